@@ -1,0 +1,1 @@
+"""Processes: the only code that knows how executors are started, called and stopped."""

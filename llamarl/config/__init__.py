@@ -1,0 +1,61 @@
+"""Every field of a recipe, with its default, its documentation and its checks.
+
+Owns: the dataclasses. Does not own: values a recipe chooses (`conf/`, `recipes/`) or what is
+built from them (`build.py`). Invariant: standard library only, so composing a recipe takes
+milliseconds; nothing changes a config after its own `__post_init__`.
+"""
+
+from llamarl.config.algorithm import (
+    AIPOConfig,
+    AlgorithmConfig,
+    CISPOConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RLOOConfig,
+)
+from llamarl.config.data import DataConfig
+from llamarl.config.generator import GeneratorConfig, SamplingConfig
+from llamarl.config.model import ModelConfig
+from llamarl.config.reward import RewardConfig
+from llamarl.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    EvaluationConfig,
+    ExperienceConfig,
+    MetricsConfig,
+    StalenessConfig,
+    WeightsConfig,
+)
+from llamarl.config.trainer import TrainerConfig
+
+__all__ = [
+    "AIPOConfig",
+    "AlgorithmConfig",
+    "CISPOConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DAPOConfig",
+    "DataConfig",
+    "DrGRPOConfig",
+    "EvaluationConfig",
+    "ExperienceConfig",
+    "GRPOConfig",
+    "GSPOConfig",
+    "GeneratorConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "PPOConfig",
+    "RLOOConfig",
+    "ReinforceConfig",
+    "RewardConfig",
+    "SamplingConfig",
+    "StalenessConfig",
+    "TrainerConfig",
+    "WeightsConfig",
+]

@@ -1,0 +1,152 @@
+"""How rewards become a loss: one config class per algorithm.
+
+Owns: the fields of `algorithm`. Does not own: the maths (`algorithms/`). Invariant: a field that
+only one algorithm reads stands in that algorithm's class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.config.check import require, require_choice
+
+ADVANTAGES = ("mean", "mean_std", "leave_one_out", "none")
+NORMALIZATIONS = ("tokens", "rollouts", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """Fields that every algorithm shares."""
+
+    advantage: str = "mean"
+    """Baseline: mean | mean_std (also divides by the group's deviation) | leave_one_out | none."""
+    normalization: str = "tokens"
+    """The step's summed loss is divided by: its response tokens | its rollouts, each rollout
+    averaged over its own tokens first | rollouts * sampling.max_tokens (constant)."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL penalty to the reference model; 0 starts no reference executor."""
+    kl_estimator: str = "k3"
+    """Estimator of that penalty: k1 | k2 | k3 (Schulman's names)."""
+    entropy_coefficient: float = 0.0
+    """Weight of an entropy bonus per response token."""
+    drop_equal_rewards: bool = True
+    """Drop groups whose rewards are all equal: their advantages are zero."""
+    overlong_penalty_tokens: int = 0
+    """DAPO's soft length penalty: the reward falls linearly to -1 over the last this many tokens
+    before sampling.max_tokens; 0 switches it off."""
+    mask_truncated: bool = False
+    """Give rollouts cut at max_tokens zero loss weight (DAPO's overlong filtering)."""
+    max_drops_in_row: int = 2048
+    """Groups dropped one after another before the run stops and says why."""
+
+    def __post_init__(self) -> None:
+        require_choice("algorithm.advantage", self.advantage, ADVANTAGES)
+        require_choice("algorithm.normalization", self.normalization, NORMALIZATIONS)
+        require_choice("algorithm.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        require(
+            self.kl_coefficient >= 0,
+            "algorithm.kl_coefficient",
+            "be at least 0",
+            self.kl_coefficient,
+        )
+        require(
+            self.overlong_penalty_tokens >= 0,
+            "algorithm.overlong_penalty_tokens",
+            "be at least 0",
+            self.overlong_penalty_tokens,
+        )
+        require(
+            self.max_drops_in_row >= 1,
+            "algorithm.max_drops_in_row",
+            "be at least 1",
+            self.max_drops_in_row,
+        )
+
+
+@dataclass(kw_only=True)
+class AIPOConfig(AlgorithmConfig):
+    """LlamaRL section 6: truncated importance weights, upper clip only."""
+
+    rho: float = 4.0
+    """Upper bound of pi/mu, at least 1; the paper advises 2 to 10."""
+
+    def __post_init__(self) -> None:
+        AlgorithmConfig.__post_init__(self)
+        require(self.rho >= 1, "algorithm.rho", "be at least 1", self.rho)
+
+
+@dataclass(kw_only=True)
+class ReinforceConfig(AlgorithmConfig):
+    """Plain policy gradient: - A log pi, no importance weight."""
+
+
+@dataclass(kw_only=True)
+class RLOOConfig(AlgorithmConfig):
+    """REINFORCE with the leave-one-out baseline."""
+
+    advantage: str = "leave_one_out"
+
+
+@dataclass(kw_only=True)
+class ClipConfig(AlgorithmConfig):
+    """Fields of the losses that clip the ratio on both sides."""
+
+    clip_low: float = 0.2
+    """The ratio's lower bound is 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio's upper bound is 1 + clip_high; DAPO's clip-higher sets it above clip_low."""
+
+    def __post_init__(self) -> None:
+        AlgorithmConfig.__post_init__(self)
+        require(
+            0 < self.clip_low <= 1, "algorithm.clip_low", "be above 0 and at most 1", self.clip_low
+        )
+        require(self.clip_high > 0, "algorithm.clip_high", "be above 0", self.clip_high)
+
+
+@dataclass(kw_only=True)
+class PPOConfig(ClipConfig):
+    """PPO-clip with the group's mean as baseline."""
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(ClipConfig):
+    """GRPO: PPO-clip, standardised group advantage, mean over rollouts, KL to a reference."""
+
+    advantage: str = "mean_std"
+    normalization: str = "rollouts"
+    kl_coefficient: float = 0.04
+
+
+@dataclass(kw_only=True)
+class DrGRPOConfig(ClipConfig):
+    """Dr. GRPO: no deviation, no per-rollout length division."""
+
+    normalization: str = "constant"
+
+
+@dataclass(kw_only=True)
+class DAPOConfig(ClipConfig):
+    """DAPO: clip-higher, token-level mean, dynamic sampling, soft overlong penalty."""
+
+    advantage: str = "mean_std"
+    clip_high: float = 0.28
+
+
+@dataclass(kw_only=True)
+class CISPOConfig(ClipConfig):
+    """CISPO (MiniMax-M1): the clipped ratio is a detached weight of log pi."""
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+
+@dataclass(kw_only=True)
+class GSPOConfig(ClipConfig):
+    """GSPO: one length-normalised ratio per rollout, clipped."""
+
+    advantage: str = "mean_std"
+    normalization: str = "rollouts"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4

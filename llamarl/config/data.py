@@ -1,0 +1,43 @@
+"""Prompts: where they come from and how they become tokens. Invariant: the order of prompts is a
+function of seed and position alone, so a run can resume anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.config.check import require
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """The prompt files."""
+
+    prompts: str = ""
+    """Training prompts, .jsonl or .parquet; relative paths start at the recipe's folder."""
+    held_out: str | None = None
+    """Evaluation prompts in the same form; None skips evaluation."""
+    prompt_field: str = "question"
+    """Field with the question: text, or for a chat template a list of messages."""
+    chat: bool = False
+    """Wrap the question in the tokenizer's chat template; else it is plain text."""
+    system: str | None = None
+    """System message put first; needs `chat`."""
+    shuffle: bool = True
+    """Walk the file in an order drawn anew per epoch from the run's seed."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are an error that names their line."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.prompts), "data.prompts", "name a .jsonl or .parquet file", self.prompts)
+        require(
+            self.max_prompt_tokens >= 1,
+            "data.max_prompt_tokens",
+            "be at least 1",
+            self.max_prompt_tokens,
+        )
+        require(
+            self.system is None or self.chat,
+            "data.system",
+            "stay unset without data.chat",
+            self.system,
+        )

@@ -1,0 +1,88 @@
+"""Generator replicas and sampling. Invariant: training samples the model's full distribution, for
+else pi/mu would be wrong even on-policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamarl.config.check import require, require_choice
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How rollouts are drawn."""
+
+    rollouts_per_prompt: int = 8
+    """Rollouts in a group (n)."""
+    temperature: float = 1.0
+    """Softmax temperature of training rollouts; trainer log-probs use the same."""
+    top_k: int = 0
+    """Keep only the k likeliest tokens; must be 0 (off) in training."""
+    top_p: float = 1.0
+    """Keep only the likeliest tokens with this total probability; must be 1 (off) in training."""
+    max_tokens: int = 512
+    """Longest completion."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a completion, besides the tokenizer's end-of-sequence token."""
+    segment_tokens: int = 0
+    """Cut a running rollout after this many new tokens and resume it on any replica; 0 never."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.rollouts_per_prompt >= 1,
+            "sampling.rollouts_per_prompt",
+            "be at least 1",
+            self.rollouts_per_prompt,
+        )
+        require(
+            self.temperature > 0, "sampling.temperature", "be above 0 in training", self.temperature
+        )
+        require(
+            self.top_k == 0, "sampling.top_k", "be 0 in training (pi/mu would be wrong)", self.top_k
+        )
+        require(
+            self.top_p == 1.0,
+            "sampling.top_p",
+            "be 1 in training (pi/mu would be wrong)",
+            self.top_p,
+        )
+        require(self.max_tokens >= 1, "sampling.max_tokens", "be at least 1", self.max_tokens)
+        require(
+            self.segment_tokens >= 0,
+            "sampling.segment_tokens",
+            "be at least 0",
+            self.segment_tokens,
+        )
+
+
+@dataclass(kw_only=True)
+class GeneratorConfig:
+    """The embedded engine."""
+
+    num_replicas: int = 1
+    """Independent engines, each in its own process."""
+    max_running: int = 64
+    """Rollouts decoded together per replica."""
+    max_context_tokens: int = 1024
+    """Longest prompt plus completion; sizes the KV cache."""
+    dtype: str = "float32"
+    """Weights and KV cache: float32 | bfloat16."""
+    kv_after_flip: str = "keep"
+    """After new weights: keep the KV cache, or recompute it."""
+    heartbeat_s: float = 1.0
+    """Longest silence of a healthy replica."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_replicas >= 1, "generator.num_replicas", "be at least 1", self.num_replicas
+        )
+        require(self.max_running >= 1, "generator.max_running", "be at least 1", self.max_running)
+        require(
+            self.max_context_tokens >= 2,
+            "generator.max_context_tokens",
+            "be at least 2",
+            self.max_context_tokens,
+        )
+        require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
+        require_choice("generator.kv_after_flip", self.kv_after_flip, ("keep", "recompute"))
+        require(self.heartbeat_s > 0, "generator.heartbeat_s", "be above 0", self.heartbeat_s)

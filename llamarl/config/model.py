@@ -1,0 +1,23 @@
+"""Which pretrained checkpoint is fine-tuned. Invariant: everything about the architecture comes
+from the checkpoint's own config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.config.check import require
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The checkpoint, in the Hugging Face layout."""
+
+    checkpoint: str = ""
+    """Folder with config.json and safetensors files; relative to the recipe's folder."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer, if it is not the checkpoint's own."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.checkpoint), "model.checkpoint", "name a checkpoint folder", self.checkpoint
+        )

@@ -1,0 +1,218 @@
+"""Sections about the run itself, and the root of the tree. Invariant: checks that look at two
+sections stand in `Config.__post_init__` and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamarl.config.algorithm import AlgorithmConfig
+from llamarl.config.check import require, require_choice
+from llamarl.config.data import DataConfig
+from llamarl.config.generator import GeneratorConfig, SamplingConfig
+from llamarl.config.model import ModelConfig
+from llamarl.config.reward import RewardConfig
+from llamarl.config.trainer import TrainerConfig
+
+
+@dataclass(kw_only=True)
+class StalenessConfig:
+    """How far the generator may run ahead."""
+
+    max_staleness: int = 1
+    """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
+    late: str = "wait"
+    """When the oldest group is not ready: wait for it, or mask: train on others first and give
+    its tokens older than S zero weight later."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_staleness >= 0, "staleness.max_staleness", "be at least 0", self.max_staleness
+        )
+        require_choice("staleness.late", self.late, ("wait", "mask"))
+
+
+@dataclass(kw_only=True)
+class WeightsConfig:
+    """How a new version reaches the generators."""
+
+    transport: str = "shared_memory"
+    """shared_memory: trainers write straight into the replica's shadow arena on one host."""
+    timeout_s: float = 60.0
+    """Longest time one publish may take before the run stops."""
+
+    def __post_init__(self) -> None:
+        require_choice("weights.transport", self.transport, ("shared_memory",))
+        require(self.timeout_s > 0, "weights.timeout_s", "be above 0", self.timeout_s)
+
+
+@dataclass(kw_only=True)
+class ExperienceConfig:
+    """The store between the stages."""
+
+    num_storage_units: int = 1
+    """Storage processes; row ids are spread over them."""
+    archive_tokens: bool = False
+    """Keep token ids and log-probs of retired rollouts in the archive, not only their spans."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_storage_units >= 1,
+            "experience.num_storage_units",
+            "be at least 1",
+            self.num_storage_units,
+        )
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Processes."""
+
+    backend: str = "monarch"
+    """monarch: every executor in its own process; inline: all in this one, for debugging."""
+    threads_per_process: int = 1
+    """Torch threads of each executor process; more than cores / processes is much slower."""
+    silence_s: float = 60.0
+    """An executor that says nothing for this long counts as lost."""
+
+    def __post_init__(self) -> None:
+        require_choice("cluster.backend", self.backend, ("monarch", "inline"))
+        require(
+            self.threads_per_process >= 1,
+            "cluster.threads_per_process",
+            "be at least 1",
+            self.threads_per_process,
+        )
+        require(self.silence_s > 0, "cluster.silence_s", "be above 0", self.silence_s)
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """Held-out evaluation on one fixed version."""
+
+    every_steps: int = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    max_prompts: int = 0
+    """Use only the first this many held-out prompts; 0 means all."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Evaluation may cut the distribution, training may not."""
+    max_tokens: int = 0
+    """Longest completion; 0 takes sampling.max_tokens."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "evaluation.every_steps", "be at least 0", self.every_steps)
+        require(self.max_prompts >= 0, "evaluation.max_prompts", "be at least 0", self.max_prompts)
+        require(self.temperature >= 0, "evaluation.temperature", "be at least 0", self.temperature)
+        require(0 < self.top_p <= 1, "evaluation.top_p", "be above 0 and at most 1", self.top_p)
+        require(self.max_tokens >= 0, "evaluation.max_tokens", "be at least 0", self.max_tokens)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What survives the run."""
+
+    every_steps: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = 2
+    """Newest checkpoints kept; 0 keeps all."""
+    resume: str = "off"
+    """off | auto (the newest committed checkpoint of run_dir, if any) | a checkpoint folder."""
+    export: bool = True
+    """Write the final weights in the Hugging Face layout."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "checkpoint.every_steps", "be at least 0", self.every_steps)
+        require(self.keep >= 0, "checkpoint.keep", "be at least 0", self.keep)
+
+
+@dataclass(kw_only=True)
+class MetricsConfig:
+    """What is recorded."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files beside the metrics JSONL."""
+    sample_rollouts: int = 2
+    """Rollouts per step shown as text."""
+    live: bool = True
+    """Draw the live progress display when standard output is a terminal."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.sample_rollouts >= 0,
+            "metrics.sample_rollouts",
+            "be at least 0",
+            self.sample_rollouts,
+        )
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A whole recipe."""
+
+    run_dir: str = ""
+    """Folder of this run: config, metrics, traces, checkpoints, exported weights."""
+    recipe_dir: str = "."
+    """Folder that relative paths start at; the command line fills it with --config-dir."""
+    seed: int = 0
+    """Seed of prompt order, sampling and everything else that is drawn."""
+    num_steps: int = 100
+    """Optimizer steps of the run."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    generator: GeneratorConfig
+    trainer: TrainerConfig
+    weights: WeightsConfig
+    cluster: ClusterConfig
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        require(self.num_steps >= 1, "num_steps", "be at least 1", self.num_steps)
+        longest = self.sampling.max_tokens + 1
+        require(
+            longest <= self.generator.max_context_tokens,
+            "generator.max_context_tokens",
+            f"hold a prompt token and sampling.max_tokens ({self.sampling.max_tokens})",
+            self.generator.max_context_tokens,
+        )
+        require(
+            self.evaluation.max_tokens < self.generator.max_context_tokens,
+            "evaluation.max_tokens",
+            f"be below generator.max_context_tokens ({self.generator.max_context_tokens})",
+            self.evaluation.max_tokens,
+        )
+        require(
+            self.algorithm.overlong_penalty_tokens <= self.sampling.max_tokens,
+            "algorithm.overlong_penalty_tokens",
+            f"be at most sampling.max_tokens ({self.sampling.max_tokens})",
+            self.algorithm.overlong_penalty_tokens,
+        )
+        if (
+            self.algorithm.advantage in ("mean_std", "leave_one_out")
+            or self.algorithm.drop_equal_rewards
+        ):
+            require(
+                self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage == "none",
+                "sampling.rollouts_per_prompt",
+                f"be at least 2 for algorithm.advantage={self.algorithm.advantage}",
+                self.sampling.rollouts_per_prompt,
+            )
+        require(
+            self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps,
+            "trainer.warmup_steps",
+            f"be below num_steps ({self.num_steps})",
+            self.trainer.warmup_steps,
+        )
+        require(
+            self.cluster.backend != "inline" or self.trainer.num_ranks == 1,
+            "trainer.num_ranks",
+            "be 1 with cluster.backend=inline",
+            self.trainer.num_ranks,
+        )

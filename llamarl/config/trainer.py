@@ -1,0 +1,84 @@
+"""The trainer: batch, optimizer, precision. Invariant: no field here changes the gradient of a
+given batch except the ones about precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamarl.config.check import require, require_choice
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """One optimizer step per `groups_per_step` groups."""
+
+    num_ranks: int = 1
+    """Processes the parameters are sharded over (FSDP2)."""
+    groups_per_step: int = 32
+    """Groups in a batch (P)."""
+    groups_per_part: int = 0
+    """Start forward and backward once this many groups are ready; 0 waits for the whole batch."""
+    tokens_per_micro_batch: int = 4096
+    """Most tokens packed into one forward; a longer rollout gets one of its own."""
+    compute_dtype: str = "float32"
+    """Forward and backward in float32 | bfloat16; master weights are always float32."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of storing its activations."""
+    optimizer: str = "adamw"
+    """adamw | sgd."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's moment decays."""
+    eps: float = 1e-8
+    """AdamW's denominator offset."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate grows linearly to `lr`."""
+    schedule: str = "constant"
+    """After warm-up: constant | linear | cosine, down to `lr * min_lr_share` at the last step."""
+    min_lr_share: float = 0.0
+    """Share of `lr` left at the end of a linear or cosine schedule."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+
+    def __post_init__(self) -> None:
+        require(self.num_ranks >= 1, "trainer.num_ranks", "be at least 1", self.num_ranks)
+        require(
+            self.groups_per_step >= 1,
+            "trainer.groups_per_step",
+            "be at least 1",
+            self.groups_per_step,
+        )
+        require(
+            self.groups_per_part >= 0
+            and (self.groups_per_part == 0 or self.groups_per_step % self.groups_per_part == 0),
+            "trainer.groups_per_part",
+            f"be 0 or divide trainer.groups_per_step ({self.groups_per_step})",
+            self.groups_per_part,
+        )
+        require(
+            self.tokens_per_micro_batch >= 1,
+            "trainer.tokens_per_micro_batch",
+            "be at least 1",
+            self.tokens_per_micro_batch,
+        )
+        require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
+        require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
+        require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "trainer.betas",
+            "be two numbers from 0 to below 1",
+            self.betas,
+        )
+        require(self.warmup_steps >= 0, "trainer.warmup_steps", "be at least 0", self.warmup_steps)
+        require(
+            0 <= self.min_lr_share <= 1,
+            "trainer.min_lr_share",
+            "be within 0 and 1",
+            self.min_lr_share,
+        )
+        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be above 0", self.max_grad_norm)

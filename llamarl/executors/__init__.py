@@ -1,0 +1,1 @@
+"""What runs in each process: plain classes that know neither the cluster nor the loop."""

@@ -1,0 +1,1 @@
+"""The embedded generator engine: continuous batching on one device."""

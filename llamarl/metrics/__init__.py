@@ -1,0 +1,1 @@
+"""Spans, sums over them, and where numbers are written."""

@@ -1,0 +1,117 @@
+"""What the controller may ask of each executor, seen from the caller's side.
+
+Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what
+runs behind it (`executors/`). Invariant: at most six methods each, all asynchronous.
+
+One executor may be several ranks. Methods of Generator, Trainer, Scorer, Reference and Storage
+answer once for the whole executor. Sender and Receiver, the two ends of a weight publish, answer
+with a list, one entry per rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from llamarl.types import Batch, Columns, Prompt, Request, Row, Score, StepStats
+
+if TYPE_CHECKING:
+    from llamarl.weights.layout import Copy, Offer, RankLayout
+
+
+class Generator(Protocol):
+    """Writes rollouts. The dispatcher over all replicas is a Generator too."""
+
+    async def submit(self, requests: list[Request]) -> None:
+        """Queue rollouts; returns once they are queued, not once they are written."""
+
+    async def collect(self) -> list[Row]:
+        """Rows that stopped since the last call, in the order they stopped.
+
+        Waits for at least one, but at most the replica's heartbeat interval: an empty list means
+        alive and nothing to tell. The arrays of a returned row are already in storage.
+        """
+
+    async def abort(self, row_ids: list[int]) -> None:
+        """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
+
+
+class Trainer(Protocol):
+    """Updates the policy."""
+
+    async def accumulate(self, batch: Batch) -> None:
+        """Fetch the rows, run forward and backward, add to the gradients of the current step."""
+
+    async def step(self) -> StepStats:
+        """Scale the summed gradients once, clip, update; the version grows by one."""
+
+    async def save(self, folder: str) -> None:
+        """Write this executor's part of a checkpoint into `folder` (the caller commits it)."""
+
+    async def restore(self, folder: str) -> int:
+        """Load what `save` wrote; returns the version."""
+
+    async def export(self, folder: str) -> None:
+        """Write the weights in the Hugging Face layout."""
+
+
+class Scorer(Protocol):
+    """Runs reward code."""
+
+    async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
+        """Read the completions of these (row id, prompt) pairs and score them, in order."""
+
+
+class Reference(Protocol):
+    """The frozen model that a KL term compares with."""
+
+    async def infer(self, row_ids: list[int]) -> None:
+        """Compute `ref_logprobs` of these rows and write the column."""
+
+
+class Storage(Protocol):
+    """Holds the arrays of rollouts."""
+
+    async def write(self, row_ids: list[int], columns: Columns) -> None:
+        """Write whole cells; overwriting a cell is allowed only for a partial rollout."""
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        """The named columns of these rows, in order. KeyError if a cell was never written."""
+
+    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+        """Archive these rows with their fate (trained at which version, or dropped and why), free
+        them."""
+
+
+class Sender(Protocol):
+    """The trainer's side of a publish; every method answers once per rank."""
+
+    async def source_layout(self) -> list[RankLayout]:
+        """Where each rank keeps its boxes of the parameters."""
+
+    async def connect(self, replica: int, copies: list[Copy]) -> list[None]:
+        """Remember the copies that lead to `replica`; each rank keeps those it is the source of."""
+
+    async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
+        """Write this rank's slices into the offered memory of one replica (one offer per rank).
+
+        Returns the fingerprints of what was written, by parameter, each element counted once.
+        """
+
+
+class Receiver(Protocol):
+    """One generator replica's side of a publish; every method answers once per rank."""
+
+    async def target_layout(self) -> list[RankLayout]:
+        """Where each rank wants its boxes of the parameters."""
+
+    async def offer(self, version: int) -> list[Offer]:
+        """Open the shadow arena for `version` and say where it is."""
+
+    async def fingerprint(self, version: int) -> list[dict[str, int]]:
+        """Fingerprints of the shadow arena, by parameter."""
+
+    async def flip(self, version: int) -> list[int]:
+        """Make the shadow live between two decode steps; returns the number of running rollouts."""
+
+    async def discard(self, version: int) -> list[None]:
+        """Forget the shadow; the live weights stay."""

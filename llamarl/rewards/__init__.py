@@ -1,0 +1,1 @@
+"""Reward functions and the process pool that runs them."""

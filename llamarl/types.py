@@ -1,0 +1,223 @@
+"""The words of the project: records that travel between executors, and the glossary.
+
+Owns: every record that crosses a process boundary. Does not own: tensors (they live in storage
+units, trainer ranks and generator arenas) or behaviour. Invariant: nothing here imports torch, so
+a process that only moves metadata never loads it.
+
+Glossary
+    Prompt      one question of the data set, tokenized.
+    Rollout     one completion of a prompt: token ids, generator log-probs, weight versions as
+                spans, sampling parameters, finish reason. Its arrays are one row of the store.
+    Row         what the controller knows about a rollout: ids, lengths, spans, no arrays.
+    Group       the n rollouts of one prompt; scored together.
+    Batch       the rows of one (part of an) optimizer step and their place on ranks and
+                micro-batches. Metadata only.
+    version     optimizer steps completed. One optimizer step per batch.
+    staleness   of a token: trainer version when it is used minus the version that wrote it; of a
+                rollout: of its oldest trained token.
+    mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
+                `trainer_logprobs`; the frozen model's are `ref_logprobs`.
+    executor    the processes of one role: generator, trainer, scorer, reference, storage.
+    replica     one generator engine; it has one or more ranks.
+    layout      which rank holds which box of which parameter; plan: the copies between two layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+Columns = dict[str, list[np.ndarray]]
+"""Column name -> one array per row, in the order of the row ids beside it."""
+
+# Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
+PROMPT_IDS = "prompt_ids"  # int32 [P]
+RESPONSE_IDS = "response_ids"  # int32 [T]
+GENERATOR_LOGPROBS = "generator_logprobs"  # float32 [T], log mu of each response token
+TOKEN_VERSIONS = "token_versions"  # int32 [T], weight version that wrote each response token
+SAMPLING = "sampling"  # float64 [6]: temperature, top_k, top_p, max_tokens, seed, finish code
+REWARD = "reward"  # float64 [1]
+REF_LOGPROBS = "ref_logprobs"  # float32 [T]
+TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
+
+
+class Purpose(StrEnum):
+    """Why a rollout exists. Evaluation rows never reach the trainer."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class FinishReason(StrEnum):
+    """Why the generator stopped writing a rollout."""
+
+    STOP = "stop"  # a stop id or stop string
+    LENGTH = "length"  # max_tokens or the context window
+    SEGMENT = "segment"  # cut at segment_tokens: partial, may be resumed
+    ABORTED = "aborted"  # the controller gave it up
+
+
+FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumerate(FinishReason)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One tokenized question.
+
+    `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
+    `fields` is the whole data row (answer, source, ...), which reward functions read.
+    """
+
+    prompt_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    fields: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch those off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One rollout asked of a generator.
+
+    `min_version`: a replica below it may not start the rollout. `segment_tokens` 0 means never
+    cut; `resume` says that the store holds the tokens written so far under `row_id`.
+    Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once.
+    """
+
+    row_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    min_version: int = 0
+    segment_tokens: int = 0
+    resume: bool = False
+    purpose: Purpose = Purpose.TRAIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """`num_tokens` consecutive response tokens written by weight version `version`."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What the controller learns when a rollout stops: constant size whatever its length.
+
+    Example: a 50-token answer during which version 4 replaced version 3 after 20 tokens has
+    `spans == (VersionSpan(version=3, num_tokens=20), VersionSpan(version=4, num_tokens=30))`.
+    """
+
+    row_id: int
+    num_prompt_tokens: int
+    num_tokens: int
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    replica: int = 0
+
+    @property
+    def oldest_version(self) -> int:
+        return self.spans[0].version if self.spans else 0
+
+
+class ScoreStatus(StrEnum):
+    """A reward either exists or it does not; a failure is never a zero."""
+
+    OK = "ok"
+    RAISED = "raised"
+    HUNG = "hung"
+    INVALID = "invalid"  # NaN, infinite or not a number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`."""
+
+    row_id: int
+    status: ScoreStatus
+    reward: float = float("nan")
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def correct(self) -> bool:
+        """True if the first reward function gave full marks (1 or more): what accuracy counts."""
+        return self.status is ScoreStatus.OK and next(iter(self.parts.values()), 0.0) >= 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The rollouts of one admitted prompt.
+
+    `group_id` counts admissions, so it is also the order of consumption. `step` is the version at
+    which the group is used at the latest, `min_version` = step - max_staleness.
+    """
+
+    group_id: int
+    prompt: Prompt
+    row_ids: tuple[int, ...]
+    step: int
+    min_version: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
+    advantages: tuple[float, ...] = ()
+
+    @property
+    def is_scored(self) -> bool:
+        return len(self.rows) == len(self.row_ids) == len(self.scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
+
+    `advantage` is the group-relative advantage, equal for all tokens of the rollout.
+    """
+
+    row_id: int
+    group_id: int
+    num_prompt_tokens: int
+    num_tokens: int
+    advantage: float
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Whole groups handed to the trainer, one of possibly several parts of a step.
+
+    `version` is the trainer version at use. `assignment[rank][micro_batch]` lists positions in
+    `rows`; every rank has the same number of micro-batches (some may be empty).
+    """
+
+    version: int
+    rows: tuple[BatchRow, ...]
+    assignment: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one optimizer step reports, already reduced over trainer ranks.
+
+    `version` is the version the step produced; `scalars` are metric name -> value.
+    """
+
+    version: int
+    scalars: dict[str, float]

@@ -1,0 +1,1 @@
+"""DDMA: layouts, plans, transports, fingerprints and the two-phase publish."""
