@@ -1,0 +1,207 @@
+"""The loop. Read it from top to bottom: that is the order in which a rollout lives.
+
+Owns: the stages and their order. Does not own: how anything is done; every collaborator arrives
+built. Invariant: stages share nothing but the gate (who may start, who is next) and the ledger
+(what is ready); an exception in any stage ends all of them.
+
+    admit -> generate -> collect -> score, infer -> settle -> train -> publish -> admit
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llamarl.checkpoint import Checkpoints
+from llamarl.data.prompts import PromptStream
+from llamarl.evaluate import Evaluator
+from llamarl.experience.ledger import Ledger
+from llamarl.metrics.journal import Journal
+from llamarl.metrics.span import Spans
+from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
+from llamarl.staleness import Gate
+from llamarl.types import (
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    Batch,
+    FinishReason,
+    Group,
+    Purpose,
+    Request,
+)
+from llamarl.weights.publish import Publisher
+
+TAKE_ROWS = 256  # rows a stage takes at once, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long the loop runs and what happens between steps; 0 means never between."""
+
+    num_steps: int
+    groups_per_step: int
+    groups_per_part: int
+    evaluate_every: int
+    save_every: int
+
+    def is_due(self, every: int, version: int) -> bool:
+        return version == self.num_steps or (every > 0 and version % every == 0)
+
+
+@dataclass(kw_only=True)
+class Controller:
+    """Drives the executors from the first prompt to the last version."""
+
+    schedule: Schedule
+    prompts: PromptStream
+    gate: Gate
+    ledger: Ledger
+    make_requests: Callable[[Group], list[Request]]
+    generator: Generator
+    scorer: Scorer
+    reference: Reference | None
+    judge: Callable[[Group], str | None]
+    make_batch: Callable[[Sequence[Group], int, int], Batch]
+    trainer: Trainer
+    storage: Storage
+    publisher: Publisher
+    evaluator: Evaluator | None
+    checkpoints: Checkpoints
+    journal: Journal
+    spans: Spans
+
+    async def run(self) -> None:
+        """Train until version `num_steps` is live, evaluated and saved."""
+        await self.publisher.publish(self.gate.version)  # everybody starts on one policy
+        async with asyncio.TaskGroup() as tasks:
+            self._start = tasks.create_task
+            self._evaluation = self._start(self._evaluate(self.gate.version))
+            admitting = self._start(self._admit_stage())
+            serving = [self._start(self._collect_stage()), self._start(self._score_stage())]
+            serving += [self._start(self._infer_stage()), self._start(self._settle_stage())]
+            await self._train_stage()
+            admitting.cancel()
+            await self.generator.abort(self.ledger.rows(Purpose.TRAIN))
+            await self._evaluation
+            for stage in serving:
+                stage.cancel()
+        await self.storage.retire(self.ledger.rows(Purpose.TRAIN), {"fate": "unused"})
+
+    async def _admit_stage(self) -> None:
+        """Prompts enter one by one, when the trainer is close enough behind."""
+        while True:
+            with self.spans.span("gate", "wait"):
+                group = await self.gate.admit(self.prompts)
+            requests = self.make_requests(group)
+            for request in requests:
+                self.ledger.add(request, group.prompt, group)
+            await self.generator.submit(requests)
+
+    async def _collect_stage(self) -> None:
+        """Hear which rollouts stopped; cut ones go on, wherever there is room."""
+        while True:
+            written, cut = [], []
+            for row in await self.generator.collect():
+                entry = self.ledger.entries[row.row_id]
+                if row.finish_reason is FinishReason.SEGMENT:
+                    cut.append(replace(entry.request, resume=True))
+                elif row.finish_reason is not FinishReason.ABORTED:
+                    entry.learn_row(row)
+                    written.append(row.row_id)
+            self.ledger.mark(written, RESPONSE_IDS)
+            await self.generator.submit(cut)
+
+    async def _score_stage(self) -> None:
+        """Each handful of finished rollouts is scored on its own: a slow reward holds no other."""
+        async with asyncio.TaskGroup() as calls:
+            while True:
+                calls.create_task(self._score(await self.ledger.take("score", TAKE_ROWS)))
+
+    async def _score(self, row_ids: list[int]) -> None:
+        entries = self.ledger.entries
+        scores = await self.scorer.score([(row_id, entries[row_id].prompt) for row_id in row_ids])
+        for score in scores:
+            entries[score.row_id].learn_score(score)
+        self.ledger.mark(row_ids, REWARD)
+
+    async def _infer_stage(self) -> None:
+        """Log-probs of the frozen model, if the algorithm has a KL term."""
+        while self.reference is not None:
+            row_ids = await self.ledger.take("infer", TAKE_ROWS)
+            await self.reference.infer(row_ids)
+            self.ledger.mark(row_ids, REF_LOGPROBS)
+
+    async def _settle_stage(self) -> None:
+        """A group whose rows are all ready gets its advantages, or is dropped and counted."""
+        num_ready: Counter[int] = Counter()
+        while True:
+            for row_id in await self.ledger.take("settle", TAKE_ROWS):
+                group = self.ledger.entries[row_id].group
+                assert group is not None
+                num_ready[group.group_id] += 1
+                if num_ready[group.group_id] == len(group.row_ids):
+                    del num_ready[group.group_id]
+                    await self._settle(group)
+
+    async def _settle(self, group: Group) -> None:
+        reason = self.judge(group)
+        if reason is None:
+            await self.gate.settle(group)
+            return
+        self.journal.drop(group, reason)
+        fate = {"fate": "dropped", "reason": reason, "group_id": group.group_id}
+        await self._retire([group], fate)
+        await self.gate.drop(group, reason)
+
+    async def _train_stage(self) -> None:
+        """One optimizer step per batch; its parts are trained as they become ready."""
+        publishing: Awaitable[None] | None = None
+        for version in range(self.gate.version, self.schedule.num_steps):
+            groups: list[Group] = []
+            while missing := self.schedule.groups_per_step - len(groups):
+                with self.spans.span("batch", "wait"):
+                    part_size = min(self.schedule.groups_per_part or missing, missing)
+                    part = await self.gate.take(part_size, missing)
+                await self.trainer.accumulate(
+                    self.make_batch(part, version, self.gate.oldest_version(version))
+                )
+                groups += part
+            if publishing is not None:
+                await publishing  # the weights change next, so their copies must have ended
+            stats = await self.trainer.step()
+            await self.journal.step(stats, groups)
+            oldest = self.gate.oldest_version(version)
+            await self._retire(
+                groups, {"fate": "trained", "version": version, "oldest_version": oldest}
+            )
+            if self.schedule.is_due(self.schedule.save_every, stats.version):
+                await self._save(stats.version)
+            publishing = self._start(self._publish(stats.version))
+        if publishing is not None:
+            await publishing
+
+    async def _publish(self, version: int) -> None:
+        """Give `version` to the generators, after the evaluation that needs the one before."""
+        await self._evaluation
+        self.journal.publish(await self.publisher.publish(version))
+        await self.gate.publish(version)
+        if self.schedule.is_due(self.schedule.evaluate_every, version):
+            self._evaluation = self._start(self._evaluate(version))
+
+    async def _evaluate(self, version: int) -> None:
+        if self.evaluator is not None:
+            row_ids = self.gate.allocate_rows(len(self.evaluator.prompts))
+            self.journal.evaluation(await self.evaluator.evaluate(version, row_ids))
+
+    async def _save(self, version: int) -> None:
+        state = {"version": version, "prompts": self.prompts.state(), **self.gate.state()}
+        with self.spans.span("checkpoint", "mark", version=version):
+            await self.checkpoints.save(self.trainer, state)
+
+    async def _retire(self, groups: list[Group], fate: dict[str, str | int | float]) -> None:
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        await self.storage.retire(row_ids, fate)
+        self.ledger.forget(row_ids)

@@ -1,0 +1,151 @@
+"""Which replica gets which request.
+
+Owns: the live replicas, what runs on each, and what happens to a dead one's work. Does not own: the
+bound (`staleness.py`) or the weights. Invariant: every request submitted comes out of `collect`
+exactly once, or `collect` raises; a lost replica's requests start again elsewhere.
+
+The dispatcher is itself a Generator, so the controller sees one however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from llamarl.cluster.errors import GroupLost
+from llamarl.protocols import Generator, Storage
+from llamarl.types import Request, Row
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine: its handle, the version it serves, and the requests it holds.
+
+    `load` is the tokens it may still have to write: length makes a replica late, not count.
+    """
+
+    generator: Generator
+    version: int = 0
+    running: dict[int, Request] = field(default_factory=dict)
+    load: int = 0
+
+    def hold(self, request: Request) -> None:
+        self.running[request.row_id] = request
+        self.load += request.sampling.max_tokens
+
+    def release(self, row_id: int) -> bool:
+        """True if the request was held here."""
+        request = self.running.pop(row_id, None)
+        self.load -= request.sampling.max_tokens if request else 0
+        return request is not None
+
+
+class Dispatch:
+    """Spreads requests over replicas; rollouts of one prompt stay together and share its prefill.
+
+    Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
+    to replica 1. A replica below the group's `min_version` is chosen only if all are.
+    """
+
+    def __init__(
+        self,
+        generators: dict[int, Generator],
+        storage: Storage,
+        on_lost: Callable[[int], None] = lambda replica: None,
+    ) -> None:
+        self.replicas = {index: Replica(generator) for index, generator in generators.items()}
+        self._storage = storage
+        self._on_lost = on_lost
+        self._rows: asyncio.Queue[list[Row] | BaseException] = asyncio.Queue()
+        self._collectors: dict[int, asyncio.Task[None]] = {}
+
+    async def submit(self, requests: list[Request]) -> None:
+        """Queue requests, each run of equal prompts on the replica that suits it best."""
+        for _, run in groupby(requests, key=lambda request: request.prompt_ids):
+            group = list(run)
+            index = self._choose(max(request.min_version for request in group))
+            replica = self.replicas[index]
+            for request in group:
+                replica.hold(request)
+            if index not in self._collectors:
+                self._collectors[index] = asyncio.create_task(self._collect_from(index))
+            try:
+                await replica.generator.submit(group)
+            except GroupLost as error:
+                await self._bury(index, error)
+
+    async def collect(self) -> list[Row]:
+        """Rows that stopped on any replica. RuntimeError when the last replica is lost."""
+        rows = await self._rows.get()
+        if isinstance(rows, BaseException):
+            raise rows
+        while not self._rows.empty():
+            more = self._rows.get_nowait()
+            if isinstance(more, BaseException):
+                raise more
+            rows = rows + more
+        return rows
+
+    async def abort(self, row_ids: list[int]) -> None:
+        """Stop these rollouts wherever they run."""
+        for replica in list(self.replicas.values()):
+            held = [row_id for row_id in row_ids if row_id in replica.running]
+            if held:
+                await replica.generator.abort(held)
+
+    def flipped(self, replica: int, version: int) -> None:
+        """A publish made `version` live on `replica`."""
+        if replica in self.replicas:
+            self.replicas[replica].version = version
+
+    async def close(self) -> None:
+        """Stop listening to the replicas."""
+        for task in self._collectors.values():
+            task.cancel()
+        await asyncio.gather(*self._collectors.values(), return_exceptions=True)
+
+    def _choose(self, min_version: int) -> int:
+        if not self.replicas:
+            raise RuntimeError("every generator replica is lost")
+        return min(
+            self.replicas,
+            key=lambda index: (
+                self.replicas[index].version < min_version,
+                self.replicas[index].load,
+                index,
+            ),
+        )
+
+    async def _collect_from(self, index: int) -> None:
+        replica = self.replicas[index]
+        try:
+            while True:
+                rows = await replica.generator.collect()
+                known = [row for row in rows if replica.release(row.row_id)]
+                if known:
+                    self._rows.put_nowait(known)
+        except GroupLost as error:
+            await self._bury(index, error)
+        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
+            self._rows.put_nowait(error)
+
+    async def _bury(self, index: int, error: GroupLost) -> None:
+        replica = self.replicas.pop(index, None)
+        if replica is None:
+            return
+        log.warning("%s; its %d rollouts start again elsewhere", error, len(replica.running))
+        self._on_lost(index)
+        requests = [replace(request, resume=False) for request in replica.running.values()]
+        try:
+            # What the lost replica stored but never announced must not meet the new arrays.
+            await self._storage.retire(
+                [request.row_id for request in requests], {"fate": "lost", "replica": index}
+            )
+            await self.submit(requests)
+        except Exception as failure:  # noqa: BLE001 - raised again in `collect`
+            self._rows.put_nowait(failure)

@@ -1,0 +1,95 @@
+"""Held-out evaluation on one fixed version.
+
+Owns: the requests of an evaluation and its result. Does not own: generation, scoring (evaluation
+rollouts pass the same stages as training ones) or when to evaluate (`controller.py`). Invariant:
+every token of an evaluation was written by the same version, else it raises; its rows carry
+`Purpose.EVALUATE` and never reach the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.data.seeds import rollout_seed
+from llamarl.experience.ledger import Ledger
+from llamarl.protocols import Generator, Storage
+from llamarl.types import REWARD, FinishReason, Prompt, Purpose, Request, Sampling, ScoreStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """`accuracy` and `reward` are means over the scored prompts; `num_failed` counts the others."""
+
+    version: int
+    accuracy: float
+    reward: float
+    mean_tokens: float
+    truncated_share: float
+    num_prompts: int
+    num_failed: int
+
+
+class Evaluator:
+    """Asks for one rollout per held-out prompt and waits until all are scored."""
+
+    def __init__(
+        self,
+        *,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        seed: int,
+        generator: Generator,
+        ledger: Ledger,
+        storage: Storage,
+    ) -> None:
+        self.prompts = prompts
+        self._sampling = sampling
+        self._seed = seed
+        self._generator = generator
+        self._ledger = ledger
+        self._storage = storage
+
+    async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation:
+        """Evaluate `version`, which the caller keeps live; `row_ids` has one entry per prompt.
+
+        RuntimeError if a token of another version slipped in or every reward failed.
+        """
+        requests = [
+            Request(
+                row_id=row_id,
+                prompt_ids=prompt.token_ids,
+                sampling=self._sampling,
+                seed=rollout_seed(self._seed, prompt, 0),
+                min_version=version,
+                purpose=Purpose.EVALUATE,
+            )
+            for row_id, prompt in zip(row_ids, self.prompts, strict=True)
+        ]
+        for request, prompt in zip(requests, self.prompts, strict=True):
+            self._ledger.add(request, prompt)
+        await self._generator.submit(requests)
+        await self._ledger.wait(row_ids, REWARD)
+        result = self._result(version, row_ids)
+        await self._storage.retire(list(row_ids), {"fate": "evaluated", "version": version})
+        self._ledger.forget(row_ids)
+        return result
+
+    def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation:
+        entries = [self._ledger.entries[row_id] for row_id in row_ids]
+        rows = [entry.row for entry in entries if entry.row is not None]
+        scores = [entry.score for entry in entries if entry.score is not None]
+        foreign = {span.version for row in rows for span in row.spans} - {version}
+        if foreign:
+            raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
+        good = [score for score in scores if score.status is ScoreStatus.OK]
+        if not good:
+            raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
+        return Evaluation(
+            version=version,
+            accuracy=sum(score.correct for score in good) / len(good),
+            reward=sum(score.reward for score in good) / len(good),
+            mean_tokens=sum(row.num_tokens for row in rows) / len(rows),
+            truncated_share=sum(r.finish_reason is FinishReason.LENGTH for r in rows) / len(rows),
+            num_prompts=len(good),
+            num_failed=len(scores) - len(good),
+        )

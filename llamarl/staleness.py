@@ -1,0 +1,176 @@
+"""The gate: how many groups may be in flight, in what order they are trained, and why that bounds
+the age of every trained token.
+
+Owns: admission, the order of consumption, and the bound. Does not own: rewards or rollouts.
+
+Words: P groups make a step, S is the largest staleness, v is the last *published* version. A group
+is *open* from its admission until the version its step produced is published, or until it is
+dropped.
+
+Invariant (the bound): with `late="wait"`, every trained token was written by a version at least
+(trainer version at use) - S.
+Proof. A group is admitted only while fewer than (S+1)P groups are open, so at most q <= (S+1)P - 1
+open groups stand before it. Groups are consumed in admission order, P per step, the oldest open
+ones in step v; drops only move a group forward. So it is used at version u <= v + q // P <= v + S.
+Its requests carry min_version = v + q // P - S, and no replica below that starts them; versions of
+a replica only grow, so each token's version w satisfies w >= v + q // P - S >= u - S.   QED
+Limiting the number of open groups without the order is not enough: one slow group could be
+overtaken for ever.
+
+With `late="mask"` a group that is not ready is overtaken, so u may exceed v + q // P; its tokens
+older than u - S then get zero loss weight (`BatchRow.oldest_version`), and the bound holds per
+trained token again. S = 0 makes the loop synchronous: the next group is admitted only after the
+publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+from llamarl.types import Group, Prompt
+
+
+class Gate:
+    """Admits groups and hands them out for training.
+
+    Example, S=1, P=2, nothing trained yet: groups 0 and 1 are admitted for step 0, groups 2 and 3
+    for step 1, a fifth waits. When the trainer has consumed 0 and 1 and version 1 is published, two
+    more may enter.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        rollouts_per_group: int,
+        late: str,
+        max_drops_in_row: int,
+        version: int = 0,
+        next_group_id: int = 0,
+        next_row_id: int = 0,
+    ) -> None:
+        self.version = version
+        self._max_staleness = max_staleness
+        self._groups_per_step = groups_per_step
+        self._rollouts_per_group = rollouts_per_group
+        self._late = late
+        self._max_drops_in_row = max_drops_in_row
+        self.next_group_id = next_group_id
+        self.next_row_id = next_row_id
+        self._waiting: dict[int, Group] = {}  # admitted, not consumed; insertion order
+        self._settled: set[int] = set()
+        self._consumed: list[Group] = []  # consumed, their version not yet published
+        self._drops_in_row: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    @property
+    def capacity(self) -> int:
+        """Most groups open at once: (S+1)P."""
+        return (self._max_staleness + 1) * self._groups_per_step
+
+    @property
+    def pending(self) -> list[Group]:
+        """Groups admitted and not yet consumed, in admission order."""
+        return list(self._waiting.values())
+
+    def oldest_version(self, version: int) -> int:
+        """The oldest version whose tokens trainer version `version` may learn from."""
+        return version - self._max_staleness
+
+    def state(self) -> dict[str, object]:
+        """What a resumed run needs: the open prompts in order, and the next free ids."""
+        pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in self.pending]
+        return {
+            "pending": pending,
+            "next_group_id": self.next_group_id,
+            "next_row_id": self.next_row_id,
+        }
+
+    def allocate_rows(self, count: int) -> tuple[int, ...]:
+        """Row ids never handed out before (evaluation takes its rows here too)."""
+        first, self.next_row_id = self.next_row_id, self.next_row_id + count
+        return tuple(range(first, first + count))
+
+    async def admit(self, prompts: Iterator[Prompt]) -> Group:
+        """Wait for a free slot, then open a group for the next prompt.
+
+        The prompt is drawn only now, so what was drawn is always either open or done.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_open < self.capacity)
+            step = self.version + self._num_open // self._groups_per_step
+            group = Group(
+                group_id=self.next_group_id,
+                prompt=next(prompts),
+                row_ids=self.allocate_rows(self._rollouts_per_group),
+                step=step,
+                min_version=max(0, step - self._max_staleness),
+            )
+            self.next_group_id += 1
+            self._waiting[group.group_id] = group
+            return group
+
+    async def settle(self, group: Group) -> None:
+        """The group is scored and trainable: it may be consumed when its turn comes."""
+        async with self._changed:
+            self._settled.add(group.group_id)
+            self._drops_in_row.clear()
+            self._changed.notify_all()
+
+    async def drop(self, group: Group, reason: str) -> None:
+        """The group is not trainable: its slot is free at once, so S=0 cannot stall.
+
+        RuntimeError when too many groups in a row were dropped: nothing can be learnt.
+        """
+        async with self._changed:
+            del self._waiting[group.group_id]
+            self._drops_in_row[reason] += 1
+            self._changed.notify_all()
+        if self._drops_in_row.total() >= self._max_drops_in_row:
+            reasons = ", ".join(f"{n} x {why}" for why, n in self._drops_in_row.most_common())
+            raise RuntimeError(
+                f"no trainable group among the last {self._drops_in_row.total()} ({reasons}): "
+                "the reward gives no signal on these prompts; check reward, prompts and checkpoint"
+            )
+
+    async def take(self, at_least: int, at_most: int) -> list[Group]:
+        """The next groups to train on, in admission order; waits until `at_least` are settled.
+
+        `late="wait"`: stops at the first group that is not settled. `late="mask"`: passes over it.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._takeable(at_most)) >= at_least)
+            groups = self._takeable(at_most)
+            for group in groups:
+                del self._waiting[group.group_id]
+                self._settled.remove(group.group_id)
+                self._consumed.append(group)
+            return groups
+
+    async def publish(self, version: int) -> None:
+        """`version` is live in the generators: the slots of the step that made it are free."""
+        async with self._changed:
+            assert version > self.version, (version, self.version)
+            done = (version - self.version) * self._groups_per_step
+            assert len(self._consumed) >= done, "published a version before its batch was consumed"
+            del self._consumed[:done]
+            self.version = version
+            self._changed.notify_all()
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._waiting) + len(self._consumed)
+
+    def _takeable(self, at_most: int) -> list[Group]:
+        groups: list[Group] = []
+        for group in self._waiting.values():
+            if len(groups) == at_most:
+                break
+            if group.group_id in self._settled:
+                groups.append(group)
+            elif self._late == "wait":
+                break
+        return groups
