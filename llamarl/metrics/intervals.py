@@ -1,0 +1,74 @@
+"""Sets of time as sorted, disjoint intervals.
+
+Owns: union, intersection, difference and length. Does not own: where the times come from.
+Invariant: every function returns int64 [n, 2] rows (start, stop), sorted, disjoint, none empty;
+arguments other than `union`'s have that form too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Intervals = npt.NDArray[np.int64]
+
+EMPTY: Intervals = np.zeros((0, 2), dtype=np.int64)
+
+
+def union(intervals: Intervals) -> Intervals:
+    """The set covered by any of these intervals; [n, 2] in any order, overlapping or empty."""
+    intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+    if not len(intervals):
+        return EMPTY
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(intervals[:, 1])
+    first = np.flatnonzero(np.r_[True, intervals[1:, 0] > reached[:-1]])
+    last = np.r_[first[1:] - 1, len(intervals) - 1]
+    return np.stack([intervals[first, 0], reached[last]], axis=1)
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """The set covered by both."""
+    pieces, in_a, in_b = _pieces(a, b)
+    return union(pieces[in_a & in_b])
+
+
+def subtract(a: Intervals, b: Intervals) -> Intervals:
+    """The set covered by `a` and not by `b`."""
+    pieces, in_a, in_b = _pieces(a, b)
+    return union(pieces[in_a & ~in_b])
+
+
+def length(a: Intervals) -> int:
+    """Total time covered, in the unit of the intervals."""
+    return int((a[:, 1] - a[:, 0]).sum())
+
+
+def overlaps(a: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
+    """For each row of `spans` (any order, may overlap) how much of it `a` covers, [n]."""
+    if not len(a):
+        return np.zeros(len(spans), dtype=np.int64)
+    covered_before = np.r_[0, np.cumsum(a[:, 1] - a[:, 0])]
+
+    def covered_until(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        index = np.searchsorted(a[:, 0], times, side="right")
+        overshoot = np.maximum(a[index - 1, 1] - times, 0)
+        return np.where(index == 0, 0, covered_before[index] - overshoot)
+
+    return covered_until(spans[:, 1]) - covered_until(spans[:, 0])
+
+
+def _pieces(
+    a: Intervals, b: Intervals
+) -> tuple[Intervals, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Cut time at every start and stop; for each piece, is it in `a`, is it in `b`."""
+    if not len(a) and not len(b):
+        return EMPTY, np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
+    times = np.concatenate([a.ravel(), b.ravel()])
+    order = np.argsort(times, kind="stable")
+    enter_a = np.concatenate([np.tile([1, -1], len(a)), np.zeros(2 * len(b), dtype=np.int64)])
+    enter_b = np.concatenate([np.zeros(2 * len(a), dtype=np.int64), np.tile([1, -1], len(b))])
+    in_a = np.cumsum(enter_a[order])[:-1] > 0
+    in_b = np.cumsum(enter_b[order])[:-1] > 0
+    times = times[order]
+    return np.stack([times[:-1], times[1:]], axis=1), in_a, in_b

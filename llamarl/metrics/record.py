@@ -1,0 +1,159 @@
+"""What one optimizer step says, as numbers: metadata in, tagged values out.
+
+Owns: the tags and what each means. Does not own: where the values go (`sinks.py`) or where times
+come from. Invariant: pure; the same rows and statistics give the same record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llamarl.types import FinishReason, Group, Row, Score, ScoreStatus, StepStats
+
+Scalars = dict[str, float]
+Histograms = dict[str, dict[int, int]]  # tag -> exact value -> how often
+Texts = dict[str, str]
+StepRecord = tuple[Scalars, Histograms, Texts]
+
+STALENESS_HISTOGRAM = "staleness/tokens"
+TRAINED_TOKENS = "tokens/trained"
+
+# The trainer's statistics by the tag they are shown under; any other name goes under `trainer/`.
+TRAINER_TAGS = {
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "ratio_clipped_share": "ratio/clipped_share",
+    "kl": "kl/generator_trainer",
+    "ref_kl": "kl/reference",
+    "entropy": "policy/entropy",
+}
+
+
+def step_scalars(
+    step: int,
+    groups: Sequence[Group],
+    stats: StepStats,
+    dropped: Mapping[str, int],
+    seconds: Mapping[str, float],
+    *,
+    oldest_version: int = 0,
+    completions: Mapping[int, str] | None = None,
+) -> StepRecord:
+    """The record of one step: (scalars by tag, histograms by tag, texts by tag).
+
+    `groups`: those trained in this step, with rows and scores. `stats.version` - 1 is the version
+    they were used at; tokens older than `oldest_version` were masked and count as untrained.
+    `dropped`: groups dropped since the last step, by reason. `seconds`: `step` (since the last
+    step ended), `publish`, and `wait/<executor>` where known. `completions`: decoded text of the
+    rows chosen by `sample_rows`.
+    """
+    rows = [row for group in groups for row in group.rows.values()]
+    scores = [score for group in groups for score in group.scores.values()]
+    staleness = token_staleness(rows, stats.version - 1, oldest_version)
+    num_tokens = sum(row.num_tokens for row in rows)
+    scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
+    scalars |= _scores(scores) | _lengths(rows) | _staleness(staleness, rows)
+    for name, value in stats.scalars.items():
+        scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value
+    for name, value in seconds.items():
+        scalars[name if name.startswith("wait/") else f"time/{name}_s"] = value
+    if seconds.get("step"):
+        scalars["tokens/per_s"] = num_tokens / seconds["step"]
+    scalars["dropped/groups"] = sum(dropped.values())
+    scalars |= {f"dropped/{reason}": count for reason, count in dropped.items()}
+    texts = {"rollouts": _samples(step, groups, completions)} if completions else {}
+    return scalars, {STALENESS_HISTOGRAM: staleness}, texts
+
+
+def token_staleness(rows: Sequence[Row], version: int, oldest_version: int = 0) -> dict[int, int]:
+    """Tokens by staleness when used at `version`; those before `oldest_version` are left out."""
+    counts: Counter[int] = Counter()
+    for row in rows:
+        for span in row.spans:
+            if span.version >= oldest_version:
+                counts[version - span.version] += span.num_tokens
+    return dict(sorted(counts.items()))
+
+
+def is_mixed(row: Row) -> bool:
+    """True if two or more weight versions wrote the rollout."""
+    return len({span.version for span in row.spans}) > 1
+
+
+def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
+    """Row ids worth showing: from groups spread over the step, by turns the best and the worst."""
+    num_rows = min(num_rows, len(groups))
+    chosen = []
+    for index in range(num_rows):
+        group = groups[index * len(groups) // num_rows]
+        scored = [s for s in group.scores.values() if s.status is ScoreStatus.OK]
+        if scored:
+            pick = max if index % 2 == 0 else min
+            chosen.append(pick(scored, key=lambda score: score.reward).row_id)
+    return chosen
+
+
+def _scores(scores: list[Score]) -> Scalars:
+    scalars: Scalars = {
+        f"reward_failures/{status.value}": sum(score.status is status for score in scores)
+        for status in ScoreStatus
+        if status is not ScoreStatus.OK
+    }
+    scored = [score for score in scores if score.status is ScoreStatus.OK]
+    if scored:
+        rewards = np.array([score.reward for score in scored])
+        scalars["reward/mean"] = float(rewards.mean())
+        scalars["reward/std"] = float(rewards.std())
+        scalars["accuracy/train"] = sum(score.correct for score in scored) / len(scored)
+        for name in sorted({name for score in scored for name in score.parts}):
+            parts = [score.parts[name] for score in scored if name in score.parts]
+            scalars[f"reward_parts/{name}"] = sum(parts) / len(parts)
+    return scalars
+
+
+def _lengths(rows: list[Row]) -> Scalars:
+    if not rows:
+        return {}
+    lengths = np.array([row.num_tokens for row in rows])
+    p50, p90 = np.percentile(lengths, [50, 90])
+    truncated = sum(row.finish_reason is FinishReason.LENGTH for row in rows)
+    return {
+        "length/mean": float(lengths.mean()),
+        "length/p50": float(p50),
+        "length/p90": float(p90),
+        "length/max": float(lengths.max()),
+        "length/truncated_share": truncated / len(rows),
+    }
+
+
+def _staleness(staleness: dict[int, int], rows: list[Row]) -> Scalars:
+    num_tokens = sum(staleness.values())
+    scalars: Scalars = {TRAINED_TOKENS: num_tokens}
+    if num_tokens:
+        scalars["staleness/mean"] = sum(age * n for age, n in staleness.items()) / num_tokens
+        scalars["staleness/max"] = max(staleness)
+    if rows:
+        scalars["staleness/mixed_version_share"] = sum(map(is_mixed, rows)) / len(rows)
+    return scalars
+
+
+def _samples(step: int, groups: Sequence[Group], completions: Mapping[int, str]) -> str:
+    """Markdown; code blocks keep the model's own markup from being rendered."""
+    parts = []
+    for group in groups:
+        for row_id, score in group.scores.items():
+            if row_id in completions:
+                versions = ", ".join(str(span.version) for span in group.rows[row_id].spans)
+                parts.append(
+                    f"**step {step}, row {row_id}**, reward {score.reward:g}, "
+                    f"versions {versions}\n\n"
+                    f"{_code(group.prompt.text)}\n\n{_code(completions[row_id])}"
+                )
+    return "\n\n---\n\n".join(parts)
+
+
+def _code(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())

@@ -1,0 +1,171 @@
+"""Where the numbers of a run are written: metrics.jsonl and TensorBoard.
+
+Owns: both files' formats. Does not own: which numbers (`record.py`). Invariant: what one `log`
+call was given is on disk, in both, when it returns.
+
+TensorBoard's record format is written with the `tensorboard` package alone; torch's own writer
+would load torch into the controller.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.plugins.histogram.metadata import create_summary_metadata as histogram_metadata
+from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+
+from llamarl.metrics.record import Histograms, Scalars, Texts
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class MetricsLog:
+    """Appends to `run_dir/metrics.jsonl` and, if asked, to event files in `run_dir/tensorboard`.
+
+    Each JSON line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and
+    "texts" where there are any; NaN and infinities are null. A step may have several lines
+    (training, evaluation) and after a resume repeats: the last value of a tag counts, see
+    `read_metrics`.
+    """
+
+    def __init__(self, run_dir: str | Path, *, tensorboard: bool) -> None:
+        path = Path(run_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._jsonl = path.open("a")
+        if unfinished:
+            self._jsonl.write("\n")
+        self._events = EventFile(Path(run_dir) / TENSORBOARD_FOLDER) if tensorboard else None
+
+    def log(
+        self,
+        step: int,
+        scalars: Scalars,
+        histograms: Histograms | None = None,
+        texts: Texts | None = None,
+    ) -> None:
+        """Write what `step` (optimizer steps completed) brought."""
+        line: dict[str, Any] = {"step": step, "unix_s": time.time()}
+        line |= {tag: _finite(value) for tag, value in scalars.items()}
+        if histograms:
+            line["histograms"] = histograms
+        if texts:
+            line["texts"] = texts
+        self._write_line(line)
+        if self._events is not None:
+            self._events.log(step, scalars, histograms or {}, texts or {})
+
+    def log_hyperparameters(
+        self, flat_config: Mapping[str, object], final_metrics: Mapping[str, float]
+    ) -> None:
+        """Once, at the end: dotted config key -> value, beside the metrics that judge them."""
+        metrics = {tag: _finite(value) for tag, value in final_metrics.items()}
+        self._write_line({"hyperparameters": dict(flat_config), "final_metrics": metrics})
+        if self._events is not None:
+            self._events.log_hyperparameters(flat_config, final_metrics)
+
+    def close(self) -> None:
+        """Close both files."""
+        self._jsonl.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _write_line(self, line: dict[str, Any]) -> None:
+        self._jsonl.write(json.dumps(line, default=str) + "\n")
+        self._jsonl.flush()
+
+
+def read_metrics(path: str | Path) -> dict[int, dict[str, Any]]:
+    """Step -> merged line of a metrics.jsonl, later lines winning; unfinished lines are skipped."""
+    steps: dict[int, dict[str, Any]] = {}
+    for text in Path(path).read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if "step" in line:
+            steps.setdefault(line["step"], {}).update(line)
+    return dict(sorted(steps.items()))
+
+
+class EventFile:
+    """One TensorBoard event file, flushed after every write."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{os.getpid()}"
+        self._file = (folder / name).open("ab")
+        self._records = RecordWriter(self._file)
+        self._has_steps = False
+        self._add(Event(file_version="brain.Event:2"))
+
+    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
+        """One event with everything the step brought."""
+        if not self._has_steps:
+            # Makes TensorBoard forget what a crashed session logged at and after this step.
+            self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            self._has_steps = True
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values += [_histogram(tag, counts) for tag, counts in histograms.items() if counts]
+        values += [_text(tag, text) for tag, text in texts.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+
+    def log_hyperparameters(
+        self, flat_config: Mapping[str, object], final_metrics: Mapping[str, float]
+    ) -> None:
+        """For the HPARAMS tab; runs with other values of the same keys are compared there."""
+        values = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in flat_config.items()
+        }
+        metrics = [hparams.Metric(f"final/{tag}", display_name=tag) for tag in final_metrics]
+        columns = [hparams.HParam(key) for key in sorted(values)]
+        self._add(Event(summary=hparams.hparams_config_pb(columns, metrics, time.time())))
+        self._add(Event(summary=hparams.hparams_pb(values)))
+        finals = [
+            Summary.Value(tag=f"final/{tag}", simple_value=value)
+            for tag, value in final_metrics.items()
+        ]
+        self._add(Event(summary=Summary(value=finals)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+
+def _histogram(tag: str, counts: dict[int, int]) -> Summary.Value:
+    """Buckets [value - 0.5, value + 0.5), one per integer from the smallest to the largest."""
+    buckets = [
+        [value - 0.5, value + 0.5, counts.get(value, 0)]
+        for value in range(min(counts), max(counts) + 1)
+    ]
+    tensor = make_tensor_proto(np.array(buckets, dtype=np.float64))
+    return Summary.Value(tag=tag, metadata=histogram_metadata(None, None), tensor=tensor)
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    metadata: SummaryMetadata = text_metadata(None, None)
+    tensor = make_tensor_proto(np.array([text.encode()], dtype=object))
+    return Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
