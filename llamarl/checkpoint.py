@@ -1,0 +1,169 @@
+"""Checkpoints of a run on disk: begun, committed, found, pruned.
+
+Owns: the folders `<run_dir>/checkpoints/step-<version>` and the controller's state inside them
+(version, data position, pending prompts). Does not own: what the trainer writes into the folder.
+Invariant: a folder called step-... is complete; everything unfinished has another name until one
+atomic rename, so a kill at any moment leaves the newest committed checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llamarl.protocols import Trainer
+
+STATE_FILE = "controller.json"
+_UNFINISHED = "unfinished-"
+_COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+class Checkpoints:
+    """Saves a run's checkpoints and keeps the newest `keep` of them (0: all)."""
+
+    def __init__(self, run_dir: str | Path, keep: int) -> None:
+        self._run_dir = run_dir
+        self._keep = keep
+
+    async def save(self, trainer: Trainer, state: Mapping[str, Any]) -> Path:
+        """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
+
+        Whatever fails, no unfinished folder stays behind to keep a full disk full.
+        """
+        folder = begin(self._run_dir, state["version"])
+        try:
+            await trainer.save(str(folder))
+            committed = await asyncio.to_thread(commit, folder, state)
+        except BaseException:
+            discard(folder)
+            raise
+        prune(self._run_dir, self._keep)
+        return committed
+
+
+def begin(run_dir: str | Path, version: int) -> Path:
+    """Make the empty folder that trainer ranks save `version` into; `commit` it or `discard` it.
+
+    Folders that a killed save left behind are removed. OSError (ENOSPC) if less space is free than
+    the newest checkpoint takes.
+    """
+    root = Path(run_dir) / "checkpoints"
+    with _clear_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(_UNFINISHED + "*"):
+            shutil.rmtree(stale)
+        previous = latest(run_dir)
+        if previous is not None:
+            num_bytes = sum(file.stat().st_size for file in previous.rglob("*"))
+            if shutil.disk_usage(root).free < num_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        folder = root / f"{_UNFINISHED}step-{version:08d}"
+        folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, state: Mapping[str, Any]) -> Path:
+    """Add `state` (JSON, with the "version" that `begin` got), flush all to disk, rename.
+
+    Returns the committed folder. If this version was committed before (a run resumed from an older
+    checkpoint), the old one goes after the new one stands.
+    """
+    name = folder.name.removeprefix(_UNFINISHED)
+    if name != f"step-{state['version']:08d}":
+        raise ValueError(f"state['version'] must be that of {folder}, got {state['version']}")
+    root = folder.parent
+    older = [path for *_, path in _committed(root) if path.name.split(".")[0] == name]
+    if older:
+        name += f".{_order(older[-1])[1] + 1}"
+    with _clear_errors(root):
+        (folder / STATE_FILE).write_text(json.dumps(dict(state), allow_nan=False))
+        for path in [*folder.rglob("*"), folder]:
+            _flush(path)
+        committed = folder.rename(root / name)
+        _flush(root)
+    for path in older:
+        _remove(path)
+    return committed
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder from `begin` whose save failed, so that it does not keep the disk full."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def latest(run_dir: str | Path) -> Path | None:
+    """The newest committed checkpoint of this run, or None."""
+    found = _committed(Path(run_dir) / "checkpoints")
+    return found[-1][2] if found else None
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """What `commit` was given. ValueError if `path` is no committed checkpoint."""
+    file = Path(path) / STATE_FILE
+    must = f"checkpoint.resume must be off, auto or a folder called step-... , got {path}"
+    if _COMMITTED.fullmatch(Path(path).resolve().name) is None:
+        raise ValueError(f"{must}, which is not the name of a committed checkpoint")
+    try:
+        state = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{must}, which has no {STATE_FILE}") from None
+    except ValueError as error:
+        raise ValueError(f"{must}, whose {STATE_FILE} is damaged: {error}") from error
+    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+        raise ValueError(f"{must}, whose {STATE_FILE} names no version")
+    return state
+
+
+def prune(run_dir: str | Path, keep: int) -> None:
+    """Remove all but the newest `keep` committed checkpoints; 0 keeps all."""
+    if keep:
+        for *_, path in _committed(Path(run_dir) / "checkpoints")[:-keep]:
+            _remove(path)
+
+
+def _committed(root: Path) -> list[tuple[int, int, Path]]:
+    """(version, attempt, folder) of every committed checkpoint, oldest version first."""
+    if not root.is_dir():
+        return []
+    folders = [path for path in root.iterdir() if _COMMITTED.fullmatch(path.name)]
+    return sorted((*_order(path), path) for path in folders)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _COMMITTED.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1]), int(match[2] or 0)
+
+
+def _remove(path: Path) -> None:
+    """Remove a committed checkpoint; a kill half-way leaves no step-... folder with gaps."""
+    shutil.rmtree(path.rename(path.with_name(_UNFINISHED + path.name)))
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or folder: a rename must not reach the disk before what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _clear_errors(root: Path) -> Iterator[None]:
+    """Say what to change when the disk is full or read-only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"{os.strerror(errno.ENOSPC)}; free some or lower checkpoint.keep; checkpoints in"
+        raise OSError(errno.ENOSPC, message, str(root)) from error
