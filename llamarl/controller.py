@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from llamarl.checkpoint import Checkpoints
+from llamarl import checkpoint
+from llamarl.config import Config
 from llamarl.data.prompts import PromptStream
 from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger
@@ -34,28 +35,13 @@ from llamarl.types import (
 )
 from llamarl.weights.publish import Publisher
 
-TAKE_ROWS = 256  # rows a stage takes at once, at most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How long the loop runs and what happens between steps; 0 means never between."""
-
-    num_steps: int
-    groups_per_step: int
-    groups_per_part: int
-    evaluate_every: int
-    save_every: int
-
-    def is_due(self, every: int, version: int) -> bool:
-        return version == self.num_steps or (every > 0 and version % every == 0)
-
 
 @dataclass(kw_only=True)
 class Controller:
     """Drives the executors from the first prompt to the last version."""
 
-    schedule: Schedule
+    config: Config
+    run_dir: str
     prompts: PromptStream
     gate: Gate
     ledger: Ledger
@@ -69,7 +55,6 @@ class Controller:
     storage: Storage
     publisher: Publisher
     evaluator: Evaluator | None
-    checkpoints: Checkpoints
     journal: Journal
     spans: Spans
 
@@ -89,6 +74,8 @@ class Controller:
             for stage in serving:
                 stage.cancel()
         await self.storage.retire(self.ledger.rows(Purpose.TRAIN), {"fate": "unused"})
+        if self.config.checkpoint.export:
+            await self.trainer.export(f"{self.run_dir}/export")
 
     async def _admit_stage(self) -> None:
         """Prompts enter one by one, when the trainer is close enough behind."""
@@ -118,7 +105,7 @@ class Controller:
         """Each handful of finished rollouts is scored on its own: a slow reward holds no other."""
         async with asyncio.TaskGroup() as calls:
             while True:
-                calls.create_task(self._score(await self.ledger.take("score", TAKE_ROWS)))
+                calls.create_task(self._score(await self.ledger.take("score")))
 
     async def _score(self, row_ids: list[int]) -> None:
         entries = self.ledger.entries
@@ -130,7 +117,7 @@ class Controller:
     async def _infer_stage(self) -> None:
         """Log-probs of the frozen model, if the algorithm has a KL term."""
         while self.reference is not None:
-            row_ids = await self.ledger.take("infer", TAKE_ROWS)
+            row_ids = await self.ledger.take("infer")
             await self.reference.infer(row_ids)
             self.ledger.mark(row_ids, REF_LOGPROBS)
 
@@ -138,7 +125,7 @@ class Controller:
         """A group whose rows are all ready gets its advantages, or is dropped and counted."""
         num_ready: Counter[int] = Counter()
         while True:
-            for row_id in await self.ledger.take("settle", TAKE_ROWS):
+            for row_id in await self.ledger.take("settle"):
                 group = self.ledger.entries[row_id].group
                 assert group is not None
                 num_ready[group.group_id] += 1
@@ -159,11 +146,11 @@ class Controller:
     async def _train_stage(self) -> None:
         """One optimizer step per batch; its parts are trained as they become ready."""
         publishing: Awaitable[None] | None = None
-        for version in range(self.gate.version, self.schedule.num_steps):
+        for version in range(self.gate.version, self.config.num_steps):
             groups: list[Group] = []
-            while missing := self.schedule.groups_per_step - len(groups):
+            while missing := self.config.trainer.groups_per_step - len(groups):
                 with self.spans.span("batch", "wait"):
-                    part_size = min(self.schedule.groups_per_part or missing, missing)
+                    part_size = min(self.config.trainer.groups_per_part or missing, missing)
                     part = await self.gate.take(part_size, missing)
                 await self.trainer.accumulate(
                     self.make_batch(part, version, self.gate.oldest_version(version))
@@ -177,7 +164,7 @@ class Controller:
             await self._retire(
                 groups, {"fate": "trained", "version": version, "oldest_version": oldest}
             )
-            if self.schedule.is_due(self.schedule.save_every, stats.version):
+            if self._is_due(self.config.checkpoint.every_steps, stats.version):
                 await self._save(stats.version)
             publishing = self._start(self._publish(stats.version))
         if publishing is not None:
@@ -188,7 +175,7 @@ class Controller:
         await self._evaluation
         self.journal.publish(await self.publisher.publish(version))
         await self.gate.publish(version)
-        if self.schedule.is_due(self.schedule.evaluate_every, version):
+        if self._is_due(self.config.evaluation.every_steps, version):
             self._evaluation = self._start(self._evaluate(version))
 
     async def _evaluate(self, version: int) -> None:
@@ -197,11 +184,18 @@ class Controller:
             self.journal.evaluation(await self.evaluator.evaluate(version, row_ids))
 
     async def _save(self, version: int) -> None:
-        state = {"version": version, "prompts": self.prompts.state(), **self.gate.state()}
+        state = {"version": version, **self.prompts.state(), **self.gate.state()}
         with self.spans.span("checkpoint", "mark", version=version):
-            await self.checkpoints.save(self.trainer, state)
+            folder = checkpoint.begin(self.run_dir, version)
+            await self.trainer.save(str(folder))
+            checkpoint.commit(folder, state)
+            checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
 
     async def _retire(self, groups: list[Group], fate: dict[str, str | int | float]) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]
         await self.storage.retire(row_ids, fate)
         self.ledger.forget(row_ids)
+
+    def _is_due(self, every: int, version: int) -> bool:
+        """True at the last version and at every multiple of `every` (0: only at the last)."""
+        return version == self.config.num_steps or (every > 0 and version % every == 0)

@@ -105,7 +105,7 @@ class Ledger:
             self._offer(row_id, entry, column)
             self._wake(row_id, column)
 
-    async def take(self, stage: str, limit: int) -> list[int]:
+    async def take(self, stage: str, limit: int = 256) -> list[int]:
         """Up to `limit` rows ready for `stage`, oldest readiness first; waits for at least one."""
         queue, changed = self._queues[stage], self._changed[stage]
         while True:

@@ -1,0 +1,167 @@
+"""Builds the real controller, gate, ledger, dispatcher and publisher around fake executors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from llamarl.weights.publish import Publisher
+
+from llamarl.algorithms.verdict import judge
+from llamarl.config import (
+    AIPOConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RewardConfig,
+    SamplingConfig,
+    StalenessConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.controller import Controller
+from llamarl.data.batch import make_batch
+from llamarl.data.requests import make_requests
+from llamarl.dispatch import Dispatch
+from llamarl.evaluate import Evaluator
+from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.metrics.span import Spans
+from llamarl.staleness import Gate
+from llamarl.types import Batch, Prompt, Request, Row, Sampling
+from tests.loop.fakes import FakeJournal, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
+
+
+class FakePrompts(Iterator[Prompt]):
+    """Endless numbered prompts."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __next__(self) -> Prompt:
+        number = next(self._numbers)
+        return Prompt(prompt_id=number, text="", token_ids=(1, number % 50))
+
+    def state(self) -> dict[str, object]:
+        return {}
+
+
+def heavy_tail(request: Request) -> int:
+    """1 to 4 tokens, and 3 % of the rollouts 40 times as long."""
+    rng = random.Random(request.seed)
+    return rng.randint(1, 4) * (40 if rng.random() < 0.03 else 1)
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """One run; change what a test is about, then `await loop.run()`."""
+
+    max_staleness: int = 1
+    late: str = "wait"
+    num_steps: int = 50
+    groups_per_step: int = 4
+    groups_per_part: int = 0
+    rollouts_per_prompt: int = 2
+    segment_tokens: int = 0
+    max_drops_in_row: int = 2000
+    evaluate_every: int = 0
+    num_held_out: int = 0
+    length: Callable[[Request], int] = heavy_tail
+    replicas: dict[int, FakeReplica] = field(default_factory=dict)
+    scorer: FakeScorer = field(default_factory=FakeScorer)
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+    storage: FakeStorage = field(default_factory=FakeStorage)
+    journal: FakeJournal = field(default_factory=FakeJournal)
+
+    def config(self) -> Config:
+        return Config(
+            num_steps=self.num_steps,
+            model=ModelConfig(checkpoint="none"),
+            data=DataConfig(prompts="none.jsonl"),
+            reward=RewardConfig(),
+            algorithm=AIPOConfig(),
+            generator=GeneratorConfig(),
+            trainer=TrainerConfig(
+                groups_per_step=self.groups_per_step, groups_per_part=self.groups_per_part
+            ),
+            weights=WeightsConfig(),
+            cluster=ClusterConfig(),
+            sampling=SamplingConfig(rollouts_per_prompt=self.rollouts_per_prompt),
+            staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
+            evaluation=EvaluationConfig(every_steps=self.evaluate_every),
+            checkpoint=CheckpointConfig(export=False),
+        )
+
+    async def run(self, run_dir: Path) -> None:
+        config, sampling = self.config(), Sampling(max_tokens=256)
+        replicas = self.replicas or {0: FakeReplica(0, length=self.length)}
+        self.written: dict[int, Row] = {}
+        for replica in replicas.values():
+            replica.written = self.written
+        spans = Spans("controller", None)
+        publisher = Publisher(self.trainer, dict(replicas), spans, timeout_s=60.0)
+        dispatch = Dispatch(dict(replicas), self.storage, on_lost=publisher.drop_replica)
+        publisher.on_flip = dispatch.flipped
+        ledger = Ledger(loop_stages(has_reference=False))
+        self.gate = Gate(
+            max_staleness=self.max_staleness,
+            groups_per_step=self.groups_per_step,
+            rollouts_per_group=self.rollouts_per_prompt,
+            late=self.late,
+            max_drops_in_row=self.max_drops_in_row,
+        )
+        held_out = [
+            Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
+        ]
+        controller = Controller(
+            config=config,
+            run_dir=str(run_dir),
+            prompts=FakePrompts(),
+            gate=self.gate,
+            ledger=ledger,
+            make_requests=partial(
+                make_requests, sampling=sampling, seed=0, segment_tokens=self.segment_tokens
+            ),
+            generator=dispatch,
+            scorer=self.scorer,
+            reference=None,
+            judge=partial(judge, max_tokens=256, config=config.algorithm),
+            make_batch=partial(make_batch, num_ranks=2, tokens_per_micro_batch=64),
+            trainer=self.trainer,
+            storage=self.storage,
+            publisher=publisher,
+            evaluator=Evaluator(
+                prompts=held_out,
+                sampling=sampling,
+                seed=0,
+                generator=dispatch,
+                ledger=ledger,
+                storage=self.storage,
+            )
+            if held_out
+            else None,
+            journal=self.journal,
+            spans=spans,
+        )
+        await publisher.connect()
+        try:
+            await controller.run()
+        finally:
+            await dispatch.close()
+
+    def staleness(self, batches: list[Batch] | None = None) -> list[int]:
+        """Staleness of every trained (not masked) token, from what the replicas wrote."""
+        ages = []
+        for batch in batches or self.trainer.batches:
+            for row in batch.rows:
+                for span in self.written[row.row_id].spans:
+                    if span.version >= row.oldest_version:
+                        ages += [batch.version - span.version] * span.num_tokens
+        return ages

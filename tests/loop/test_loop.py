@@ -1,0 +1,166 @@
+"""The real controller on fake executors and a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from llamarl.types import Request
+from tests.loop.fakes import FakeReplica, FakeScorer, FakeTrainer
+from tests.loop.loop import Loop, heavy_tail
+from tests.loop.virtual_clock import run
+
+HARD = dict(drop_share=0.2, fail_share=0.02)
+
+
+def first_error(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@pytest.mark.parametrize("late", ["wait", "mask"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_the_bound_is_never_exceeded_and_is_reached(
+    max_staleness: int, late: str, tmp_path: Path
+) -> None:
+    loop = Loop(
+        max_staleness=max_staleness,
+        late=late,
+        num_steps=1000,
+        segment_tokens=16,
+        scorer=FakeScorer(**HARD),
+        trainer=FakeTrainer(step_s=0.05),
+        replicas={
+            0: FakeReplica(0, length=heavy_tail, max_running=8),
+            1: FakeReplica(1, length=heavy_tail, max_running=8, token_s=0.05, flip_s=0.2),
+            2: FakeReplica(2, length=heavy_tail, max_running=8, dies_at_s=20.0),
+        },
+    )
+    run(loop.run(tmp_path))
+    ages = loop.staleness()
+    assert loop.trainer.version == 1000
+    assert len(ages) > 10_000
+    assert max(ages) == max_staleness
+    assert "equal_rewards" in loop.journal.drops
+    assert "failed_reward" in loop.journal.drops
+
+
+def test_no_rollout_is_trained_twice_and_every_group_is_whole(tmp_path: Path) -> None:
+    loop = Loop(num_steps=300, scorer=FakeScorer(**HARD))
+    run(loop.run(tmp_path))
+    rows = Counter(row.row_id for batch in loop.trainer.batches for row in batch.rows)
+    groups = Counter(row.group_id for batch in loop.trainer.batches for row in batch.rows)
+    assert set(rows.values()) == {1}
+    assert set(groups.values()) == {2}
+    fates = Counter(fate["fate"] for fate in loop.storage.fates.values())
+    assert fates["trained"] == len(rows) == 300 * 4 * 2
+    assert fates["dropped"] == 2 * len(loop.journal.drops)
+
+
+def test_groups_are_trained_in_admission_order(tmp_path: Path) -> None:
+    loop = Loop(num_steps=200, max_staleness=2)
+    run(loop.run(tmp_path))
+    order = [row.group_id for batch in loop.trainer.batches for row in batch.rows]
+    assert order == sorted(order)
+
+
+def test_masking_overtakes_late_groups(tmp_path: Path) -> None:
+    loop = Loop(num_steps=200, max_staleness=2, late="mask")
+    run(loop.run(tmp_path))
+    order = [row.group_id for batch in loop.trainer.batches for row in batch.rows]
+    assert order != sorted(order)
+    masked = [
+        span
+        for batch in loop.trainer.batches
+        for row in batch.rows
+        for span in loop.written[row.row_id].spans
+        if span.version < row.oldest_version
+    ]
+    assert masked, "nothing was ever masked: the test would pass without masking"
+
+
+def test_on_policy_training_survives_ninety_percent_drops(tmp_path: Path) -> None:
+    loop = Loop(max_staleness=0, num_steps=200, scorer=FakeScorer(drop_share=0.9))
+    run(loop.run(tmp_path))
+    assert loop.trainer.version == 200
+    assert len(loop.journal.drops) > 5 * 200 * 4
+    assert max(loop.staleness()) == 0
+
+
+def test_a_run_without_any_signal_stops_and_says_why(tmp_path: Path) -> None:
+    loop = Loop(scorer=FakeScorer(drop_share=1.0), max_drops_in_row=100)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    error = first_error(caught.value)
+    assert "100 x equal_rewards" in str(error)
+
+
+def test_the_first_forward_starts_before_the_last_group_arrives(tmp_path: Path) -> None:
+    loop = Loop(num_steps=20, groups_per_part=1, max_staleness=0, trainer=FakeTrainer(step_s=0.001))
+    run(loop.run(tmp_path))
+    spread = [times[-1] - times[0] for times in loop.trainer.part_starts.values()]
+    assert max(len(times) for times in loop.trainer.part_starts.values()) > 1
+    # A slow rollout takes 0.4 s or more; the parts before it did not wait for it.
+    assert max(spread) > 0.3
+
+
+def test_an_exception_in_the_trainer_ends_the_run(tmp_path: Path) -> None:
+    loop = Loop(trainer=FakeTrainer(fails_at=3))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    assert isinstance(first_error(caught.value), ArithmeticError)
+    assert loop.trainer.version == 3
+
+
+@pytest.mark.parametrize("stage", ["generator", "scorer"])
+def test_an_exception_in_any_stage_ends_the_run(stage: str, tmp_path: Path) -> None:
+    class Broken(FakeScorer):
+        async def score(self, rollouts):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(1.0)
+            raise ZeroDivisionError("boom")
+
+    class BrokenReplica(FakeReplica):
+        async def collect(self):  # type: ignore[no-untyped-def]
+            raise ZeroDivisionError("boom")
+
+    loop = Loop()
+    if stage == "scorer":
+        loop.scorer = Broken()
+    else:
+        loop.replicas = {0: BrokenReplica(0, length=heavy_tail)}
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    assert isinstance(first_error(caught.value), ZeroDivisionError)
+
+
+def test_losing_every_replica_ends_the_run(tmp_path: Path) -> None:
+    loop = Loop(replicas={0: FakeReplica(0, length=heavy_tail, dies_at_s=2.0)})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    assert "every generator replica is lost" in str(first_error(caught.value))
+
+
+def test_a_lagging_replica_never_starts_what_it_is_too_old_for(tmp_path: Path) -> None:
+    def short(request: Request) -> int:
+        return 3
+
+    slow = FakeReplica(1, length=short, flip_s=2.0)
+    loop = Loop(num_steps=100, length=short, replicas={0: FakeReplica(0, length=short), 1: slow})
+    run(loop.run(tmp_path))
+    assert slow.started
+    assert all(version >= request.min_version for request, version in slow.started)
+    assert max(loop.staleness()) <= 1
+
+
+def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> None:
+    loop = Loop(num_steps=30, evaluate_every=10, num_held_out=25)
+    run(loop.run(tmp_path))
+    assert [evaluation.version for evaluation in loop.journal.evaluations] == [0, 10, 20, 30]
+    fates = Counter(fate["fate"] for fate in loop.storage.fates.values())
+    assert fates["evaluated"] == 4 * 25
+    trained = {row.row_id for batch in loop.trainer.batches for row in batch.rows}
+    assert all(loop.storage.fates[row_id]["fate"] == "trained" for row_id in trained)

@@ -1,0 +1,266 @@
+"""The house rules, read off the syntax trees: nothing of llamarl is imported here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "llamarl"
+
+# From the bottom to the top: a room imports only rooms that stand on an earlier line, or itself.
+FLOORS: list[set[str]] = [
+    {"types"},
+    {"protocols"},
+    {"config"},
+    {"algorithms", "rewards", "data", "models", "metrics"},
+    {"experience"},
+    {"weights"},
+    {"generation"},
+    {"executors"},
+    {"cluster"},
+    {"checkpoint"},
+    {"dispatch"},
+    {"staleness"},
+    {"evaluate"},
+    {"controller"},
+    {"planner"},
+    {"build"},
+    {"main", "__main__"},
+]
+RANK = {room: rank for rank, rooms in enumerate(FLOORS) for room in rooms}
+FORBIDDEN_WORDS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+EXECUTOR_CALLERS = {"controller.py", "evaluate.py", "dispatch.py", "weights/publish.py"}
+# `checkpoint.py` saves through the trainer on the controller's behalf; build restores before it.
+PROTOCOL_METHODS = {"collect", "accumulate", "infer", "offer", "flip", "discard", "source_layout"}
+BROAD_EXCEPT_MARK = "noqa: BLE001 - "
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.append(node.module or "")
+    return names
+
+
+def eager_modules(tree: ast.Module) -> list[str]:
+    """Modules imported when the file is imported: not inside functions or TYPE_CHECKING."""
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += imported_modules(ast.Module(body=[node], type_ignores=[]))
+    return names
+
+
+def test_every_room_has_its_floor() -> None:
+    rooms = {room(path) for path in FILES} - {"__init__"}
+    assert rooms <= set(RANK), f"rooms without a floor: {rooms - set(RANK)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        return
+    checked_only_by_types = {("protocols", "weights")}
+    for module in imported_modules(TREES[path]):
+        if not module.startswith("llamarl."):
+            continue
+        there = module.split(".")[1]
+        if there == here or (here, there) in checked_only_by_types:
+            continue
+        assert RANK[there] < RANK[here], f"{here} imports {there}, which stands above or beside it"
+
+
+def test_executors_never_import_each_other() -> None:
+    executors = {"generator", "trainer", "scorer", "reference", "storage"}
+    for path in (PACKAGE / "executors").glob("*.py"):
+        for module in imported_modules(TREES[path]):
+            parts = module.split(".")
+            if parts[:2] == ["llamarl", "executors"] and len(parts) > 2:
+                assert parts[2] not in executors, f"{path.name} imports {module}"
+
+
+def test_only_the_cluster_imports_monarch() -> None:
+    for path in FILES:
+        if room(path) != "cluster":
+            assert not any(m.split(".")[0] == "monarch" for m in imported_modules(TREES[path])), (
+                path
+            )
+
+
+def test_the_controller_sees_no_torch_no_monarch_no_hydra() -> None:
+    banned = {"torch", "monarch", "hydra", "omegaconf"}
+    for module in imported_modules(TREES[PACKAGE / "controller.py"]):
+        assert module.split(".")[0] not in banned
+        assert not module.startswith(("llamarl.executors", "llamarl.cluster", "llamarl.models"))
+
+
+def test_the_controller_has_no_branch_on_placement_or_engine() -> None:
+    text = (PACKAGE / "controller.py").read_text().lower()
+    assert not re.search(r"\b(vllm|colocated|disaggregated|is_sync|inline)\b", text)
+
+
+def test_the_config_is_standard_library_only() -> None:
+    import sys
+
+    for path in (PACKAGE / "config").glob("*.py"):
+        for module in imported_modules(TREES[path]):
+            top = module.split(".")[0]
+            assert top in sys.stdlib_module_names or module.startswith("llamarl.config"), module
+
+
+def test_hydra_is_met_only_at_the_door() -> None:
+    for path in FILES:
+        if room(path) not in ("main", "__main__"):
+            tops = {module.split(".")[0] for module in imported_modules(TREES[path])}
+            assert not tops & {"hydra", "omegaconf"}, path
+
+
+def test_executor_methods_are_called_only_by_the_four_callers() -> None:
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        if name in EXECUTOR_CALLERS or room(path) in ("executors", "weights", "generation"):
+            continue
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Await) and isinstance(node.value, ast.Call):
+                function = node.value.func
+                if isinstance(function, ast.Attribute):
+                    assert function.attr not in PROTOCOL_METHODS, f"{name}: await .{function.attr}"
+
+
+def test_protocols_have_at_most_six_methods() -> None:
+    for node in TREES[PACKAGE / "protocols.py"].body:
+        if isinstance(node, ast.ClassDef):
+            methods = [item for item in node.body if isinstance(item, ast.AsyncFunctionDef)]
+            assert 1 <= len(methods) <= 6, node.name
+
+
+def test_files_and_functions_keep_their_size() -> None:
+    assert len((PACKAGE / "controller.py").read_text().splitlines()) <= 200
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 400, path
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_names_say_what_things_are() -> None:
+    for path in FILES:
+        for part in path.relative_to(PACKAGE).parts:
+            words = set(part.removesuffix(".py").split("_"))
+            assert not words & FORBIDDEN_WORDS, path
+
+
+def test_every_module_and_public_class_has_a_docstring() -> None:
+    for path, tree in TREES.items():
+        assert ast.get_docstring(tree), path
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name}"
+
+
+def test_broad_excepts_give_their_reason() -> None:
+    for path in FILES:
+        lines = path.read_text().splitlines()
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            assert node.type is not None, f"{path}:{node.lineno} bare except"
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+            if names & {"Exception", "BaseException"}:
+                assert BROAD_EXCEPT_MARK in lines[node.lineno - 1], f"{path}:{node.lineno}"
+
+
+def test_nothing_prints() -> None:
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            is_print = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+            assert not is_print, f"{path}:{node.lineno}"
+
+
+def test_no_pickle_is_loaded() -> None:
+    for path in FILES:
+        assert "pickle" not in imported_modules(TREES[path]) or room(path) == "cluster", path
+        assert "weights_only=False" not in path.read_text(), path
+
+
+def config_classes() -> list[tuple[Path, ast.ClassDef]]:
+    return [
+        (path, node)
+        for path in (PACKAGE / "config").glob("*.py")
+        for node in TREES[path].body
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_every_config_field_is_documented() -> None:
+    for path, node in config_classes():
+        for item, after in zip(node.body, node.body[1:] + [None], strict=True):
+            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                continue
+            is_section = not isinstance(item.annotation, ast.Name) or item.annotation.id.endswith(
+                "Config"
+            )
+            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            inherited = any(isinstance(base, ast.Name) for base in node.bases)
+            assert documented or is_section or inherited, (
+                f"{path.name}: {node.name}.{item.target.id}"
+            )
+
+
+def test_every_config_field_is_read_somewhere() -> None:
+    read = {
+        node.attr
+        for path, tree in TREES.items()
+        if room(path) != "config"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    for path, node in config_classes():
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                assert item.target.id in read, f"{path.name}: nobody reads {item.target.id}"
+
+
+def test_configs_are_never_changed_after_the_door() -> None:
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    assert target.value.id not in ("config", "cfg"), f"{path}:{node.lineno}"
+
+
+def test_yaml_files_only_select() -> None:
+    for folder, most in (("conf", 15), ("recipes", 30)):
+        for path in (ROOT / folder).rglob("*.yaml"):
+            text = path.read_text()
+            assert len(text.splitlines()) <= most, path
+            assert "_target_" not in text, path
+            yaml.safe_load(text)
+
+
+def test_skips_name_hardware() -> None:
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for line in path.read_text().splitlines():
+            if re.search(r"pytest\.(skip\(|mark\.skip)", line) and path.name != "test_house.py":
+                assert re.search(r"cuda|gpu|core|linux|memory", line, re.IGNORECASE), (
+                    f"{path}: {line}"
+                )
