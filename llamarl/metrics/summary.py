@@ -1,0 +1,176 @@
+"""summary.json: what a run achieved, recomputed from what it stored.
+
+Owns: the keys of summary.json and how each is computed. Does not own: anything counted while the
+run went on. Invariant: a function of the run folder alone (archive of retired rollouts, spans,
+metrics.jsonl), so the loop's own counters cannot flatter it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llamarl.metrics.aggregate import Timeline, by_executor, read_timeline
+from llamarl.metrics.intervals import length
+from llamarl.metrics.record import TRAINED_TOKENS
+from llamarl.metrics.sinks import METRICS_FILE, read_metrics
+
+SUMMARY_FILE = "summary.json"
+SPANS_FOLDER = "spans"
+ARCHIVE_FOLDER = "archive"
+ARCHIVE_FILES = "rollouts-*.jsonl"
+
+Summary = dict[str, Any]
+
+
+def summarize(
+    run_dir: str | Path,
+    *,
+    spans_folder: str | Path | None = None,
+    archive_folder: str | Path | None = None,
+) -> Summary:
+    """Compute the summary, write it to `run_dir/summary.json` in one move and return it.
+
+    accuracy_before, accuracy_after: share of full marks among the scored held-out rollouts of the
+    first and of the last version evaluated; null where there was none (after: no second one).
+    steps: versions trained. wall_s: from the first process's start to the last span, summed over
+    sessions of a resumed run. tokens_per_s: response tokens of the rollouts trained, per second of
+    the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
+    groups_dropped: reason -> groups. both_busy_share and executors (busy and wait shares, mean over
+    the executor's processes): shares of the time from the first step's start to the last one's end.
+    tokens_during_publish: tokens decoded while a publish was under way. ratio_*: means over trained
+    tokens, from metrics.jsonl. A figure that nothing was stored for is null.
+    """
+    run_dir = Path(run_dir)
+    timeline = read_timeline(spans_folder or run_dir / SPANS_FOLDER)
+    rollouts = _tally(Path(archive_folder or run_dir / ARCHIVE_FOLDER))
+    steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
+    summary = {**rollouts.summary(), **_timing(timeline, rollouts), **_ratios(steps)}
+    summary = {key: summary[key] for key in KEYS}
+    write_json(run_dir / SUMMARY_FILE, summary)
+    return summary
+
+
+KEYS = (
+    "accuracy_before",
+    "accuracy_after",
+    "steps",
+    "wall_s",
+    "tokens_per_s",
+    "rollouts_trained",
+    "groups_dropped",
+    "staleness_mean",
+    "staleness_max",
+    "both_busy_share",
+    "mixed_version_share",
+    "tokens_during_publish",
+    "ratio_mean",
+    "ratio_clipped_share",
+    "executors",
+)
+
+
+@dataclass
+class Rollouts:
+    """Running sums over the archive's lines."""
+
+    versions: set[int] = field(default_factory=set)
+    num_trained: int = 0
+    num_mixed: int = 0
+    num_tokens: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
+    dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    verdicts: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count one retired rollout."""
+        if line["fate"] == "trained":
+            self._add_trained(line)
+        elif line["fate"] == "dropped":
+            self.dropped[line["reason"]].add(line["group_id"])
+        elif line["fate"] == "evaluated" and line["reward"] is not None:
+            correct = line.get("correct", line["reward"] >= 1.0)
+            self.verdicts[line["version"]].append(bool(correct))
+
+    def _add_trained(self, line: dict[str, Any]) -> None:
+        self.versions.add(line["version"])
+        self.num_trained += 1
+        self.num_tokens += line["num_tokens"]
+        self.num_mixed += len({version for version, _ in line["spans"]}) > 1
+        for version, num_tokens in line["spans"]:
+            if version >= line["oldest_version"]:
+                self.staleness[line["version"] - version] += num_tokens
+
+    def summary(self) -> Summary:
+        """The keys that follow from the archive alone."""
+        accuracies = [sum(v) / len(v) for _, v in sorted(self.verdicts.items())]
+        num_tokens = self.staleness.total()
+        total_staleness = sum(age * count for age, count in self.staleness.items())
+        return {
+            "accuracy_before": accuracies[0] if accuracies else None,
+            "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
+            "steps": len(self.versions),
+            "rollouts_trained": self.num_trained,
+            "groups_dropped": {reason: len(ids) for reason, ids in sorted(self.dropped.items())},
+            "staleness_mean": total_staleness / num_tokens if num_tokens else None,
+            "staleness_max": max(self.staleness) if num_tokens else None,
+            "mixed_version_share": self.num_mixed / self.num_trained if self.num_trained else None,
+        }
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace `path` in one move."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    os.replace(unfinished, path)
+
+
+def _tally(folder: Path) -> Rollouts:
+    rollouts = Rollouts()
+    for path in sorted(folder.glob(ARCHIVE_FILES)):
+        for line in _lines(path):
+            rollouts.add(line)
+    return rollouts
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines; the one a killed process left unfinished is skipped."""
+    with path.open() as file:
+        for text in file:
+            try:
+                yield json.loads(text)
+            except ValueError:
+                continue
+
+
+def _timing(timeline: Timeline, rollouts: Rollouts) -> Summary:
+    steps_s = length(timeline.steps) / 1e9
+    return {
+        "wall_s": length(timeline.sessions) / 1e9,
+        "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
+        "both_busy_share": timeline.both_busy_share() if steps_s else None,
+        "tokens_during_publish": timeline.tokens_during_publish(),
+        "executors": {
+            executor: {"busy": shares.busy, "wait": shares.waits}
+            for executor, shares in by_executor(timeline.shares()).items()
+        },
+    }
+
+
+def _ratios(steps: dict[int, dict[str, Any]]) -> Summary:
+    """Means over trained tokens of what each step reported."""
+    result: Summary = {}
+    for key, tag in {
+        "ratio_mean": "ratio/mean",
+        "ratio_clipped_share": "ratio/clipped_share",
+    }.items():
+        known = [s for s in steps.values() if s.get(tag) is not None and s.get(TRAINED_TOKENS)]
+        weights = [step[TRAINED_TOKENS] for step in known]
+        total = sum(step[tag] * weight for step, weight in zip(known, weights, strict=True))
+        result[key] = total / sum(weights) if weights else None
+    return result
