@@ -1,0 +1,150 @@
+"""The trained model on one rank: shards, gradients, optimizer state, and their files.
+
+Owns: everything that an optimizer step changes. Does not own: batches and losses (the trainer).
+Invariant: master weights, gradients and moments are float32 shards (DTensors) whose memory never
+moves, so a publish may read them between two steps; no rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from llamarl.config import TrainerConfig
+from llamarl.models import hf
+from llamarl.models.architecture import read_architecture
+from llamarl.models.parallelize import shard
+from llamarl.models.transformer import Transformer
+
+
+class Policy:
+    """A checkpoint under training, sharded over `mesh`; every method is called on all ranks.
+
+    All methods must run on one thread. ValueError if the checkpoint is missing or does not fit.
+    """
+
+    def __init__(self, checkpoint: str, mesh: DeviceMesh, config: TrainerConfig, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._checkpoint = checkpoint
+        self._num_ranks = mesh.size()
+        with torch.device("meta"):
+            model = Transformer(read_architecture(checkpoint))
+        self.model = shard(
+            model,
+            mesh,
+            compute_dtype=getattr(torch, config.compute_dtype),
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        self.model.to_empty(device=mesh.device_type)
+        self.parameters: dict[str, DTensor] = dict(self.model.named_parameters())
+        hf.load_into(self.parameters, checkpoint)
+        self._optimizer = _make_optimizer(list(self.parameters.values()), config)
+
+    def scale_gradients(self, denominator: float, max_norm: float) -> float:
+        """Divide the summed gradients by `denominator`, then clip them to the global `max_norm`.
+
+        Returns their norm after the division and before the clipping.
+        """
+        sharded = [parameter.grad for parameter in self.parameters.values()]
+        grads = [grad.to_local() for grad in sharded if isinstance(grad, DTensor)]
+        if not grads:
+            return 0.0
+        square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        if self._num_ranks > 1:
+            dist.all_reduce(square)
+        norm = square.sqrt().item() / denominator
+        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)) / denominator)
+        return norm
+
+    def update(self, lr: float) -> None:
+        """One optimizer step with the scaled gradients, which are freed."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def save(self, folder: str, version: int) -> None:
+        """Write weights, moments, RNG and `version`, each rank its shards, into `folder`.
+
+        OSError (ENOSPC) before anything is written if they would not fit.
+        """
+        state = self._state()
+        state["version"].fill_(version)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < num_bytes:
+            message = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {num_bytes} bytes"
+            raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free; checkpoint", folder)
+        dcp.save(state, checkpoint_id=folder)
+
+    def restore(self, folder: str) -> int:
+        """Load what `save` wrote, under any number of ranks; returns the version.
+
+        ValueError if `folder` holds no checkpoint of this model.
+        """
+        if not (Path(folder) / ".metadata").is_file():
+            raise ValueError(f"checkpoint.resume must name a complete checkpoint, got {folder}")
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        torch.set_rng_state(state["rng"])
+        return int(state["version"])
+
+    def export(self, folder: str) -> None:
+        """Write the master weights (float32) in the Hugging Face layout; rank 0 writes.
+
+        Tensor by tensor: beside its shards no rank ever holds more than one whole parameter.
+        """
+        if dist.get_rank() == 0:
+            hf.save(folder, self._whole(), source_folder=self._checkpoint, dtype=torch.float32)
+        else:
+            for _ in self._whole():
+                pass
+        dist.barrier()
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            yield name, parameter.full_tensor().detach()
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The live tensors that a checkpoint holds; loading writes into them."""
+        state: dict[str, torch.Tensor] = {
+            "version": torch.zeros((), dtype=torch.int64),
+            "rng": torch.get_rng_state(),
+        }
+        for name, parameter in self.parameters.items():
+            state[f"model.{name}"] = parameter.detach()
+            for key, value in self._optimizer.state[parameter].items():
+                state[f"optimizer.{name}.{key}"] = value
+        return state
+
+
+def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:
+    """AdamW or plain SGD, its state allocated now: a lack of memory shows at the start."""
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=True
+        )
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
