@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.metrics.intervals import EMPTY, Intervals, intersect, length, overlaps, subtract, union
-from llamarl.metrics.span import SpanReader, span_files
+from llamarl.metrics.span import Span, SpanReader, span_files
 
 LIVE_WINDOW_NS = 10 * 10**9
 
@@ -148,54 +149,72 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
     return result
 
 
-class LiveShares:
-    """Shares of the last seconds while the run goes on, by reading what the files have gained.
+class SpanTails:
+    """Reads what the span files of all processes have gained since last asked.
 
-    A span appears when it ends and its process flushes, so a window ends at the newest span known
-    of each process; a wait that has not ended yet is not in it.
+    A span appears once it has ended and its process has flushed it.
     """
 
-    def __init__(self, folder: str | Path, *, since_ns: int | None = None) -> None:
-        """Ignore spans that ended before `since_ns` (Unix; default now): an earlier session's."""
+    def __init__(self, folder: str | Path, since_ns: int | None = None) -> None:
+        """Leave out spans that ended before `since_ns` (Unix; default now): older sessions'."""
+        self.since_ns = time.time_ns() if since_ns is None else since_ns
         self._folder = Path(folder)
-        self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._readers: dict[str, SpanReader] = {}
-        self._tracks: dict[str, Tracks] = {}
-        self._waited_ns: dict[str, int] = {}
+
+    def read(self) -> Iterator[tuple[str, Span]]:
+        """(process, span) of each new busy or wait span."""
+        for path in span_files(self._folder):
+            reader = self._readers.setdefault(path.stem, SpanReader(path))
+            for span in reader.read():
+                if span.end_ns >= self.since_ns and span.cat in ("busy", "wait"):
+                    yield path.stem, span
+
+
+class LiveShares:
+    """Busy and wait shares of the last seconds while the run goes on.
+
+    Each process's window ends at its newest span known; a wait that lasts still is not in it.
+    """
+
+    def __init__(self, tails: SpanTails) -> None:
+        self._tails = tails
+        self._processes: dict[str, Tracks] = {}
 
     def poll(self) -> dict[str, Shares]:
-        """Shares by executor over the last ten seconds of each of its processes."""
-        self._read()
+        """Shares by executor over the last ten seconds."""
+        for process, span in self._tails.read():
+            tracks = self._processes.setdefault(process, {})
+            track = tracks.setdefault((span.cat, span.name), Track())
+            track.times_ns.extend((span.start_ns, span.end_ns))
         shares = {}
-        for process, tracks in self._tracks.items():
+        for process, tracks in self._processes.items():
             newest_ns = max((track.times_ns[-1] for track in tracks.values()), default=0)
-            oldest_ns = max(newest_ns - LIVE_WINDOW_NS, self._since_ns)
+            oldest_ns = max(newest_ns - LIVE_WINDOW_NS, self._tails.since_ns)
             _forget_before(tracks, oldest_ns)
             shares[process] = _shares(tracks, union(np.array([[oldest_ns, newest_ns]])))
         return by_executor(shares)
 
-    def take_waits_s(self) -> dict[str, float]:
-        """Seconds each executor waited (mean over its processes) in spans ended since last asked.
 
-        Keys are executors. Spans still in the writer's memory come with a later call.
+class LiveWaits:
+    """Seconds waited, step by step, while the run goes on."""
+
+    def __init__(self, tails: SpanTails) -> None:
+        self._tails = tails
+        self._waited_ns: dict[str, int] = {}
+
+    def take_s(self) -> dict[str, float]:
+        """Executor -> seconds waited (mean over its processes) in waits heard of since last asked.
+
+        Overlapping waits of one process count each.
         """
-        self._read()
+        for process, span in self._tails.read():
+            waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
+            self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
         members: dict[str, list[float]] = defaultdict(list)
         for process, waited_ns in self._waited_ns.items():
             members[executor_of(process)].append(waited_ns / 1e9)
             self._waited_ns[process] = 0
         return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
-
-    def _read(self) -> None:
-        for path in span_files(self._folder):
-            reader = self._readers.setdefault(path.stem, SpanReader(path))
-            for span in reader.read():
-                if span.end_ns < self._since_ns or span.cat not in ("busy", "wait"):
-                    continue
-                tracks = self._tracks.setdefault(reader.process, defaultdict(Track))
-                tracks[span.cat, span.name].times_ns.extend((span.start_ns, span.end_ns))
-                waited_ns = (span.end_ns - span.start_ns) if span.cat == "wait" else 0
-                self._waited_ns[path.stem] = self._waited_ns.get(path.stem, 0) + waited_ns
 
 
 def _shares(tracks: Tracks, window: Intervals) -> Shares:

@@ -21,15 +21,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.metrics.aggregate import LiveShares, Shares
+from llamarl.metrics.aggregate import LiveShares, Shares, SpanTails
 from llamarl.metrics.record import Scalars
 
 PLAIN_INTERVAL_S = 5.0
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
-BAR_WIDTH = 24
+BAR_WIDTH = 20
 LABEL_WIDTH = 17
-BAR_LINE = "\u2501"
+BAR_LINES = ("\u2501", "\u254c")  # filled, empty
 CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 SHOWN_EXECUTORS = ("generator", "trainer")
 
@@ -57,7 +57,7 @@ class Progress:
         self._accuracies: deque[float] = deque(maxlen=CURVE_STEPS)
         self._evaluations: list[tuple[int, float]] = []
         self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
-        self._live_shares = LiveShares(spans_folder) if spans_folder is not None else None
+        self._live_shares = LiveShares(SpanTails(spans_folder)) if spans_folder else None
         self._shares: dict[str, Shares] = {}
         self._shares_s = 0.0
         self._live: Live | None = None
@@ -258,7 +258,7 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
 def _bar(shares: Shares, ascii_only: bool) -> Text:
     """Busy share as a bar, then the two longest waits and what was waited for."""
     filled = round(shares.busy * BAR_WIDTH)
-    full, empty = ("#", ".") if ascii_only else (BAR_LINE, BAR_LINE)
+    full, empty = ("#", ".") if ascii_only else BAR_LINES
     bar = Text.assemble((full * filled, "green"), (empty * (BAR_WIDTH - filled), "grey30"))
     bar.append(f" {shares.busy:4.0%} busy", "bold")
     waits = sorted(shares.waits.items(), key=lambda item: -item[1])[:2]

@@ -29,6 +29,9 @@ TRAINER_TAGS = {
     "kl": "kl/generator_trainer",
     "ref_kl": "kl/reference",
     "entropy": "policy/entropy",
+    "grad_norm": "policy/grad_norm",
+    "trained_tokens": TRAINED_TOKENS,
+    "masked_tokens": "tokens/masked",
 }
 
 
@@ -36,7 +39,7 @@ def step_scalars(
     step: int,
     groups: Sequence[Group],
     stats: StepStats,
-    dropped: Mapping[str, int],
+    dropped: Mapping[str, Sequence[Group]],
     seconds: Mapping[str, float],
     *,
     oldest_version: int = 0,
@@ -46,24 +49,28 @@ def step_scalars(
 
     `groups`: those trained in this step, with rows and scores. `stats.version` - 1 is the version
     they were used at; tokens older than `oldest_version` were masked and count as untrained.
-    `dropped`: groups dropped since the last step, by reason. `seconds`: `step` (since the last
-    step ended), `publish`, and `wait/<executor>` where known. `completions`: decoded text of the
-    rows chosen by `sample_rows`.
+    `dropped`: groups dropped since the last step, by reason. Rewards, accuracy and lengths are over
+    trained and dropped groups together: groups with equal rewards are dropped, so the trained ones
+    alone would never look better than half-good. `seconds`: `step` (since the last step ended),
+    `publish`, and `wait/<executor>` where known. `completions`: decoded text of the rows chosen by
+    `sample_rows`.
     """
+    finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rows.values()]
-    scores = [score for group in groups for score in group.scores.values()]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     num_tokens = sum(row.num_tokens for row in rows)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
-    scalars |= _scores(scores) | _lengths(rows) | _staleness(staleness, rows)
+    scalars |= _scores([score for group in finished for score in group.scores.values()])
+    scalars |= _lengths([row for group in finished for row in group.rows.values()])
+    scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
         scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value
     for name, value in seconds.items():
         scalars[name if name.startswith("wait/") else f"time/{name}_s"] = value
     if seconds.get("step"):
         scalars["tokens/per_s"] = num_tokens / seconds["step"]
-    scalars["dropped/groups"] = sum(dropped.values())
-    scalars |= {f"dropped/{reason}": count for reason, count in dropped.items()}
+    scalars["dropped/groups"] = len(finished) - len(groups)
+    scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
     texts = {"rollouts": _samples(step, groups, completions)} if completions else {}
     return scalars, {STALENESS_HISTOGRAM: staleness}, texts
 

@@ -1,0 +1,115 @@
+"""The controller's diary: what it says happened becomes metrics, progress and step marks.
+
+Owns: what is remembered between two steps. Does not own: tags (`record.py`), files (`sinks.py`) or
+the display (`console.py`). Invariant: it only listens; the run would go the same way without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llamarl.metrics.aggregate import LiveWaits
+from llamarl.metrics.console import Progress
+from llamarl.metrics.record import sample_rows, step_scalars
+from llamarl.metrics.sinks import MetricsLog
+from llamarl.metrics.span import Spans
+from llamarl.types import Group, StepStats
+
+ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
+
+
+class Published(Protocol):
+    """A finished publish."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Evaluated(Protocol):
+    """A finished held-out evaluation; shares and means over its rollouts."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def accuracy(self) -> float: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def mean_tokens(self) -> float: ...
+    @property
+    def truncated_share(self) -> float: ...
+    @property
+    def num_failed(self) -> int: ...
+
+
+@dataclass(kw_only=True)
+class Journal:
+    """Listens to one run.
+
+    `read_completions` decodes rows that are still in storage; it and `num_samples` give the sample
+    rollouts of each step. `waits` is None where no spans are kept.
+    """
+
+    log: MetricsLog
+    progress: Progress
+    spans: Spans
+    max_staleness: int
+    waits: LiveWaits | None = None
+    read_completions: ReadCompletions | None = None
+    num_samples: int = 0
+    _step_ended_ns: int = field(default_factory=time.monotonic_ns)
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _dropped: dict[str, list[Group]] = field(default_factory=lambda: defaultdict(list))
+
+    def begin(self, version: int) -> None:
+        """The loop starts at `version`: the first step is reckoned from here."""
+        self._step_ended_ns = time.monotonic_ns()
+        self.progress.begin(version)
+
+    def drop(self, group: Group, reason: str) -> None:
+        """`group` will not be trained."""
+        self._dropped[reason].append(group)
+
+    def publish(self, published: Published) -> None:
+        """A version is live on the generators."""
+        self._seconds["publish"] = published.seconds
+
+    def evaluation(self, evaluated: Evaluated) -> None:
+        """A held-out evaluation is finished."""
+        scalars = {
+            "evaluation/accuracy": evaluated.accuracy,
+            "evaluation/reward": evaluated.reward,
+            "evaluation/length": evaluated.mean_tokens,
+            "evaluation/truncated_share": evaluated.truncated_share,
+            "evaluation/failed": evaluated.num_failed,
+        }
+        self.log.log(evaluated.version, scalars)
+        self.progress.evaluation(evaluated.version, evaluated.accuracy)
+
+    async def step(self, stats: StepStats, groups: Sequence[Group]) -> None:
+        """The optimizer step that made `stats.version` out of `groups` is done."""
+        now_ns = time.monotonic_ns()
+        self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
+        seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
+        if self.waits is not None:
+            seconds |= {f"wait/{name}": wait_s for name, wait_s in self.waits.take_s().items()}
+        dropped, self._dropped = self._dropped, defaultdict(list)
+        self._step_ended_ns, self._seconds = now_ns, {}
+        completions: dict[int, str] = {}
+        if self.read_completions is not None and self.num_samples:
+            completions = await self.read_completions(sample_rows(groups, self.num_samples))
+        scalars, histograms, texts = step_scalars(
+            stats.version,
+            groups,
+            stats,
+            dropped,
+            seconds,
+            oldest_version=stats.version - 1 - self.max_staleness,
+            completions=completions,
+        )
+        self.log.log(stats.version, scalars, histograms, texts)
+        self.progress.step(stats.version, scalars)
