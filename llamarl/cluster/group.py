@@ -1,0 +1,63 @@
+"""What a cluster and a group of executor processes look like to their users.
+
+Owns: the two protocols that every backend keeps, and how processes are named. Does not own: any
+behaviour. Invariant: code above `cluster/` needs nothing but these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class ExecutorGroup(Protocol):
+    """The ranks of one executor.
+
+    `first` and `every` have the executor's methods: calling one runs it on all ranks at once;
+    `await group.first.method(...)` gives rank 0's result, `await group.every.method(...)` the list
+    by rank. Both can be handed to other executors in `spawn`'s kwargs or in any call; those then
+    call peer to peer. Calls run concurrently; cancelling one does not cancel the remote work.
+
+    An exception of any rank is raised here as soon as it arrives: with its own type where that
+    survives pickling, else as RemoteError; a note holds the remote traceback. A lost process
+    raises GroupLost in every pending and later call.
+    """
+
+    name: str
+    first: Any
+    every: Any
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+
+    async def watch(self) -> None:
+        """Wait until the group is lost and raise its GroupLost; return once it was stopped."""
+
+    async def stop(self) -> None:
+        """Close the executors and end their processes; never raises, may be repeated."""
+
+
+class Cluster(Protocol):
+    """All executor processes of one run."""
+
+    async def spawn(
+        self, name: str, factory: type, kwargs: dict[str, Any], num_ranks: int = 1
+    ) -> ExecutorGroup:
+        """Start `num_ranks` processes; construct `factory(rank=, num_ranks=, spans=, **kwargs)`.
+
+        `spans` records under `process_name(name, rank, num_ranks)`. Run several spawns with
+        `asyncio.gather`: they overlap. ValueError if `name` was used before; whatever a
+        constructor raises is raised here.
+        """
+
+    async def watch(self) -> None:
+        """Wait until some group is lost and raise its GroupLost; return once stopped."""
+
+    async def stop(self) -> None:
+        """Stop all groups at once; afterwards none of their processes, nor any process started by
+        them, is alive. Never hangs, never raises, may be repeated."""
+
+
+def process_name(name: str, rank: int, num_ranks: int) -> str:
+    """`trainer-1` for rank 1 of `trainer`; a single rank of `generator-0` is `generator-0`."""
+    return name if num_ranks == 1 and name[-1:].isdigit() else f"{name}-{rank}"

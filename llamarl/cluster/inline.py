@@ -1,0 +1,113 @@
+"""All executors in this process: for debugging, and for tests that need no second process.
+
+Owns: nothing that outlives the Python process. Does not own: isolation: one event loop runs
+everything, and arguments are passed by reference. Invariant: the same calls give the same results
+and exceptions as with processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from llamarl.cluster.group import ExecutorGroup, process_name
+from llamarl.cluster.outcome import attempt, failure
+from llamarl.metrics.span import Spans
+
+log = logging.getLogger(__name__)
+
+
+class InlineCluster:
+    """Constructs executors in this process."""
+
+    def __init__(self, *, spans_folder: str | None) -> None:
+        self._spans_folder = spans_folder
+        self._groups: dict[str, InlineGroup] = {}
+        self._stopped = asyncio.Event()
+
+    async def spawn(
+        self, name: str, factory: type, kwargs: dict[str, Any], num_ranks: int = 1
+    ) -> ExecutorGroup:
+        if name in self._groups:
+            raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
+        group = InlineGroup(name)
+        self._groups[name] = group
+        for rank in range(num_ranks):
+            where = process_name(name, rank, num_ranks)
+            spans = Spans(where, self._spans_folder)
+            group.spans.append(spans)
+            try:
+                executor = factory(rank=rank, num_ranks=num_ranks, spans=spans, **kwargs)
+            except Exception as error:  # noqa: BLE001 - raised again in the shape all calls use
+                failure(error, where, rank).result()
+            group.executors.append(executor)
+        return group
+
+    async def watch(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        self._stopped.set()
+        await asyncio.gather(*(group.stop() for group in self._groups.values()))
+
+
+class InlineGroup:
+    """Executors that are plain objects of this process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.executors: list[Any] = []
+        self.spans: list[Spans] = []
+        self.first = _Methods(self, is_first=True)
+        self.every = _Methods(self, is_first=False)
+        self._stopped = asyncio.Event()
+
+    @property
+    def pids(self) -> list[int]:
+        return [os.getpid()] * len(self.executors)
+
+    async def watch(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        for executor, spans in zip(self.executors, self.spans, strict=False):
+            try:
+                if hasattr(executor, "close"):
+                    await executor.close()
+            except Exception:  # tear-down goes on
+                log.warning("closing %s failed", spans.process, exc_info=True)
+            spans.close()
+
+    async def call(self, method: str, args: Any, kwargs: Any) -> list[Any]:
+        """Run `method` on all ranks; the first exception to happen is raised at once."""
+        tasks = [
+            asyncio.create_task(attempt(executor, spans.process, rank, (method, args, kwargs)))
+            for rank, (executor, spans) in enumerate(zip(self.executors, self.spans, strict=True))
+        ]
+        for next_outcome in asyncio.as_completed(tasks):
+            (await next_outcome).result()
+        return [task.result().result() for task in tasks]
+
+
+class _Methods:
+    """Turns attribute access into calls on all ranks."""
+
+    def __init__(self, group: InlineGroup, *, is_first: bool) -> None:
+        self._group = group
+        self._is_first = is_first
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            results = await self._group.call(method, args, kwargs)
+            return results[0] if self._is_first else results
+
+        return call

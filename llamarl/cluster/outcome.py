@@ -1,0 +1,78 @@
+"""How a call ends: with a value, or with an exception that travels.
+
+Owns: the one place where an executor's method is run. Does not own: transport. Invariant:
+`attempt` never raises what the executor raised; it returns an Outcome that survives pickling,
+because an exception that does not would kill the process that sends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.cluster.errors import RemoteError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank answered. `error` is the pickled exception, if there was one."""
+
+    rank: int
+    value: Any = None
+    error: bytes | None = None
+
+    def result(self) -> Any:
+        """The value, or raise the exception."""
+        if self.error is None:
+            return self.value
+        raise pickle.loads(self.error)
+
+
+async def attempt(executor: object, where: str, rank: int, call: tuple[str, Any, Any]) -> Outcome:
+    """Run `call` = (method, args, kwargs) on `executor`; `where` names the process in notes."""
+    method, args, kwargs = call
+    try:
+        return Outcome(rank, await getattr(executor, method)(*args, **kwargs))
+    except BaseException as error:  # handed to the caller, whatever it is
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        return failure(error, where, rank)
+
+
+def failure(error: BaseException, where: str, rank: int) -> Outcome:
+    """The Outcome of an exception, with its traceback as a note."""
+    error.add_note(f"raised in {where}:\n{_traceback(error)}")
+    try:
+        data = pickle.dumps(error)
+        copy = pickle.loads(data)
+        travels = type(copy) is type(error) and str(copy) == str(error)
+    except Exception:  # noqa: BLE001 - user exceptions fail to pickle in any way they like
+        travels = False
+    # StopIteration and exits would be changed or acted on by the caller's event loop.
+    if not travels or not isinstance(error, Exception) or isinstance(error, _LOOP_SIGNALS):
+        text = f"{type(error).__name__}: {_text(error)}"
+        remote = RemoteError(text)
+        for note in error.__notes__:
+            remote.add_note(note)
+        data = pickle.dumps(remote)
+    return Outcome(rank, error=data)
+
+
+_LOOP_SIGNALS = (StopIteration, StopAsyncIteration)
+
+
+def _traceback(error: BaseException) -> str:
+    report = traceback.TracebackException.from_exception(error)
+    report.__notes__ = None  # they travel on their own
+    return "".join(report.format()).rstrip()
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a user's __str__ may do anything
+        return "(its text cannot be shown)"

@@ -1,0 +1,106 @@
+"""An executor process seen from the operating system: environment, output, end.
+
+Owns: what is set before the executor's module is imported, where its output goes, and how
+processes that outlive their group are found. Does not own: Monarch. Invariant: every process
+started for a group, and everything that process starts, carries the group's mark in its
+environment, so none can be missed at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "LLAMARL_GROUP"  # environment variable: <cluster id>/<group name>
+KILL_LIMIT_S = 5.0  # a killed process that is still there then sits in the kernel
+LOG_TAIL_LINES = 8
+LOG_TAIL_BYTES = 4000
+
+
+def environment(mark: str, num_threads: int) -> dict[str, str]:
+    """What the process's environment adds to the controller's.
+
+    Set before exec, for OpenMP and BLAS read it when their library loads. Gloo otherwise listens
+    on the interface that the host name resolves to. The import path is the controller's, so that
+    whatever it could import can be spawned.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        MARK: mark,
+        "OMP_NUM_THREADS": str(num_threads),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def log_path(folder: str, process: str) -> Path:
+    return Path(folder) / f"{process}.log"
+
+
+def redirect_output(folder: str, process: str) -> None:
+    """Send this process's output to its log file, and warnings also to the console.
+
+    Standard output and error are moved as file descriptors, so that libraries and crashes write
+    into the file too and the controller's console stays its own.
+    """
+    path = log_path(folder, process)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console = os.fdopen(os.dup(2), "w", buffering=1)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for target in (1, 2):
+        os.dup2(descriptor, target)
+    os.close(descriptor)
+    faulthandler.enable()
+    to_file = logging.StreamHandler(sys.stderr)
+    to_file.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    )
+    to_console = logging.StreamHandler(console)
+    to_console.setLevel(logging.WARNING)
+    to_console.setFormatter(logging.Formatter(f"[{process}] %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_file, to_console], force=True)
+    logging.captureWarnings(True)
+
+
+def log_tail(folder: str, process: str) -> str:
+    """The last lines a process wrote, for the message about its end; "" if there are none."""
+    path = log_path(folder, process)
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that carry `mark`, found in /proc; empty where there is no /proc."""
+    wanted = f"{MARK}={mark}".encode()
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                pids.append(int(folder.name))
+    return pids
+
+
+async def end_marked(mark: str) -> list[int]:
+    """Kill every process that carries `mark` until none is left.
+
+    Returns the pids that still exist after KILL_LIMIT_S, normally none.
+    """
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while (pids := marked(mark)) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.02)
+    return pids
