@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from llamarl import checkpoint
 from llamarl.config import Config
-from llamarl.data.prompts import PromptStream
+from llamarl.data.backlog import Backlog
 from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger
 from llamarl.metrics.journal import Journal
@@ -42,7 +42,7 @@ class Controller:
 
     config: Config
     run_dir: str
-    prompts: PromptStream
+    prompts: Backlog
     gate: Gate
     ledger: Ledger
     make_requests: Callable[[Group], list[Request]]
@@ -159,8 +159,8 @@ class Controller:
             if publishing is not None:
                 await publishing  # the weights change next, so their copies must have ended
             stats = await self.trainer.step()
-            await self.journal.step(stats, groups)
             oldest = self.gate.oldest_version(version)
+            await self.journal.step(stats, groups, oldest)
             await self._retire(
                 groups, {"fate": "trained", "version": version, "oldest_version": oldest}
             )
@@ -173,7 +173,7 @@ class Controller:
     async def _publish(self, version: int) -> None:
         """Give `version` to the generators, after the evaluation that needs the one before."""
         await self._evaluation
-        self.journal.publish(await self.publisher.publish(version))
+        self.journal.publish((await self.publisher.publish(version)).seconds)
         await self.gate.publish(version)
         if self._is_due(self.config.evaluation.every_steps, version):
             self._evaluation = self._start(self._evaluate(version))

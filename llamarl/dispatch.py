@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -52,17 +51,12 @@ class Dispatch:
     to replica 1. A replica below the group's `min_version` is chosen only if all are.
     """
 
-    def __init__(
-        self,
-        generators: dict[int, Generator],
-        storage: Storage,
-        on_lost: Callable[[int], None] = lambda replica: None,
-    ) -> None:
+    def __init__(self, generators: dict[int, Generator], storage: Storage) -> None:
         self.replicas = {index: Replica(generator) for index, generator in generators.items()}
         self._storage = storage
-        self._on_lost = on_lost
         self._rows: asyncio.Queue[list[Row] | BaseException] = asyncio.Queue()
         self._collectors: dict[int, asyncio.Task[None]] = {}
+        self._burials: set[asyncio.Future[None]] = set()
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best."""
@@ -103,11 +97,16 @@ class Dispatch:
         if replica in self.replicas:
             self.replicas[replica].version = version
 
+    def lost(self, replica: int, why: Exception) -> None:
+        """A publish gave `replica` up; its requests start again elsewhere."""
+        self._burials.add(asyncio.ensure_future(self._bury(replica, why)))
+
     async def close(self) -> None:
         """Stop listening to the replicas."""
-        for task in self._collectors.values():
+        tasks = [*self._collectors.values(), *self._burials]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._collectors.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _choose(self, min_version: int) -> int:
         if not self.replicas:
@@ -134,12 +133,11 @@ class Dispatch:
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
-    async def _bury(self, index: int, error: GroupLost) -> None:
+    async def _bury(self, index: int, error: Exception) -> None:
         replica = self.replicas.pop(index, None)
         if replica is None:
             return
         log.warning("%s; its %d rollouts start again elsewhere", error, len(replica.running))
-        self._on_lost(index)
         requests = [replace(request, resume=False) for request in replica.running.values()]
         try:
             # What the lost replica stored but never announced must not meet the new arrays.

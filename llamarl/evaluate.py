@@ -8,25 +8,19 @@ every token of an evaluation was written by the same version, else it raises; it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from llamarl.data.seeds import rollout_seed
 from llamarl.experience.ledger import Ledger
 from llamarl.protocols import Generator, Storage
-from llamarl.types import REWARD, FinishReason, Prompt, Purpose, Request, Sampling, ScoreStatus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """`accuracy` and `reward` are means over the scored prompts; `num_failed` counts the others."""
-
-    version: int
-    accuracy: float
-    reward: float
-    mean_tokens: float
-    truncated_share: float
-    num_prompts: int
-    num_failed: int
+from llamarl.types import (
+    REWARD,
+    Evaluation,
+    FinishReason,
+    Prompt,
+    Purpose,
+    Request,
+    Sampling,
+    ScoreStatus,
+)
 
 
 class Evaluator:

@@ -221,3 +221,19 @@ class StepStats:
 
     version: int
     scalars: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out results of one version.
+
+    `accuracy` and `reward` are means over the scored prompts; `num_failed` counts the others.
+    """
+
+    version: int
+    accuracy: float
+    reward: float
+    mean_tokens: float
+    truncated_share: float
+    num_prompts: int
+    num_failed: int

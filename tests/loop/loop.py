@@ -106,9 +106,15 @@ class Loop:
         for replica in replicas.values():
             replica.written = self.written
         spans = Spans("controller", None)
-        publisher = Publisher(self.trainer, dict(replicas), spans, timeout_s=60.0)
-        dispatch = Dispatch(dict(replicas), self.storage, on_lost=publisher.drop_replica)
-        publisher.on_flip = dispatch.flipped
+        dispatch = Dispatch(dict(replicas), self.storage)
+        publisher = Publisher(
+            self.trainer,
+            dict(replicas),
+            spans,
+            timeout_s=60.0,
+            on_flip=dispatch.flipped,
+            on_lost=dispatch.lost,
+        )
         ledger = Ledger(loop_stages(has_reference=False))
         self.gate = Gate(
             max_staleness=self.max_staleness,

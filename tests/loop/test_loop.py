@@ -13,7 +13,7 @@ from tests.loop.fakes import FakeReplica, FakeScorer, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
 from tests.loop.virtual_clock import run
 
-HARD = dict(drop_share=0.2, fail_share=0.02)
+HARD = {"drop_share": 0.2, "fail_share": 0.02}
 
 
 def first_error(error: BaseException) -> BaseException:
