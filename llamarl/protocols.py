@@ -94,7 +94,8 @@ class Sender(Protocol):
     async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
         """Write this rank's slices into the offered memory of one replica (one offer per rank).
 
-        Returns the fingerprints of what was written, by parameter, each element counted once.
+        Returns the fingerprints of what was written, by parameter, for all its ranks together: an
+        element that several generator ranks hold counts once for each.
         """
 
 
@@ -108,7 +109,7 @@ class Receiver(Protocol):
         """Open the shadow arena for `version` and say where it is."""
 
     async def fingerprint(self, version: int) -> list[dict[str, int]]:
-        """Fingerprints of the shadow arena, by parameter."""
+        """Fingerprints of the shadow arena, by parameter: all that the rank holds."""
 
     async def flip(self, version: int) -> list[int]:
         """Make the shadow live between two decode steps; returns the number of running rollouts."""

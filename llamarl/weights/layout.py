@@ -68,8 +68,6 @@ class Copy:
     target_offset: int
     target_strides: tuple[int, ...]
     target_dtype: str
-    is_counted: bool
-    """True for exactly one copy of each element: replicated targets are fingerprinted once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
