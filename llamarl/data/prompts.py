@@ -1,0 +1,190 @@
+"""Prompts: read from a file, handed out in an order that can be resumed.
+
+Owns: the file formats (JSON lines, Parquet), their errors, and the order over epochs. Does not
+own: how often a prompt is used or when (the gate). Invariant: the prompt at a position is a pure
+function of the file, the seed and the position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamarl.config import DataConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.types import Prompt
+
+NumberedRow = tuple[int, dict[str, Any]]
+"""A data row and where it stands: its line in a .jsonl or row in a .parquet file, from 1."""
+
+
+def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Read and tokenize every prompt of a .jsonl or .parquet file, in file order.
+
+    `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises
+    ValueError, one line that names file and line, if the file is missing, empty or malformed, if
+    `config.prompt_field` is missing or of a wrong type, or if a prompt is too long.
+    """
+    path = Path(path)
+    if config.chat and not tokenizer.has_chat_template:
+        raise ValueError(
+            f"data.chat must be false for a tokenizer without a chat template, got true with "
+            f"{tokenizer.folder}"
+        )
+    prompts = []
+    for number, row in _read_rows(path):
+        try:
+            prompts.append(_prompt(number, row, config, tokenizer))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    if not prompts:
+        raise ValueError(f"{path} must hold at least one prompt, got an empty file")
+    return prompts
+
+
+class PromptStream(Iterator[Prompt]):
+    """Hands out prompts without end, each one once per epoch, with `Prompt.epoch` set.
+
+    `position` counts the prompts handed out; a new stream given that position continues exactly.
+    With `shuffle`, each epoch's order is drawn from (seed, epoch) alone; else it is file order.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, position: int = 0
+    ) -> None:
+        if not prompts:
+            raise ValueError("prompts must hold at least one prompt, got none")
+        if position < 0:
+            raise ValueError(f"position must be at least 0, got {position}")
+        self.position = position
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order_epoch = -1
+        self._order: Sequence[int] = ()
+
+    def __next__(self) -> Prompt:
+        epoch, place = divmod(self.position, len(self._prompts))
+        if epoch != self._order_epoch:
+            self._order_epoch = epoch
+            self._order = self._draw_order(epoch)
+        self.position += 1
+        return replace(self._prompts[self._order[place]], epoch=epoch)
+
+    def _draw_order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._prompts))
+        # Sorting raw PCG64 words, whose stream numpy never changes, keeps a run resumable under
+        # another numpy; `Generator.permutation` carries no such promise.
+        digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
+        words = np.random.PCG64(int.from_bytes(digest)).random_raw(len(self._prompts))
+        order: list[int] = np.argsort(words, kind="stable").tolist()
+        return order
+
+
+def _prompt(number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tokenizer) -> Prompt:
+    if config.prompt_field not in row:
+        raise ValueError(
+            f"the row must have the field {config.prompt_field!r} (data.prompt_field), "
+            f"got {', '.join(map(repr, row)) or 'no field at all'}"
+        )
+    question = row[config.prompt_field]
+    if config.chat:
+        text = tokenizer.render_chat(_messages(question, config))
+    else:
+        text = _text(question, config.prompt_field)
+    token_ids = tuple(tokenizer.encode(text, special=not config.chat))
+    if not token_ids:
+        raise ValueError(f"{config.prompt_field!r} must hold at least one token, got {question!r}")
+    if len(token_ids) > config.max_prompt_tokens:
+        raise ValueError(
+            f"the prompt must have at most {config.max_prompt_tokens} tokens "
+            f"(data.max_prompt_tokens), got {len(token_ids)}"
+        )
+    return Prompt(prompt_id=number, text=text, token_ids=token_ids, fields=row)
+
+
+def _text(question: object, field: str) -> str:
+    if isinstance(question, list):
+        raise ValueError(f"{field!r} must be text unless data.chat is true, got a list")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{field!r} must be text that is not blank, got {_show(question)}")
+    return question
+
+
+def _messages(question: object, config: DataConfig) -> list[dict[str, Any]]:
+    field = config.prompt_field
+    if not isinstance(question, list):
+        messages = [{"role": "user", "content": _text(question, field)}]
+    else:
+        messages = []
+        for message in question:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    f"{field!r} must be text or a list of messages with 'role' and 'content', "
+                    f"got {_show(message)} in the list"
+                )
+            messages.append(message)
+        if not messages:
+            raise ValueError(f"{field!r} must hold at least one message, got an empty list")
+    if config.system is not None:
+        if messages[0]["role"] == "system":
+            raise ValueError(
+                "the messages must not start with a system message when data.system is set, "
+                "got both"
+            )
+        messages = [{"role": "system", "content": config.system}, *messages]
+    return messages
+
+
+def _read_rows(path: Path) -> Iterator[NumberedRow]:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"a prompt file must end in .jsonl or .parquet, got {str(path)!r}")
+    if not path.is_file():
+        raise ValueError(f"the prompt file must exist, got {str(path)!r}")
+    return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:  # malformed JSON or not UTF-8
+                raise ValueError(
+                    f"{path}:{number}: the line must be a JSON object in UTF-8, got {error}"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{path}:{number}: the line must be a JSON object, got {_show(row)}"
+                )
+            yield number, row
+
+
+def _read_parquet(path: Path) -> Iterator[NumberedRow]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} must be a Parquet file, got: {reason}") from error
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

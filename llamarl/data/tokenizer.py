@@ -1,0 +1,150 @@
+"""Text to token ids and back, by the tokenizer files of a checkpoint folder.
+
+Owns: loading a tokenizer, the ids that end a sequence, rendering a chat template. Does not own:
+where prompts come from (`prompts.py`) or which ids a generator stops at (its sampling
+parameters). Invariant: only files of the folder are read, never the network; and transformers is
+imported on first use, through the class that reads `tokenizer.json` as it stands, for that import
+does not load torch (AutoTokenizer's does).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: {"role": "user", "content": "..."}."""
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint; make it with `load_tokenizer`.
+
+    `eos_token_ids` are all ids that end a completion, the tokenizer's own first. `num_ids` is the
+    largest id it can give plus one.
+    """
+
+    def __init__(
+        self, backend: PreTrainedTokenizerFast, folder: str, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.folder = folder
+        self.eos_token_ids = eos_token_ids
+        self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
+        self._backend = backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._backend.chat_template is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special` adds what the tokenizer puts around a text, such as BOS.
+
+        A rendered chat holds its special tokens already: encode it with `special=False`.
+        """
+        return self._backend.encode(text, add_special_tokens=special)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `token_ids` without special tokens (end of sequence, padding, ...)."""
+        ids = np.asarray(token_ids, dtype=np.int64).tolist()
+        text = self._backend.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The conversation as one text that ends where the assistant's answer begins.
+
+        Raises ValueError if there is no chat template, or if it refuses the messages (many refuse
+        a system message, or two turns of one role).
+        """
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise ValueError(
+                f"data.chat must be false for a tokenizer without a chat template, got true with "
+                f"{self.folder}"
+            )
+        conversation = [dict(message) for message in messages]
+        try:
+            text = self._backend.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the messages must suit the chat template of {self.folder}, got: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read the tokenizer of a checkpoint folder (tokenizer.json and the files beside it).
+
+    The ids of `eos_token_id` in generation_config.json, where there is one, join the tokenizer's
+    own. Raises ValueError if a file is missing or damaged or nothing ends a sequence.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"the tokenizer folder must exist, got {str(path)!r}")
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(
+            f"the tokenizer folder must hold tokenizer.json (transformers writes it with "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained(...)), got {str(path)!r} without"
+        )
+    if "model" not in _read_object(path / "tokenizer.json"):
+        raise ValueError(
+            f"{path / 'tokenizer.json'} must be a tokenizer with a 'model' entry, got none"
+        )
+    if (path / "tokenizer_config.json").is_file():
+        _read_object(path / "tokenizer_config.json")
+
+    from transformers import PreTrainedTokenizerFast
+
+    backend = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    return Tokenizer(backend, str(path), _eos_token_ids(path, backend.eos_token_id))
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if the tokenizer can give an id that a model of `vocab_size` has no row for.
+
+    A model may have more rows than the tokenizer has ids: checkpoints pad their embeddings.
+    """
+    largest = max(tokenizer.num_ids - 1, *tokenizer.eos_token_ids)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer must fit the model's vocabulary of {vocab_size} tokens, got token id "
+            f"{largest} from {tokenizer.folder}; set model.tokenizer to the tokenizer the "
+            f"checkpoint was trained with"
+        )
+
+
+def _eos_token_ids(folder: Path, own: int | None) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    listed = _read_object(path).get("eos_token_id") if path.is_file() else None
+    ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"eos_token_id of {path} must be a token id or a list of them, got {ids}")
+    both = ([] if own is None else [own]) + ids
+    if not both:
+        raise ValueError(
+            f"the tokenizer must have an end-of-sequence token (eos_token in "
+            f"{folder / 'tokenizer_config.json'}), got none"
+        )
+    return tuple(dict.fromkeys(both))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got a damaged file: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}")
+    return value

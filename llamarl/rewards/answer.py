@@ -1,0 +1,57 @@
+"""The expected answer of a prompt, and when two short answers are the same.
+
+Owns: reading the answer field and the normal form of an answer. Does not own: where the answer
+stands in a completion. Invariant: a missing or unusable expected answer raises; it never makes a
+completion wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from llamarl.config import RewardConfig
+from llamarl.types import Prompt
+
+GSM8K_MARK = "####"
+NUMBER = re.compile(r"[$]?([+-]?)[$]?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
+
+
+def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
+    """The answer field of the data row as text; of a GSM8K solution, what follows its last ####.
+
+    Raises KeyError if the row lacks `config.answer_field`, TypeError if it is neither text nor a
+    number, ValueError if it is blank.
+    """
+    if config.answer_field not in prompt.fields:
+        raise KeyError(
+            f"line {prompt.prompt_id} must have the field {config.answer_field!r} "
+            f"(reward.answer_field), got {', '.join(map(repr, prompt.fields)) or 'no field'}"
+        )
+    answer = prompt.fields[config.answer_field]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise TypeError(
+            f"field {config.answer_field!r} of line {prompt.prompt_id} must be text or a number, "
+            f"got {type(answer).__name__}"
+        )
+    text = str(answer).rpartition(GSM8K_MARK)[2].strip()
+    if not text:
+        raise ValueError(
+            f"field {config.answer_field!r} of line {prompt.prompt_id} must hold an answer, "
+            f"got {answer!r}"
+        )
+    return text
+
+
+def normal_form(answer: str) -> str:
+    """One spelling for answers that differ in white space or in how a number is written.
+
+    Examples: " 1,234.50 ", "1234.5" and "$1234.5" are equal; so are "-0" and "0", "7." and "7",
+    "a  b" and "a b". Upper and lower case stay different, and so do "1/2" and "0.5" (use `math`).
+    """
+    text = " ".join(answer.split())
+    match = NUMBER.fullmatch(text)
+    if match is None:
+        return text
+    number = Decimal(match[1] + match[2].replace(",", ""))
+    return format(number.normalize() if number else Decimal(0), "f")

@@ -1,0 +1,19 @@
+"""`format`: the completion has the required form, whatever it says.
+
+Owns: that test. Invariant: 1 or 0.
+"""
+
+from __future__ import annotations
+
+import re
+
+from llamarl.config import RewardConfig
+from llamarl.types import Prompt
+
+
+def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
+    """1 if `config.pattern` is found in the completion; 0 if not, or if `config.require_stop` and
+    the completion did not end by itself."""
+    if config.require_stop and not finished:
+        return 0.0
+    return float(re.search(config.pattern, completion) is not None)
