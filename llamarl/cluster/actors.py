@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import sys
+import traceback
 import uuid
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, Iterator
@@ -280,8 +281,9 @@ class MonarchGroup:
         except TimeoutError:
             log.warning("closing %s took over %g s; killed", self.name, CLOSE_LIMIT_S)
             return False
-        except Exception:  # tear-down goes on
-            log.warning("closing %s failed", self.name, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - tear-down goes on
+            report = "".join(traceback.format_exception(error))
+            log.warning("closing %s failed:\n%s", self.name, report)
         return True
 
     async def _watch_rank(self, rank: int, constructed: asyncio.Event, silence_s: float) -> None:

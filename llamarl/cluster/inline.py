@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -80,8 +81,9 @@ class InlineGroup:
             try:
                 if hasattr(executor, "close"):
                     await executor.close()
-            except Exception:  # tear-down goes on
-                log.warning("closing %s failed", spans.process, exc_info=True)
+            except Exception as error:  # noqa: BLE001 - tear-down goes on
+                report = "".join(traceback.format_exception(error))
+                log.warning("closing %s failed:\n%s", spans.process, report)
             spans.close()
 
     async def call(self, method: str, args: Any, kwargs: Any) -> list[Any]:

@@ -7,7 +7,6 @@ because an exception that does not would kill the process that sends it.
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -36,10 +35,7 @@ async def attempt(executor: object, where: str, rank: int, call: tuple[str, Any,
     method, args, kwargs = call
     try:
         return Outcome(rank, await getattr(executor, method)(*args, **kwargs))
-    except BaseException as error:  # handed to the caller, whatever it is
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
         return failure(error, where, rank)
 
 

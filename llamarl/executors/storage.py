@@ -1,0 +1,214 @@
+"""A storage unit: holds the arrays of its share of the rollouts until they are retired.
+
+Owns: the arrays, and one archive line per retired rollout. Does not own: which rows exist or who
+may take them (the ledger). Invariant: a cell is written once, except that a partial rollout may be
+written again; a row is archived at most once; a retired row's memory is given back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from llamarl.experience.store import Parcel
+from llamarl.metrics.span import Spans
+from llamarl.types import (
+    FINISH_CODES,
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+    Columns,
+    FinishReason,
+)
+
+DTYPES = {
+    PROMPT_IDS: np.dtype(np.int32),
+    RESPONSE_IDS: np.dtype(np.int32),
+    GENERATOR_LOGPROBS: np.dtype(np.float32),
+    TOKEN_VERSIONS: np.dtype(np.int32),
+    SAMPLING: np.dtype(np.float64),
+    REWARD: np.dtype(np.float64),
+    REF_LOGPROBS: np.dtype(np.float32),
+    TRAINER_LOGPROBS: np.dtype(np.float32),
+}
+TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, REF_LOGPROBS, TRAINER_LOGPROBS)
+FINISH_REASONS = {code: reason for reason, code in FINISH_CODES.items()}
+SEGMENT = FINISH_CODES[FinishReason.SEGMENT]
+
+Cells = dict[str, np.ndarray]
+
+
+class StorageExecutor:
+    """Storage unit number `unit`.
+
+    Retired rows go to `archive_folder/rollouts-<unit>.jsonl` (None: nowhere), with their tokens
+    and log-probs if `archive_tokens`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        spans: Spans,
+        unit: int,
+        archive_folder: str | None,
+        archive_tokens: bool,
+    ) -> None:
+        if num_ranks != 1:
+            raise ValueError(f"a storage unit must have one rank, got {num_ranks}")
+        self._spans = spans
+        self._archive_tokens = archive_tokens
+        self._rows: dict[int, Cells] = {}
+        self._path = (
+            Path(archive_folder) / f"rollouts-{unit}.jsonl" if archive_folder is not None else None
+        )
+        self._archive: TextIO | None = None
+
+    async def start(self) -> None:
+        """Open the archive; lines of an earlier session stay."""
+        if self._path is not None and self._archive is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(self._path)
+            self._archive = self._path.open("a")
+
+    async def write(self, row_ids: list[int], columns: Columns) -> None:
+        """Write whole cells, all or none.
+
+        RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT);
+        ValueError if an array is not 1-D of its column's dtype, or counts do not match.
+        """
+        with self._spans.span("write_rows", rows=len(row_ids)):
+            self._check(row_ids, columns)
+            for position, row_id in enumerate(row_ids):
+                row = self._rows.setdefault(row_id, {})
+                for name, cells in columns.items():
+                    # A copy of its own, for views would keep the whole message alive.
+                    row[name] = np.array(cells[position])
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        """Copies of the named columns, in order. KeyError if a cell was never written."""
+        with self._spans.span("read_rows", rows=len(row_ids)):
+            return Parcel({name: [self._cell(i, name).copy() for i in row_ids] for name in names})
+
+    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+        """Archive these rows with `fate` (its key "fate" says what became of them), free them.
+
+        Rows that hold nothing, never written or retired before, are passed over. OSError if the
+        archive cannot be written.
+        """
+        if "fate" not in fate:
+            raise ValueError(f'fate must have the key "fate", got {sorted(fate)}')
+        with self._spans.span("retire_rows", rows=len(row_ids)):
+            retired = {row_id: self._rows[row_id] for row_id in row_ids if row_id in self._rows}
+            self._append([self._line(row_id, row, fate) for row_id, row in retired.items()])
+            for row_id in retired:
+                del self._rows[row_id]
+
+    async def usage(self) -> dict[str, int]:
+        """`num_rows` held now and the `num_bytes` of their arrays."""
+        num_bytes = sum(cell.nbytes for row in self._rows.values() for cell in row.values())
+        return {"num_rows": len(self._rows), "num_bytes": num_bytes}
+
+    async def close(self) -> None:
+        """Close the archive."""
+        if self._archive is not None:
+            self._archive.close()
+            self._archive = None
+
+    def _check(self, row_ids: list[int], columns: Columns) -> None:
+        if len(set(row_ids)) != len(row_ids):
+            raise ValueError(f"row ids of one write must differ, got {row_ids}")
+        for name, cells in columns.items():
+            if len(cells) != len(row_ids):
+                raise ValueError(
+                    f"column {name} must have one array per row ({len(row_ids)}), got {len(cells)}"
+                )
+            dtype = DTYPES.get(name)
+            for row_id, cell in zip(row_ids, cells, strict=True):
+                if cell.ndim != 1 or cell.dtype != (dtype or cell.dtype):
+                    raise ValueError(
+                        f"column {name} must be 1-D {dtype}, got {cell.dtype} {cell.shape}"
+                    )
+                row = self._rows.get(row_id, {})
+                if name in row and not _is_partial(row):
+                    raise RuntimeError(f"row {row_id} already has column {name} and is not partial")
+
+    def _cell(self, row_id: int, name: str) -> np.ndarray:
+        row = self._rows.get(row_id)
+        if row is None:
+            raise KeyError(f"row {row_id} is not stored (column {name} was asked for)")
+        if name not in row:
+            raise KeyError(f"row {row_id} has no column {name}, only {sorted(row)}")
+        return row[name]
+
+    def _line(self, row_id: int, row: Cells, fate: dict[str, str | int | float]) -> str:
+        empty = np.empty(0)
+        line: dict[str, Any] = {
+            "row_id": row_id,
+            **fate,
+            "num_prompt_tokens": len(row.get(PROMPT_IDS, empty)),
+            "num_tokens": len(row.get(RESPONSE_IDS, empty)),
+            "spans": _runs(row.get(TOKEN_VERSIONS, empty)),
+            "finish": None,
+            "reward": None,
+            "sampling": None,
+        }
+        if REWARD in row and math.isfinite(row[REWARD][0]):
+            line["reward"] = float(row[REWARD][0])
+        if SAMPLING in row:
+            temperature, top_k, top_p, max_tokens, seed, code = row[SAMPLING].tolist()
+            line["finish"] = str(FINISH_REASONS[int(code)])
+            line["sampling"] = {
+                "temperature": temperature,
+                "top_k": int(top_k),
+                "top_p": top_p,
+                "max_tokens": int(max_tokens),
+                "seed": int(seed),
+            }
+        if self._archive_tokens:
+            line.update({name: row[name].tolist() for name in TOKEN_COLUMNS if name in row})
+        return json.dumps(line) + "\n"
+
+    def _append(self, lines: list[str]) -> None:
+        if self._path is None:
+            return
+        if self._archive is None:
+            raise RuntimeError("a storage unit must be started before it retires rows")
+        try:
+            self._archive.write("".join(lines))
+            self._archive.flush()
+        except OSError as error:
+            reason = f"cannot write the archive of rollouts: {error.strerror}"
+            raise OSError(error.errno, reason, str(self._path)) from error
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a line that a killed session did not finish."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
+def _is_partial(row: Cells) -> bool:
+    return SAMPLING in row and int(row[SAMPLING][-1]) == SEGMENT
+
+
+def _runs(versions: np.ndarray) -> list[list[int]]:
+    """[[version, num_tokens], ...] of consecutive equal versions."""
+    if not len(versions):
+        return []
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+    lengths = np.diff(starts, append=len(versions))
+    return [[int(versions[s]), int(n)] for s, n in zip(starts, lengths, strict=True)]
