@@ -81,6 +81,8 @@ class Publisher:
         self._source: list[RankLayout] = []
         self._spans = spans
         self._timeout_s = timeout_s
+        self._on_flip = on_flip
+        self._on_lost = on_lost
         self._is_publishing = False
 
     @property
