@@ -240,11 +240,11 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows = [("held-out accuracy", accuracy)]
     rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
     rows.append(("steps", Text(f"{summary['steps']}  in {_clock(summary['wall_s'])} {rate}")))
-    dropped = ", ".join(
-        f"{n:,} {reason.replace('_', ' ')}" for reason, n in summary["groups_dropped"].items()
-    )
-    rollouts = f"{summary['rollouts_trained']:,} trained"
-    rows.append(("rollouts", Text(rollouts + (f"; groups dropped: {dropped}" if dropped else ""))))
+    rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
+    dropped = summary["groups_dropped"].items()
+    if dropped:
+        words = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in dropped)
+        rows.append(("groups dropped", Text(words)))
     if summary["staleness_mean"] is not None:
         words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
         mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"

@@ -1,0 +1,287 @@
+"""Numbers of a step, and that both sinks hold them: read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from llamarl.metrics.console import Progress
+from llamarl.metrics.journal import Journal
+from llamarl.metrics.record import sample_rows, step_scalars, token_staleness
+from llamarl.metrics.sinks import MetricsLog, read_metrics
+from llamarl.metrics.span import SpanReader, Spans
+from llamarl.types import (
+    FinishReason,
+    Group,
+    Prompt,
+    Row,
+    Score,
+    ScoreStatus,
+    StepStats,
+    VersionSpan,
+)
+
+
+def make_row(row_id: int, *spans: tuple[int, int], finish: FinishReason = FinishReason.STOP) -> Row:
+    return Row(
+        row_id=row_id,
+        num_prompt_tokens=3,
+        num_tokens=sum(count for _, count in spans),
+        spans=tuple(VersionSpan(version=version, num_tokens=count) for version, count in spans),
+        finish_reason=finish,
+    )
+
+
+def make_group(group_id: int, rows: list[Row], rewards: list[float | None]) -> Group:
+    scores = {}
+    for row, reward in zip(rows, rewards, strict=True):
+        if reward is None:
+            score = Score(row_id=row.row_id, status=ScoreStatus.HUNG, error="too slow")
+        else:
+            parts = {"exact": float(reward >= 1), "format": 1.0}
+            score = Score(row_id=row.row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
+        scores[row.row_id] = score
+    return Group(
+        group_id=group_id,
+        prompt=Prompt(prompt_id=group_id, text=f"question {group_id}", token_ids=(1,)),
+        row_ids=tuple(row.row_id for row in rows),
+        step=5,
+        min_version=3,
+        rows={row.row_id: row for row in rows},
+        scores=scores,
+    )
+
+
+TRAINED = make_group(
+    0,
+    [make_row(0, (3, 4), (4, 6)), make_row(1, (4, 20), finish=FinishReason.LENGTH)],
+    [1.25, 0.25],
+)
+DROPPED = make_group(1, [make_row(2, (4, 30)), make_row(3, (4, 40))], [1.5, None])
+STATS = StepStats(version=6, scalars={"ratio_mean": 0.98, "grad_norm": 0.5, "loss": 0.125})
+
+
+def record(**options):
+    return step_scalars(
+        6,
+        [TRAINED],
+        STATS,
+        {"equal_rewards": [DROPPED]},
+        {"step": 2.0, "publish": 0.1, "wait/trainer": 0.3},
+        **options,
+    )
+
+
+def test_a_step_is_recorded_with_hand_worked_numbers():
+    scalars, histograms, texts = record()
+    expected = {
+        "rollouts/trained": 2,
+        "groups/trained": 1,
+        "reward/mean": 1.0,  # 1.25, 0.25 and 1.5; the hung one is no zero
+        "reward/std": (0.0625 + 0.5625 + 0.25) ** 0.5 / 3**0.5,
+        "accuracy/train": 2 / 3,
+        "reward_parts/exact": 2 / 3,
+        "reward_parts/format": 1.0,
+        "reward_failures/raised": 0,
+        "reward_failures/hung": 1,
+        "reward_failures/invalid": 0,
+        "length/mean": 25.0,
+        "length/p50": 25.0,
+        "length/p90": 37.0,
+        "length/max": 40.0,
+        "length/truncated_share": 0.25,
+        "tokens/trained": 30,
+        "tokens/per_s": 15.0,
+        "staleness/mean": (4 * 2 + 26 * 1) / 30,
+        "staleness/max": 2,
+        "staleness/mixed_version_share": 0.5,
+        "ratio/mean": 0.98,
+        "policy/grad_norm": 0.5,
+        "trainer/loss": 0.125,
+        "time/step_s": 2.0,
+        "time/publish_s": 0.1,
+        "wait/trainer": 0.3,
+        "dropped/groups": 1,
+        "dropped/equal_rewards": 1,
+    }
+    assert scalars == pytest.approx(expected)
+    assert histograms == {"staleness/tokens": {1: 26, 2: 4}}
+    assert texts == {}
+
+
+def test_masked_tokens_count_as_untrained():
+    scalars, histograms, _ = record(oldest_version=4)
+    assert histograms == {"staleness/tokens": {1: 26}}
+    assert scalars["tokens/trained"] == 26
+    assert scalars["staleness/max"] == 1
+    assert token_staleness([make_row(0, (0, 5))], version=3, oldest_version=1) == {}
+
+
+def test_a_step_whose_every_reward_failed_has_no_reward_and_does_not_raise():
+    failed = make_group(0, [make_row(0, (5, 4))], [None])
+    scalars, _, _ = step_scalars(6, [failed], STATS, {}, {})
+    assert "reward/mean" not in scalars
+    assert scalars["reward_failures/hung"] == 1
+
+
+def test_samples_show_the_best_and_the_worst_by_turns():
+    other = make_group(2, [make_row(4, (5, 2)), make_row(5, (5, 2))], [0.0, 1.0])
+    assert sample_rows([TRAINED, other], 2) == [0, 4]
+    _, _, texts = record(completions={0: "so *it* is\nAnswer: 4"})
+    assert "question 0" in texts["rollouts"]
+    assert "    so *it* is\n    Answer: 4" in texts["rollouts"], "shown as written, not as markup"
+    assert "reward 1.25" in texts["rollouts"]
+
+
+def read_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
+    return events.Reload()
+
+
+def test_both_sinks_hold_every_value(tmp_path):
+    from tensorboard.util.tensor_util import make_ndarray
+
+    log = MetricsLog(tmp_path, tensorboard=True)
+    log.log(0, {"evaluation/accuracy": 0.5})
+    log.log(6, *record(completions={0: "four"}))
+    log.log(6, {"evaluation/accuracy": float("nan")})
+    log.log_hyperparameters(
+        {
+            "trainer.lr": 1e-4,
+            "trainer.betas": [0.9, 0.95],
+            "metrics.live": True,
+            "data.system": None,
+        },
+        {"accuracy_after": 0.75},
+    )
+    # Everything is on disk already: nobody calls close() in a killed process.
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(steps) == [0, 6]
+    assert steps[6]["reward/mean"] == pytest.approx(1.0)
+    assert steps[6]["evaluation/accuracy"] is None
+    assert steps[6]["histograms"] == {"staleness/tokens": {"1": 26, "2": 4}}
+    assert "four" in steps[6]["texts"]["rollouts"]
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["hyperparameters"]["trainer.betas"] == [0.9, 0.95]
+
+    events = read_events(tmp_path / "tensorboard")
+    scalars, _, _ = record()
+    for tag, value in scalars.items():
+        (event,) = events.Scalars(tag)
+        assert (event.step, event.value) == (6, pytest.approx(value))
+    (histogram,) = events.Tensors("staleness/tokens")
+    assert make_ndarray(histogram.tensor_proto).tolist() == [[0.5, 1.5, 26], [1.5, 2.5, 4]]
+    (text,) = events.Tensors("rollouts")
+    assert b"four" in make_ndarray(text.tensor_proto)[0]
+    log.close()
+
+
+def test_the_hyperparameters_tab_finds_them(tmp_path):
+    from tensorboard.plugins.hparams import metadata
+
+    log = MetricsLog(tmp_path, tensorboard=True)
+    log.log_hyperparameters({"trainer.lr": 1e-4, "trainer.betas": [1, 2]}, {"accuracy_after": 0.75})
+    log.close()
+    events = read_events(tmp_path / "tensorboard")
+    contents = events.PluginTagToContent("hparams")
+    start = metadata.parse_session_start_info_plugin_data(contents[metadata.SESSION_START_INFO_TAG])
+    assert start.hparams["trainer.lr"].number_value == 1e-4
+    assert start.hparams["trainer.betas"].string_value == "[1, 2]"
+    experiment = metadata.parse_experiment_plugin_data(contents[metadata.EXPERIMENT_TAG])
+    assert [metric.name.tag for metric in experiment.metric_infos] == ["final/accuracy_after"]
+    assert events.Scalars("final/accuracy_after")[0].value == 0.75
+
+
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
+    for session, last_step in ((0, 5), (1, 4)):
+        log = MetricsLog(tmp_path, tensorboard=True)
+        for step in range(1 if session == 0 else 3, last_step + 1):
+            log.log(step, {"reward/mean": session})
+        log.close()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9, "rew')  # killed while writing
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert {s: line["reward/mean"] for s, line in steps.items()} == {1: 0, 2: 0, 3: 1, 4: 1, 5: 0}
+    events = read_events(tmp_path / "tensorboard").Scalars("reward/mean")
+    assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+
+
+def test_metrics_load_neither_torch_nor_tensorflow():
+    names = ["aggregate", "console", "journal", "record", "sinks", "span", "summary", "trace"]
+    program = (
+        "import sys\n"
+        + "".join(f"import llamarl.metrics.{name}\n" for name in names)
+        + "print([m for m in ('torch', 'tensorflow', 'monarch', 'hydra') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@dataclass(frozen=True)
+class FinishedPublish:
+    seconds: float = 0.25
+
+
+@dataclass(frozen=True)
+class FinishedEvaluation:
+    version: int = 6
+    accuracy: float = 0.625
+    reward: float = 0.5
+    mean_tokens: float = 12.0
+    truncated_share: float = 0.0
+    num_failed: int = 1
+
+
+def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
+    asked = []
+
+    async def read_completions(row_ids):
+        asked.extend(row_ids)
+        return dict.fromkeys(row_ids, "four")
+
+    spans = Spans("controller", tmp_path / "spans")
+    log = MetricsLog(tmp_path, tensorboard=False)
+    with (tmp_path / "console").open("w") as file:
+        journal = Journal(
+            log=log,
+            progress=Progress(7, live=True, console=Console(file=file)),
+            spans=spans,
+            max_staleness=1,
+            read_completions=read_completions,
+            num_samples=1,
+        )
+        journal.begin(5)
+        journal.drop(DROPPED, "equal_rewards")
+        journal.publish(FinishedPublish())
+        asyncio.run(journal.step(STATS, [TRAINED]))
+        journal.evaluation(FinishedEvaluation())
+        asyncio.run(journal.step(StepStats(version=7, scalars={}), [TRAINED]))
+    spans.close()
+    log.close()
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert steps[6]["dropped/equal_rewards"] == 1
+    assert steps[6]["time/publish_s"] == 0.25
+    assert steps[6]["evaluation/accuracy"] == 0.625
+    assert steps[6]["histograms"]["staleness/tokens"] == {"1": 26}, "older than S=1 is masked"
+    assert steps[7]["dropped/groups"] == 0, "drops are counted once"
+    assert "time/publish_s" not in steps[7]
+    assert asked == [0, 0]
+    marks = list(SpanReader(tmp_path / "spans/controller.jsonl").read())[1:]
+    assert [(span.name, span.cat, span.args["version"]) for span in marks] == [
+        ("step", "mark", 6),
+        ("step", "mark", 7),
+    ]
+    assert marks[0].end_ns == marks[1].start_ns, "the steps' time has no hole"
+    shown = (tmp_path / "console").read_text()
+    assert "step 6/7" in shown
+    assert "62.5%" in shown

@@ -1,0 +1,199 @@
+"""summary.json out of a small hand-made run folder, and how progress and summary look."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from llamarl.metrics.console import Progress, render_summary
+from llamarl.metrics.sinks import MetricsLog
+from llamarl.metrics.summary import summarize
+from tests.unit.test_metrics_time import write_spans
+
+NAMED_BY_THE_README = {
+    "accuracy_before",
+    "accuracy_after",
+    "steps",
+    "wall_s",
+    "tokens_per_s",
+    "rollouts_trained",
+    "groups_dropped",
+    "staleness_mean",
+    "staleness_max",
+    "both_busy_share",
+    "mixed_version_share",
+    "tokens_during_publish",
+    "ratio_mean",
+    "ratio_clipped_share",
+    "executors",
+}
+
+
+def trained(version: int, spans: list[list[int]], oldest_version: int = 0) -> dict:
+    num_tokens = sum(count for _, count in spans)
+    fate = {"fate": "trained", "version": version, "oldest_version": oldest_version}
+    return {**fate, "num_tokens": num_tokens, "spans": spans, "reward": 1.0}
+
+
+def dropped(group_id: int, reason: str) -> dict:
+    return {"fate": "dropped", "reason": reason, "group_id": group_id, "reward": None}
+
+
+def evaluated(version: int, reward: float | None, **more: int) -> dict:
+    return {"fate": "evaluated", "version": version, "reward": reward, **more}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    lines = [
+        evaluated(0, 1.0),
+        evaluated(0, 0.0),
+        evaluated(0, None),
+        trained(0, [[0, 10]]),
+        trained(1, [[0, 4], [1, 6]]),
+        dropped(3, "equal_rewards"),
+        evaluated(2, 1.0),
+    ]
+    (archive / "rollouts-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        dropped(3, "equal_rewards"),
+        dropped(4, "equal_rewards"),
+        dropped(4, "equal_rewards"),
+        dropped(5, "failed_reward"),
+        trained(2, [[0, 50], [1, 20]], oldest_version=1),  # the oldest 50 were masked
+        {"fate": "unused", "spans": []},
+        evaluated(2, 0.5, correct=1),  # full marks are the first function's, not the sum
+        evaluated(1, 0.0),
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"fate": "trai'
+    (archive / "rollouts-1.jsonl").write_text(text)
+    spans = tmp_path / "spans"
+    write_spans(spans, "controller", [("start", "mark", 5, 5), ("step", "mark", 10, 20)])
+    write_spans(spans, "generator-0", [("decode", "busy", 10, 16, 60)])
+    write_spans(spans, "trainer-0", [("batch", "wait", 10, 14), ("accumulate", "busy", 14, 20)])
+    write_spans(spans, "controller", [("publish", "publish", 15, 16)])
+    log = MetricsLog(tmp_path, tensorboard=False)
+    log.log(1, {"ratio/mean": 1.0, "ratio/clipped_share": 0.0, "tokens/trained": 10})
+    log.log(2, {"ratio/mean": 0.5, "ratio/clipped_share": 0.1, "tokens/trained": 30})
+    log.log(2, {"evaluation/accuracy": 0.123})
+    log.close()
+    return tmp_path
+
+
+def test_the_summary_equals_the_hand_worked_one(run_dir):
+    summary = summarize(run_dir)
+    assert set(summary) == NAMED_BY_THE_README
+    assert summary == {
+        "accuracy_before": 0.5,
+        "accuracy_after": 1.0,
+        "steps": 3,
+        "wall_s": 15.0,
+        "tokens_per_s": 9.0,
+        "rollouts_trained": 3,
+        "groups_dropped": {"equal_rewards": 2, "failed_reward": 1},
+        "staleness_mean": pytest.approx(24 / 40),
+        "staleness_max": 1,
+        "both_busy_share": pytest.approx(0.2),
+        "mixed_version_share": pytest.approx(2 / 3),
+        "tokens_during_publish": 10,
+        "ratio_mean": pytest.approx(0.625),
+        "ratio_clipped_share": pytest.approx(0.075),
+        "executors": {
+            "controller": {"busy": 0.0, "wait": {}},
+            "generator": {"busy": pytest.approx(0.6), "wait": {}},
+            "trainer": {"busy": pytest.approx(0.6), "wait": {"batch": pytest.approx(0.4)}},
+        },
+    }
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_a_run_that_stored_nothing_has_a_summary_of_nulls(tmp_path):
+    summary = summarize(tmp_path)
+    assert set(summary) == NAMED_BY_THE_README
+    assert summary["steps"] == 0
+    assert summary["accuracy_before"] is None
+    assert summary["staleness_max"] is None
+    shown = show(lambda console: render_summary(summary, {}, "llamarl --help", console))
+    assert "llamarl --help" in shown
+
+
+def test_a_run_evaluated_once_has_no_accuracy_after(run_dir):
+    (run_dir / "archive" / "rollouts-1.jsonl").unlink()
+    path = run_dir / "archive" / "rollouts-0.jsonl"
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    summary = summarize(run_dir)
+    assert summary["accuracy_before"] == 0.5
+    assert summary["accuracy_after"] is None
+
+
+def show(draw) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    draw(console)
+    return console.export_text()
+
+
+def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_dir):
+    summary = summarize(run_dir)
+    paths = {"TensorBoard": "/somewhere/" + "deep/" * 20, "exported model": "runs/x/export"}
+    command = "llamarl train --config-dir recipes/quickstart " + "a.b=1 " * 10 + "end=1"
+    text = show(lambda console: render_summary(summary, paths, command, console))
+    for words in ("50.0% before", "100.0% after", "0:15", "2 equal rewards", "1 failed reward"):
+        assert words in text
+    for words in ("trainer", "60% busy", "40% batch", "mean 0.60, max 1", "67%", "20%"):
+        assert words in text
+    for whole in (*paths.values(), command):
+        assert whole in text, "never wrapped or cut"
+    table = [line for line in text.splitlines() if line[:1] in "|\u2502\u256d\u2570+"]
+    assert max(map(len, table)) <= 80
+
+
+def drive(progress: Progress) -> None:
+    with progress:
+        progress.phase("starting 4 processes")
+        progress.begin(0)
+        progress.evaluation(0, 0.48)
+        for step in (1, 2, 3):
+            scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
+            progress.step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
+
+
+def test_without_a_terminal_progress_is_whole_lines(tmp_path):
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 4e9, 4e9 + 10)])  # in the future
+    text = show(lambda c: drive(Progress(3, live=True, spans_folder=tmp_path, console=c)))
+    lines = text.splitlines()
+    assert len(lines) == 4, "the steps between come every few seconds"
+    assert "starting 4 processes" in lines[0]
+    assert "held-out accuracy 48.0% at version 0" in lines[1]
+    assert "step 1/3" in lines[2]
+    for words in ("step 3/3", "accuracy 75.0%", "tokens/s 1,234", "busy trainer 100%", "eta 0:00"):
+        assert words in lines[3]
+
+
+def test_on_a_terminal_progress_is_a_display_that_fits():
+    for width in (80, 100):
+        console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+        progress = Progress(3, live=True, console=console)
+        drive(progress)
+        console.export_text()
+        console.print(progress._render())
+        text = console.export_text()
+        assert max(len(line) for line in text.splitlines()) == width
+        for words in ("step 3/3", "75.0%", "48.0% (v0)", "mean 1.00  max 2", "1,234 tokens/s"):
+            assert words in text
+
+
+def test_an_ascii_terminal_gets_ascii(run_dir, tmp_path):
+    summary = summarize(run_dir)
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        console = Console(width=80, file=file, force_terminal=True, legacy_windows=False)
+        render_summary(summary, {"TensorBoard": "x"}, "next", console)
+        progress = Progress(3, live=True, console=console)
+        drive(progress)
+        console.print(progress._render())
+    assert "####" in (tmp_path / "out").read_text(encoding="ascii")

@@ -1,0 +1,271 @@
+"""Spans, interval sets, busy and wait shares, and the trace: all against hand-worked times."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.metrics.aggregate import (
+    LiveShares,
+    LiveWaits,
+    SpanTails,
+    by_executor,
+    read_timeline,
+)
+from llamarl.metrics.intervals import intersect, length, overlaps, subtract, union
+from llamarl.metrics.span import FLUSH_SPANS, SpanReader, Spans
+from llamarl.metrics.trace import merge
+
+S = 10**9
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
+
+
+def as_array(intervals: list[list[int]]) -> np.ndarray:
+    return np.array(intervals, dtype=np.int64).reshape(-1, 2)
+
+
+def as_set(intervals: np.ndarray) -> set[int]:
+    return {moment for start, stop in intervals for moment in range(start, stop)}
+
+
+@given(INTERVALS, INTERVALS, INTERVALS)
+def test_interval_algebra_equals_sets_of_moments(a, b, spans):
+    left, right = union(as_array(a)), union(as_array(b))
+    assert as_set(left) == as_set(as_array(a))
+    assert as_set(intersect(left, right)) == as_set(left) & as_set(right)
+    assert as_set(subtract(left, right)) == as_set(left) - as_set(right)
+    assert length(left) == len(as_set(left))
+    for result in (left, intersect(left, right), subtract(left, right)):
+        assert (result[:, 1] > result[:, 0]).all()
+        assert (result[1:, 0] > result[:-1, 1]).all(), "touching intervals are merged"
+    expected = [len(as_set(left) & set(range(*span))) for span in spans]
+    assert overlaps(left, as_array(spans)).tolist() == expected
+
+
+def write_spans(
+    folder: Path, process: str, spans: list[tuple], *, offset_ns: int = 0, end: str = "\n"
+) -> None:
+    """Append one session: (name, cat, start_s, end_s[, tokens])."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"process": process, "unix_minus_monotonic_ns": offset_ns}]
+    for name, cat, start_s, end_s, *tokens in spans:
+        times = {"start_ns": round(start_s * S), "end_ns": round(end_s * S)}
+        lines.append(
+            {"name": name, "cat": cat, **times, **({"tokens": tokens[0]} if tokens else {})}
+        )
+    with (folder / f"{process}.jsonl").open("a") as file:
+        file.write("\n".join(map(json.dumps, lines)) + end)
+
+
+@pytest.fixture
+def run_spans(tmp_path):
+    """Ten seconds of steps. The trainer's clock is 100 s behind that of the others."""
+    write_spans(
+        tmp_path,
+        "controller",
+        [("step", "mark", 100, 104), ("publish", "publish", 103, 105), ("step", "mark", 104, 110)],
+    )
+    write_spans(
+        tmp_path,
+        "generator-0",
+        [
+            ("decode", "busy", 98, 102, 40),
+            ("requests", "wait", 102, 104),
+            ("decode", "busy", 104, 106, 60),
+        ],
+    )
+    write_spans(tmp_path, "generator-1", [("decode", "busy", 101, 103, 10)])
+    write_spans(
+        tmp_path,
+        "trainer-0",
+        [("batch", "wait", 0, 2), ("accumulate", "busy", 2, 5), ("write", "publish", 3, 5)],
+        offset_ns=100 * S,
+    )
+    return tmp_path
+
+
+def test_shares_and_overlap_equal_the_hand_worked_ones(run_spans):
+    timeline = read_timeline(run_spans)
+    assert timeline.steps.tolist() == [[100 * S, 110 * S]]
+    assert timeline.sessions.tolist() == [[98 * S, 110 * S]]
+    shares = timeline.shares()
+    assert shares["generator-0"].busy == pytest.approx(0.4)
+    assert shares["generator-0"].waits == {"requests": pytest.approx(0.2)}
+    assert shares["trainer-0"].busy == pytest.approx(0.3)
+    assert shares["trainer-0"].waits == {"batch": pytest.approx(0.2)}
+    # Generators are busy in 98-103 and 104-106, the trainer in 102-105.
+    assert timeline.both_busy_share() == pytest.approx(0.2)
+    generator = by_executor(shares)["generator"]
+    assert generator.busy == pytest.approx((0.4 + 0.2) / 2)
+    assert generator.waits == {"requests": pytest.approx(0.1)}
+
+
+def test_tokens_of_a_decode_partly_inside_a_publish_count_partly(run_spans):
+    # 103-105 covers half of the second decode (60 tokens) and nothing of the others.
+    assert read_timeline(run_spans).tokens_during_publish() == 30
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c"]),
+            st.sampled_from(["busy", "wait"]),
+            st.integers(0, 30),
+            st.integers(0, 30),
+        ),
+        max_size=12,
+    )
+)
+def test_busy_and_waits_never_sum_to_more_than_one(tmp_path_factory, spans):
+    folder = tmp_path_factory.mktemp("spans")
+    ordered = [(name, cat, min(s, e), max(s, e)) for name, cat, s, e in spans]
+    write_spans(folder, "trainer-0", [*ordered, ("step", "mark", 5, 25)])
+    shares = read_timeline(folder).shares()["trainer-0"]
+    moments = {
+        cat: {m for _, c, s, e in ordered if c == cat for m in range(s, e)} & set(range(5, 25))
+        for cat in ("busy", "wait")
+    }
+    assert shares.busy == pytest.approx(len(moments["busy"]) / 20)
+    waiting = moments["wait"] - moments["busy"]
+    assert sum(shares.waits.values()) == pytest.approx(len(waiting) / 20)
+
+
+def test_a_resumed_run_counts_its_sessions_without_the_pause(tmp_path):
+    write_spans(tmp_path, "controller", [("step", "mark", 0, 4)])
+    write_spans(tmp_path, "controller", [("step", "mark", 1, 3)], offset_ns=100 * S)
+    timeline = read_timeline(tmp_path)
+    assert timeline.steps.tolist() == [[0, 4 * S], [101 * S, 103 * S]]
+
+
+def test_a_new_session_survives_the_unfinished_line_of_the_one_before(tmp_path):
+    write_spans(tmp_path, "controller", [("step", "mark", 0, 4)], end='\n{"name": "st')
+    Spans("controller", tmp_path).close()
+    spans = list(SpanReader(tmp_path / "controller.jsonl").read())
+    assert [(span.session, span.name) for span in spans] == [(0, "step"), (1, "start")]
+    assert abs(spans[1].start_ns - time.time_ns()) < 60 * S
+
+
+def test_an_empty_folder_gives_an_empty_timeline(tmp_path):
+    timeline = read_timeline(tmp_path)
+    assert timeline.both_busy_share() == 0.0
+    assert timeline.tokens_during_publish() == 0
+    assert timeline.shares() == {}
+
+
+def record_until_killed(folder: Path) -> None:
+    spans = Spans("generator-0", folder)
+    while True:
+        with spans.span("decode", tokens=1):
+            time.sleep(1e-4)
+
+
+def test_a_killed_process_leaves_a_file_that_can_be_read(tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=record_until_killed, args=(tmp_path,)
+    )
+    process.start()
+    path = tmp_path / "generator-0.jsonl"
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (not path.exists() or not path.stat().st_size):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with path.open("a") as file:
+        file.write('{"name": "decode", "cat": "bu')
+    spans = list(SpanReader(path).read())
+    assert len(spans) >= FLUSH_SPANS - 1
+    assert all(span.end_ns >= span.start_ns for span in spans)
+    assert abs(spans[-1].end_ns - time.time_ns()) < 60 * S, "times are Unix times"
+
+
+def test_a_span_is_recorded_when_its_block_raises(tmp_path):
+    spans = Spans("scorer-0", tmp_path)
+    with pytest.raises(KeyError), spans.span("score", num_rows=3):
+        raise KeyError
+    spans.close()
+    start, score = SpanReader(tmp_path / "scorer-0.jsonl").read()
+    assert (start.name, start.cat, score.name, score.cat) == ("start", "mark", "score", "busy")
+    assert score.args == {"num_rows": 3}
+
+
+def test_a_reader_continues_where_it_stopped_and_leaves_unfinished_lines(tmp_path):
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 1, 2)], offset_ns=S, end='\n{"na')
+    reader = SpanReader(tmp_path / "trainer-0.jsonl")
+    assert [span.start_ns for span in reader.read()] == [2 * S]
+    assert list(reader.read()) == []
+    with reader.path.open("a") as file:
+        file.write(f'me": "step", "cat": "mark", "start_ns": {5 * S}, "end_ns": {6 * S}}}\n')
+    assert [(s.name, s.start_ns) for s in reader.read()] == [("step", 6 * S)]
+
+
+def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tmp_path):
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50), ("batch", "wait", 50, 52)])
+    write_spans(tmp_path, "trainer-1", [("batch", "wait", 48, 52)])
+    shares, waits = (kind(SpanTails(tmp_path, since_ns=0)) for kind in (LiveShares, LiveWaits))
+    polled = shares.poll()["trainer"]
+    assert (polled.busy, polled.waits) == (pytest.approx(0.4), {"batch": pytest.approx(0.3)})
+    assert waits.take_s() == {"trainer": pytest.approx(3.0)}
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 52, 60)])
+    write_spans(tmp_path, "trainer-1", [("accumulate", "busy", 52, 60)])
+    assert shares.poll()["trainer"].busy == pytest.approx(0.8)
+    assert waits.take_s() == {"trainer": 0.0}
+
+
+def test_live_shares_leave_out_an_earlier_session(tmp_path):
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50)])
+    assert LiveShares(SpanTails(tmp_path)).poll() == {}
+
+
+def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
+    with (run_spans / "trainer-0.jsonl").open("a") as file:
+        file.write('{"name": "accu')
+    out = tmp_path / "trace.json"
+    num_spans = merge(run_spans, out)
+    events = json.loads(out.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == num_spans == 10
+    for event in events:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+    for span in spans:
+        assert isinstance(span["ts"], float)
+        assert isinstance(span["dur"], float)
+        assert span["ts"] >= 0
+        assert span["dur"] >= 0
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(names.values()) == ["controller", "generator-0", "generator-1", "trainer-0"]
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {(span["pid"], span["tid"]) for span in spans} == threads
+    (accumulate,) = [span for span in spans if span["name"] == "accumulate"]
+    # 102 s on the common clock; the first span of all begins at 98 s.
+    assert accumulate["ts"] == pytest.approx(4e6)
+    assert accumulate["dur"] == pytest.approx(3e6)
+    decode = [span for span in spans if span["name"] == "decode"]
+    assert [span["args"] for span in decode] == [{"tokens": 40}, {"tokens": 60}, {"tokens": 10}]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=15))
+def test_spans_on_one_track_never_overlap(tmp_path_factory, times):
+    folder = tmp_path_factory.mktemp("spans")
+    write_spans(folder, "scorer-0", [("score", "busy", min(t), max(t)) for t in times])
+    merge(folder, folder / "trace.json")
+    tracks: dict[int, set[int]] = {}
+    for event in json.loads((folder / "trace.json").read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            moments = set(
+                range(round(event["ts"] / 1e6), round((event["ts"] + event["dur"]) / 1e6))
+            )
+            assert not moments & tracks.setdefault(event["tid"], set())
+            tracks[event["tid"]] |= moments
+    assert sum(map(len, tracks.values())) == sum(max(t) - min(t) for t in times)
