@@ -150,7 +150,7 @@ class TrainerExecutor:
     async def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists."""
         async with self._turn:
-            await self._compute.run(lambda: self._policy.save(folder, self._version))
+            await self._compute.run(lambda: self.policy.save(folder, self._version))
 
     async def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks; returns the version."""
@@ -160,7 +160,7 @@ class TrainerExecutor:
     async def export(self, folder: str) -> None:
         """Write the weights in the Hugging Face layout."""
         async with self._turn:
-            await self._compute.run(lambda: self._policy.export(folder))
+            await self._compute.run(lambda: self.policy.export(folder))
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
@@ -179,9 +179,9 @@ class TrainerExecutor:
 
     def _build(self) -> None:
         mesh = join(self._rendezvous, self._rank, self._num_ranks)
-        self._policy = Policy(self._checkpoint, mesh, self._config, self._seed)
+        self.policy = Policy(self._checkpoint, mesh, self._config, self._seed)
         self._device = torch.device(mesh.device_type)
-        self._writer = Writer(self._rank, this_host(), *shard_boxes(self._policy.parameters))
+        self._writer = Writer(self._rank, this_host(), *shard_boxes(self.policy.parameters))
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
         """This rank's micro-batches without the rows that have no gradient.
@@ -217,7 +217,7 @@ class TrainerExecutor:
     ) -> list[np.ndarray]:
         """Add one micro-batch to the gradients; returns log pi of its rollouts."""
         packed = micro_batch(columns, indices, self._device)
-        stats = self._policy.model(
+        stats = self.policy.model(
             packed.token_ids, packed.lengths, packed.targets, self._sampling.temperature
         )
         trainer_logprobs = stats.logprobs[packed.response]
@@ -277,14 +277,14 @@ class TrainerExecutor:
             self._stable.wait_for(lambda: self._num_reading == 0)
             self._waited("publish", start_ns)
             with self._spans.span("optimizer_step", version=self._version):
-                norm = self._policy.scale_gradients(divisor, self._config.max_grad_norm)
+                norm = self.policy.scale_gradients(divisor, self._config.max_grad_norm)
                 if not math.isfinite(norm):
                     shown = [row.row_id for row in self._rows[:SHOWN_ROWS]]
                     raise RuntimeError(
                         f"the gradient of step {self._version} has norm {norm}; its rows are "
                         f"{shown} and {len(self._rows) - len(shown)} more: check trainer.lr"
                     )
-                self._policy.update(lr)
+                self.policy.update(lr)
                 self._version += 1
                 scalars = statistics(self._gather(self._tally.vector()), divisor)
         scalars |= {"grad_norm": norm, "lr": lr}
@@ -302,7 +302,7 @@ class TrainerExecutor:
     def _restore(self, folder: str) -> int:
         with self._stable:
             self._stable.wait_for(lambda: self._num_reading == 0)
-            self._version = self._policy.restore(folder)
+            self._version = self.policy.restore(folder)
         return self._version
 
     def _write(self, version: int, offers: list[Offer]) -> dict[str, int]:

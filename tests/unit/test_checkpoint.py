@@ -1,0 +1,152 @@
+"""Checkpoints on disk: only whole ones are ever found."""
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+
+from llamarl.checkpoint import (
+    Checkpoints,
+    begin,
+    commit,
+    discard,
+    latest,
+    prune,
+    read_state,
+)
+
+
+def save(run_dir, version, **state):
+    folder = begin(run_dir, version)
+    (folder / "shard.distcp").write_bytes(b"x" * 64)
+    return commit(folder, {"version": version, **state})
+
+
+def test_latest_is_the_newest_committed_version_with_its_state(tmp_path):
+    assert latest(tmp_path) is None
+    for version in (2, 10, 9):
+        save(tmp_path, version, pending=[version])
+    path = latest(tmp_path)
+    assert path.name == "step-00000010"
+    assert read_state(path) == {"version": 10, "pending": [10]}
+    assert (path / "shard.distcp").stat().st_size == 64
+
+
+def test_an_uncommitted_save_is_ignored_and_removed_by_the_next_one(tmp_path):
+    good = save(tmp_path, 1)
+    half = begin(tmp_path, 2)
+    (half / "shard.distcp").write_bytes(b"x")
+    assert latest(tmp_path) == good
+    again = begin(tmp_path, 3)
+    assert not half.exists()
+    assert list(again.iterdir()) == []
+
+
+def test_saving_a_version_again_replaces_it_without_a_moment_without_one(tmp_path, monkeypatch):
+    save(tmp_path, 4, attempt=1)
+    seen = []
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda *a, **k: (seen.append(latest(tmp_path)), rmtree(*a, **k))
+    )
+    for attempt in (2, 3):
+        save(tmp_path, 4, attempt=attempt)
+        assert read_state(latest(tmp_path))["attempt"] == attempt
+    assert [read_state(path)["attempt"] for path in (latest(tmp_path),)] == [3]
+    assert None not in seen
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def test_prune_keeps_the_newest_and_zero_keeps_all(tmp_path):
+    for version in range(5):
+        save(tmp_path, version)
+    prune(tmp_path, 0)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 5
+    prune(tmp_path, 2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000003", "step-00000004"]
+
+
+def test_commit_refuses_the_state_of_another_version(tmp_path):
+    with pytest.raises(ValueError, match=r"must be that of .*step-00000003, got 4"):
+        commit(begin(tmp_path, 3), {"version": 4})
+    assert latest(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no controller.json"),
+        ("{", "is damaged"),
+        ('{"pending": []}', "names no version"),
+        ("[1]", "names no version"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused_with_its_reason(tmp_path, content, message):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    if content is not None:
+        (folder / "controller.json").write_text(content)
+    with pytest.raises(ValueError, match=f"checkpoint.resume must .*{message}"):
+        read_state(folder)
+
+
+def test_an_unfinished_folder_cannot_be_resumed_by_name(tmp_path):
+    folder = begin(tmp_path, 1)
+    (folder / "controller.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match="not the name of a committed checkpoint"):
+        read_state(folder)
+
+
+def test_a_save_that_would_not_fit_is_refused_before_it_starts(tmp_path, monkeypatch):
+    good = save(tmp_path, 1)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
+    with pytest.raises(OSError, match="No space left on device; free some or lower") as caught:
+        begin(tmp_path, 2)
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
+
+
+class FullDisk:
+    """A trainer whose disk fills up while it writes."""
+
+    async def save(self, folder):
+        with open(f"{folder}/shard.distcp", "wb") as file:
+            file.write(b"x" * 1000)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Saver:
+    async def save(self, folder):
+        with open(f"{folder}/shard.distcp", "wb") as file:
+            file.write(b"x" * 1000)
+
+
+def test_a_disk_that_fills_up_during_a_save_leaves_only_the_good_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    good = asyncio.run(checkpoints.save(Saver(), {"version": 1}))
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(checkpoints.save(FullDisk(), {"version": 2}))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
+    newer = asyncio.run(checkpoints.save(Saver(), {"version": 3}))
+    assert list((tmp_path / "checkpoints").iterdir()) == [newer]
+    assert json.loads((newer / "controller.json").read_text()) == {"version": 3}
+
+
+def test_discard_is_harmless_twice(tmp_path):
+    folder = begin(tmp_path, 1)
+    discard(folder)
+    discard(folder)
+    assert latest(tmp_path) is None
+
+
+def test_importing_the_module_loads_no_torch():
+    command = "import sys, llamarl.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
