@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from llamarl.weights.publish import Publisher
-
 from llamarl.algorithms.verdict import judge
 from llamarl.config import (
     AIPOConfig,
@@ -35,7 +33,8 @@ from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.metrics.span import Spans
 from llamarl.staleness import Gate
-from llamarl.types import Batch, Prompt, Request, Row, Sampling
+from llamarl.types import Prompt, Request, Row, Sampling
+from llamarl.weights.publish import Publisher
 from tests.loop.fakes import FakeJournal, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 
 
@@ -162,12 +161,17 @@ class Loop:
         finally:
             await dispatch.close()
 
-    def staleness(self, batches: list[Batch] | None = None) -> list[int]:
-        """Staleness of every trained (not masked) token, from what the replicas wrote."""
-        ages = []
-        for batch in batches or self.trainer.batches:
+    def staleness(self) -> list[int]:
+        """Staleness of every trained token, from what the replicas wrote."""
+        return [age for age, is_trained in self._ages() if is_trained]
+
+    def masked(self) -> list[int]:
+        """Staleness of every token with zero weight."""
+        return [age for age, is_trained in self._ages() if not is_trained]
+
+    def _ages(self) -> Iterator[tuple[int, bool]]:
+        for batch in self.trainer.batches:
             for row in batch.rows:
                 for span in self.written[row.row_id].spans:
-                    if span.version >= row.oldest_version:
-                        ages += [batch.version - span.version] * span.num_tokens
-        return ages
+                    is_trained = span.version >= row.oldest_version
+                    yield from [(batch.version - span.version, is_trained)] * span.num_tokens

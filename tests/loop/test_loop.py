@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from llamarl.types import Request
-from tests.loop.fakes import FakeReplica, FakeScorer, FakeTrainer
+from llamarl.dispatch import Dispatch
+from llamarl.types import Request, Sampling
+from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
 from tests.loop.virtual_clock import run
 
@@ -30,7 +32,7 @@ def test_the_bound_is_never_exceeded_and_is_reached(
     loop = Loop(
         max_staleness=max_staleness,
         late=late,
-        num_steps=1000,
+        num_steps=500,
         segment_tokens=16,
         scorer=FakeScorer(**HARD),
         trainer=FakeTrainer(step_s=0.05),
@@ -42,9 +44,10 @@ def test_the_bound_is_never_exceeded_and_is_reached(
     )
     run(loop.run(tmp_path))
     ages = loop.staleness()
-    assert loop.trainer.version == 1000
-    assert len(ages) > 10_000
-    assert max(ages) == max_staleness
+    assert loop.trainer.version == 500
+    assert len(ages) > 5_000
+    # With "wait" the order alone must keep the bound: nothing may need masking.
+    assert max(ages if late == "mask" else ages + loop.masked()) == max_staleness
     assert "equal_rewards" in loop.journal.drops
     assert "failed_reward" in loop.journal.drops
 
@@ -73,14 +76,7 @@ def test_masking_overtakes_late_groups(tmp_path: Path) -> None:
     run(loop.run(tmp_path))
     order = [row.group_id for batch in loop.trainer.batches for row in batch.rows]
     assert order != sorted(order)
-    masked = [
-        span
-        for batch in loop.trainer.batches
-        for row in batch.rows
-        for span in loop.written[row.row_id].spans
-        if span.version < row.oldest_version
-    ]
-    assert masked, "nothing was ever masked: the test would pass without masking"
+    assert loop.masked(), "nothing was ever masked: the test would pass without masking"
 
 
 def test_on_policy_training_survives_ninety_percent_drops(tmp_path: Path) -> None:
@@ -141,19 +137,28 @@ def test_losing_every_replica_ends_the_run(tmp_path: Path) -> None:
     loop = Loop(replicas={0: FakeReplica(0, length=heavy_tail, dies_at_s=2.0)})
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
-    assert "every generator replica is lost" in str(first_error(caught.value))
+    # Whoever notices first: the dispatcher, or a publish that is under way.
+    expected = "every generator replica is lost|no generator took version"
+    assert re.search(expected, str(first_error(caught.value)))
 
 
-def test_a_lagging_replica_never_starts_what_it_is_too_old_for(tmp_path: Path) -> None:
-    def short(request: Request) -> int:
-        return 3
+def test_requests_go_to_replicas_that_are_new_enough_then_to_the_least_loaded() -> None:
+    async def main() -> list[int]:
+        replicas = {i: FakeReplica(i, length=lambda request: 1) for i in range(3)}
+        dispatch = Dispatch(dict(replicas), FakeStorage())
+        for index, version in ((0, 4), (1, 5), (2, 5)):
+            dispatch.flipped(index, version)
+        for row_id in range(4):
+            sampling = Sampling(max_tokens=10 * (row_id + 1))
+            request = Request(
+                row_id=row_id, prompt_ids=(row_id,), sampling=sampling, seed=0, min_version=5
+            )
+            await dispatch.submit([request])
+        held = [len(dispatch.replicas[index].running) for index in range(3)]
+        await dispatch.close()
+        return held
 
-    slow = FakeReplica(1, length=short, flip_s=2.0)
-    loop = Loop(num_steps=100, length=short, replicas={0: FakeReplica(0, length=short), 1: slow})
-    run(loop.run(tmp_path))
-    assert slow.started
-    assert all(version >= request.min_version for request, version in slow.started)
-    assert max(loop.staleness()) <= 1
+    assert run(main()) == [0, 2, 2]
 
 
 def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> None:
