@@ -87,7 +87,12 @@ def run_spans(tmp_path):
     write_spans(
         tmp_path,
         "trainer-0",
-        [("batch", "wait", 0, 2), ("accumulate", "busy", 2, 5), ("write", "publish", 3, 5)],
+        [
+            ("optimizer_step", "busy", -1, 0),
+            ("batch", "wait", 0, 2),
+            ("accumulate", "busy", 2, 5),
+            ("write", "publish", 3, 5),
+        ],
         offset_ns=100 * S,
     )
     return tmp_path
@@ -102,7 +107,7 @@ def test_shares_and_overlap_equal_the_hand_worked_ones(run_spans):
     assert shares["generator-0"].waits == {"requests": pytest.approx(0.2)}
     assert shares["trainer-0"].busy == pytest.approx(0.3)
     assert shares["trainer-0"].waits == {"batch": pytest.approx(0.2)}
-    # Generators are busy in 98-103 and 104-106, the trainer in 102-105.
+    # Generators are busy in 98-103 and 104-106, the trainer in 99-100 (too early) and 102-105.
     assert timeline.both_busy_share() == pytest.approx(0.2)
     generator = by_executor(shares)["generator"]
     assert generator.busy == pytest.approx((0.4 + 0.2) / 2)
@@ -187,6 +192,13 @@ def test_a_killed_process_leaves_a_file_that_can_be_read(tmp_path):
     assert abs(spans[-1].end_ns - time.time_ns()) < 60 * S, "times are Unix times"
 
 
+def test_a_rare_span_is_on_disk_at_once(tmp_path):
+    spans = Spans("trainer-0", tmp_path)
+    now_ns = time.monotonic_ns()
+    spans.record("batch", now_ns, now_ns + 2 * S, "wait")
+    assert [span.name for span in SpanReader(tmp_path / "trainer-0.jsonl").read()][1:] == ["batch"]
+
+
 def test_a_span_is_recorded_when_its_block_raises(tmp_path):
     spans = Spans("scorer-0", tmp_path)
     with pytest.raises(KeyError), spans.span("score", num_rows=3):
@@ -218,6 +230,9 @@ def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tm
     write_spans(tmp_path, "trainer-1", [("accumulate", "busy", 52, 60)])
     assert shares.poll()["trainer"].busy == pytest.approx(0.8)
     assert waits.take_s() == {"trainer": 0.0}
+    write_spans(tmp_path, "trainer-0", [("batch", "wait", 98, 99)])
+    shares.poll()
+    assert list(shares._processes["trainer-0"]) == [("wait", "batch")], "what is past is forgotten"
 
 
 def test_live_shares_leave_out_an_earlier_session(tmp_path):
@@ -232,7 +247,7 @@ def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
     num_spans = merge(run_spans, out)
     events = json.loads(out.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == num_spans == 10
+    assert len(spans) == num_spans == 11
     for event in events:
         assert event["ph"] in ("X", "M")
         assert isinstance(event["name"], str)
