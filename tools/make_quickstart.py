@@ -1,0 +1,365 @@
+"""Make `recipes/quickstart`: questions, tokenizer, and a small checkpoint that is half-good.
+
+    OMP_NUM_THREADS=1 python tools/make_quickstart.py            everything, some minutes
+    OMP_NUM_THREADS=1 python tools/make_quickstart.py --only data     questions and tokenizer
+
+The task is "show your work": sums of 2 to 6 numbers of one or two digits. A worked answer to
+`What is 5+8+70?` is `5+8=13, 13+70=83. Answer: 83`, a lazy one `Answer: 83`. The demonstrators
+skip the working the more often the longer the sum is, so a model trained on their answers works
+out short sums and guesses long ones, though it could do both. Reinforcement learning on the final
+answer alone finds out that writing the steps pays.
+
+Three sets of questions, disjoint by construction: the numbers of a sum, in any order, hash to one
+set only (`split_of`). Everything is drawn from fixed seeds; the same machine, library versions and
+arguments give the same files.
+
+The checkpoint is accepted only if its greedy held-out accuracy is at most 50 %, at least 95 % of
+its answers have the right form, and its forced-work accuracy (greedy after the first digit of the
+worked answer, a forecast of what learning can reach) is at least 97 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from llamarl.models.architecture import read_architecture
+from llamarl.models.transformer import Transformer
+
+HELD_OUT, PROMPTS, DEMONSTRATIONS = "held_out", "prompts", "demonstrations"
+TENTHS = (HELD_OUT,) + (PROMPTS,) * 3 + (DEMONSTRATIONS,) * 6  # which set a tenth of all sums is in
+NUM_ROWS = {HELD_OUT: 1000, PROMPTS: 5000}
+LAZY_SHARE = {2: 0.0, 3: 0.1, 4: 0.65, 5: 0.75, 6: 0.85}  # by how many numbers are added
+ANSWER = re.compile(r"(?s)(?:.*\. )?Answer: (\d+)")
+MAX_TOKENS = 96
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD, BOS, EOS = 0, 1, 2
+ARCHITECTURE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+
+BATCH_SIZE = 32
+LEGS = ((2900, 2e-3), (1300, 1e-3))  # optimizer steps and peak learning rate, one after the other
+WARMUP_STEPS = 50
+LAST_LR_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One question with the answer a demonstrator gave."""
+
+    numbers: tuple[int, ...]
+    answer: str
+
+    @property
+    def question(self) -> str:
+        return question_of(self.numbers)
+
+
+def split_of(numbers: Sequence[int]) -> str:
+    """The set a sum belongs to: sums of the same numbers in another order are the same sum."""
+    key = " ".join(str(number) for number in sorted(numbers))
+    return TENTHS[hashlib.sha256(key.encode()).digest()[0] % len(TENTHS)]
+
+
+def question_of(numbers: Sequence[int]) -> str:
+    """The question, such as `What is 5+8+70?`."""
+    return f"What is {'+'.join(str(number) for number in numbers)}?"
+
+
+def lazy_answer(numbers: Sequence[int]) -> str:
+    """The bare answer, such as `Answer: 83`."""
+    return f"Answer: {sum(numbers)}"
+
+
+def worked_answer(numbers: Sequence[int]) -> str:
+    """The answer with its steps, such as `5+8=13, 13+70=83. Answer: 83`."""
+    steps, total = [], numbers[0]
+    for number in numbers[1:]:
+        steps.append(f"{total}+{number}={total + number}")
+        total += number
+    return f"{', '.join(steps)}. Answer: {total}"
+
+
+def draw_sums(split: str, seed: int) -> Iterator[tuple[int, ...]]:
+    """Sums of one set without end: 2 to 6 numbers, each of one or two digits by a fair coin."""
+    rng = random.Random(f"{split} {seed}")
+    while True:
+        numbers = tuple(
+            rng.randint(10, 99) if rng.random() < 0.5 else rng.randint(1, 9)
+            for _ in range(rng.randint(2, 6))
+        )
+        if split_of(numbers) == split:
+            yield numbers
+
+
+def draw_demonstrations(seed: int) -> Iterator[Demonstration]:
+    """What the checkpoint is trained on, in this order, without end."""
+    rng = random.Random(f"style {seed}")
+    for numbers in draw_sums(DEMONSTRATIONS, seed):
+        lazy = rng.random() < LAZY_SHARE[len(numbers)]
+        yield Demonstration(numbers, lazy_answer(numbers) if lazy else worked_answer(numbers))
+
+
+def rows_of(split: str, seed: int) -> list[dict[str, str]]:
+    """The data rows of `held_out.jsonl` or `prompts.jsonl`: equally many of each size, in random
+    order, and no sum twice, whatever its order."""
+    quota = NUM_ROWS[split] // len(LAZY_SHARE)
+    drawn: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {n: {} for n in LAZY_SHARE}
+    for numbers in draw_sums(split, seed):
+        of_this_size = drawn[len(numbers)]
+        if len(of_this_size) < quota:
+            of_this_size.setdefault(tuple(sorted(numbers)), numbers)
+        elif all(len(sums) == quota for sums in drawn.values()):
+            break
+    sums = [numbers for of_one_size in drawn.values() for numbers in of_one_size.values()]
+    random.Random(f"order {seed}").shuffle(sums)
+    return [
+        {
+            "question": question_of(numbers),
+            "answer": str(sum(numbers)),
+            "worked": worked_answer(numbers),
+        }
+        for numbers in sums
+    ]
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """Write both question files."""
+    for split in NUM_ROWS:
+        lines = [json.dumps(row) + "\n" for row in rows_of(split, seed)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, seed: int) -> None:
+    """Write a tokenizer whose digits and signs stand alone and whose words are one token each."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|[+=?]|[^\d+=?]+"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    demonstrations = draw_demonstrations(seed)
+    texts = [f"{d.question}\n{d.answer}" for _, d in zip(range(2000), demonstrations, strict=False)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=ARCHITECTURE["vocab_size"],
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    pieces = [piece for text in texts for piece in text.split("\n")]
+    tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": ARCHITECTURE["max_position_embeddings"],
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def new_model(folder: Path, seed: int) -> Transformer:
+    """A model of random weights: normal, deviation 0.02 in embedding and head, else fan_in^-1/2."""
+    torch.manual_seed(seed)
+    model = Transformer(read_architecture(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return model
+
+
+def train(
+    model: Transformer, tokenizer: Tokenizer, seed: int, legs: Sequence[tuple[int, float]]
+) -> None:
+    """Imitate the demonstrations: cross-entropy on answer tokens, AdamW, warm-up, linear decay."""
+    demonstrations = draw_demonstrations(seed)
+    start_s = time.monotonic()
+    for num_steps, peak_lr in legs:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        for step in range(num_steps):
+            decay = 1 - (1 - LAST_LR_SHARE) * step / num_steps
+            lr = peak_lr * decay * min(1.0, (step + 1) / WARMUP_STEPS)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss = imitation_loss(model, tokenizer, demonstrations)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 100 == 0:
+                elapsed_s = time.monotonic() - start_s
+                print(f"step {step} lr {lr:.1e} loss {loss.item():.4f} {elapsed_s:.0f} s")
+
+
+def imitation_loss(
+    model: Transformer, tokenizer: Tokenizer, demonstrations: Iterator[Demonstration]
+) -> torch.Tensor:
+    """Mean negative log-prob of the answer tokens of the next batch, end of sequence included."""
+    token_ids: list[int] = []
+    trained: list[bool] = []
+    lengths: list[int] = []
+    for _ in range(BATCH_SIZE):
+        demonstration = next(demonstrations)
+        prompt = tokenizer.encode(demonstration.question).ids
+        answer = tokenizer.encode(demonstration.answer, add_special_tokens=False).ids + [EOS]
+        token_ids += prompt + answer
+        trained += [False] * (len(prompt) - 1) + [True] * len(answer) + [False]
+        lengths.append(len(prompt) + len(answer))
+    ids = torch.tensor(token_ids)
+    logprobs = model(ids, lengths, ids.roll(-1), 1.0).logprobs
+    return -logprobs[torch.tensor(trained)].mean()
+
+
+@torch.no_grad()
+def complete(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[int]]
+) -> list[str | None]:
+    """Greedy completions; None where the model did not end within MAX_TOKENS."""
+    texts: list[str | None] = [None] * len(prompts)
+    running = {i: list(prompt) for i, prompt in enumerate(prompts)}
+    for _ in range(MAX_TOKENS):
+        lengths = [len(ids) for ids in running.values()]
+        packed = torch.tensor([token for ids in running.values() for token in ids])
+        last = torch.tensor(lengths).cumsum(0) - 1
+        hidden = model.hidden_states(packed, lengths)[last]
+        chosen = (hidden @ model.head_weight.T).argmax(-1).tolist()
+        for i, token in zip(list(running), chosen, strict=True):
+            if token == EOS:
+                texts[i] = tokenizer.decode(running.pop(i)[len(prompts[i]) :])
+            else:
+                running[i].append(token)
+        if not running:
+            break
+    return texts
+
+
+def evaluate(
+    model: Transformer, tokenizer: Tokenizer, rows: Sequence[dict[str, str]]
+) -> dict[str, float]:
+    """Greedy accuracy, right-form share, mean answer tokens, and forced-work accuracy."""
+    prompts = [tokenizer.encode(row["question"]).ids for row in rows]
+    first = [tokenizer.encode(row["worked"][0], add_special_tokens=False).ids for row in rows]
+    answers = complete(model, tokenizer, prompts)
+    forced = complete(model, tokenizer, [p + f for p, f in zip(prompts, first, strict=True)])
+    forced = [
+        row["worked"][0] + text if text is not None else None
+        for row, text in zip(rows, forced, strict=True)
+    ]
+    numbers = [row["question"].count("+") + 1 for row in rows]
+    right = [_is_right(text, row) for text, row in zip(answers, rows, strict=True)]
+    by_size = {
+        f"accuracy_{n}_numbers": _mean([r for r, m in zip(right, numbers, strict=True) if m == n])
+        for n in sorted(set(numbers))
+    }
+    return {
+        "accuracy": _mean(right),
+        "right_form": _mean([text is not None and ANSWER.fullmatch(text) for text in answers]),
+        "forced_work_accuracy": _mean(
+            [_is_right(text, row) for text, row in zip(forced, rows, strict=True)]
+        ),
+        "worked_share": _mean([text is not None and "=" in text for text in answers]),
+        **by_size,
+    }
+
+
+def misses(figures: dict[str, float]) -> list[str]:
+    """What keeps a checkpoint from being shipped; empty if it is half-good."""
+    rules = [
+        (figures["accuracy"] <= 0.50, "accuracy must be at most 0.50"),
+        (figures["accuracy"] >= 0.40, "accuracy must be at least 0.40"),
+        (figures["right_form"] >= 0.95, "right_form must be at least 0.95"),
+        (figures["forced_work_accuracy"] >= 0.97, "forced_work_accuracy must be at least 0.97"),
+    ]
+    return [rule for holds, rule in rules if not holds]
+
+
+def _is_right(text: str | None, row: dict[str, str]) -> bool:
+    match = ANSWER.fullmatch(text) if text is not None else None
+    return match is not None and match[1] == row["answer"]
+
+
+def _mean(values: Sequence[object]) -> float:
+    return sum(bool(value) for value in values) / max(len(values), 1)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    recipe = Path(__file__).resolve().parents[1] / "recipes" / "quickstart"
+    parser.add_argument("--out", type=Path, default=recipe, help="the recipe's folder")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the training steps")
+    parser.add_argument("--only", choices=["data"], help="stop after questions and tokenizer")
+    arguments = parser.parse_args()
+    checkpoint = arguments.out / "checkpoint"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_data(arguments.out, seed=0)
+    write_tokenizer(checkpoint, seed=0)
+    _write_json(checkpoint / "config.json", ARCHITECTURE)
+    if arguments.only == "data":
+        return 0
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    model = new_model(checkpoint, arguments.seed)
+    legs = [(math.ceil(steps * arguments.scale), lr) for steps, lr in LEGS]
+    train(model, tokenizer, arguments.seed, legs)
+    figures = evaluate(model, tokenizer, rows_of(HELD_OUT, 0))
+    print(json.dumps(figures, indent=2))
+    weights = {name: value.detach().contiguous() for name, value in model.named_parameters()}
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    for rule in misses(figures):
+        print(f"not half-good: {rule}", file=sys.stderr)
+    return 1 if misses(figures) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
