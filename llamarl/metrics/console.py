@@ -83,6 +83,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            if kind is not None and self._step:
+                self._print_line(self._step_line())  # the display is gone; say how far it came
 
     def phase(self, words: str) -> None:
         """Say what happens now, such as `starting 4 processes`."""

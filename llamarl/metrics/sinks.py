@@ -21,7 +21,17 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.histogram.metadata import create_summary_metadata as histogram_metadata
-from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.hparams.api_pb2 import (
+    DataType,
+    Experiment,
+    HParamInfo,
+    MetricInfo,
+    MetricName,
+)
+from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, NULL_TENSOR
+from tensorboard.plugins.hparams.metadata import create_summary_metadata as hparams_metadata
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
@@ -131,10 +141,8 @@ class EventFile:
             key: value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in flat_config.items()
         }
-        metrics = [hparams.Metric(f"final/{tag}", display_name=tag) for tag in final_metrics]
-        columns = [hparams.HParam(key) for key in sorted(values)]
-        self._add(Event(summary=hparams.hparams_config_pb(columns, metrics, time.time())))
-        self._add(Event(summary=hparams.hparams_pb(values)))
+        self._add(Event(summary=_experiment(values, list(final_metrics))))
+        self._add(Event(summary=hparams_pb(values)))
         finals = [
             Summary.Value(tag=f"final/{tag}", simple_value=value)
             for tag, value in final_metrics.items()
@@ -159,6 +167,22 @@ def _histogram(tag: str, counts: dict[int, int]) -> Summary.Value:
     ]
     tensor = make_tensor_proto(np.array(buckets, dtype=np.float64))
     return Summary.Value(tag=tag, metadata=histogram_metadata(None, None), tensor=tensor)
+
+
+def _experiment(values: Mapping[str, bool | float | str], metric_tags: list[str]) -> Summary:
+    """Which columns the HPARAMS tab has, and of which type."""
+    kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
+    columns = [
+        HParamInfo(name=key, type=DataType.Value(kinds.get(type(value), "DATA_TYPE_FLOAT64")))
+        for key, value in sorted(values.items())
+    ]
+    metrics = [
+        MetricInfo(name=MetricName(tag=f"final/{tag}"), display_name=tag) for tag in metric_tags
+    ]
+    experiment = Experiment(hparam_infos=columns, metric_infos=metrics)
+    metadata = hparams_metadata(HParamsPluginData(experiment=experiment))
+    value = Summary.Value(tag=EXPERIMENT_TAG, metadata=metadata, tensor=NULL_TENSOR)
+    return Summary(value=[value])
 
 
 def _text(tag: str, text: str) -> Summary.Value:

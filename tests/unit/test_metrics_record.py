@@ -186,9 +186,11 @@ def test_both_sinks_hold_every_value(tmp_path):
 
 def test_the_hyperparameters_tab_finds_them(tmp_path):
     from tensorboard.plugins.hparams import metadata
+    from tensorboard.plugins.hparams.api_pb2 import DataType
 
     log = MetricsLog(tmp_path, tensorboard=True)
-    log.log_hyperparameters({"trainer.lr": 1e-4, "trainer.betas": [1, 2]}, {"accuracy_after": 0.75})
+    config = {"trainer.lr": 1e-4, "trainer.betas": [1, 2], "metrics.live": True}
+    log.log_hyperparameters(config, {"accuracy_after": 0.75})
     log.close()
     events = read_events(tmp_path / "tensorboard")
     contents = events.PluginTagToContent("hparams")
@@ -196,6 +198,12 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
     assert start.hparams["trainer.lr"].number_value == 1e-4
     assert start.hparams["trainer.betas"].string_value == "[1, 2]"
     experiment = metadata.parse_experiment_plugin_data(contents[metadata.EXPERIMENT_TAG])
+    kinds = {info.name: info.type for info in experiment.hparam_infos}
+    assert kinds == {
+        "trainer.lr": DataType.Value("DATA_TYPE_FLOAT64"),
+        "trainer.betas": DataType.Value("DATA_TYPE_STRING"),
+        "metrics.live": DataType.Value("DATA_TYPE_BOOL"),
+    }
     assert [metric.name.tag for metric in experiment.metric_infos] == ["final/accuracy_after"]
     assert events.Scalars("final/accuracy_after")[0].value == 0.75
 
