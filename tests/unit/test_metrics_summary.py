@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.console import Progress, render_summary
 from llamarl.metrics.sinks import MetricsLog
+from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
 from tests.unit.test_metrics_time import write_spans
 
@@ -197,3 +201,36 @@ def test_an_ascii_terminal_gets_ascii(run_dir, tmp_path):
         drive(progress)
         console.print(progress._render())
     assert "####" in (tmp_path / "out").read_text(encoding="ascii")
+
+
+def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
+    executor = StorageExecutor(
+        rank=0,
+        num_ranks=1,
+        spans=Spans("storage-0", tmp_path / "spans"),
+        unit=0,
+        archive_folder=str(tmp_path / "archive"),
+        archive_tokens=False,
+    )
+
+    async def store() -> None:
+        await executor.start()
+        for row_id, reward in ((1, 1.0), (2, float("nan")), (3, 0.0)):
+            columns = {
+                "response_ids": [np.arange(5, dtype=np.int32)],
+                "token_versions": [np.array([2, 2, 3, 3, 3], dtype=np.int32)],
+                "reward": [np.array([reward])],
+            }
+            await executor.write([row_id], columns)
+        await executor.retire([1], {"fate": "trained", "version": 4, "oldest_version": 3})
+        await executor.retire([2], {"fate": "dropped", "reason": "failed_reward", "group_id": 7})
+        await executor.retire([3], {"fate": "evaluated", "version": 4})
+        await executor.close()
+
+    asyncio.run(store())
+    summary = summarize(tmp_path)
+    assert summary["rollouts_trained"] == 1
+    assert (summary["staleness_mean"], summary["staleness_max"]) == (1.0, 1)
+    assert summary["mixed_version_share"] == 1.0
+    assert summary["groups_dropped"] == {"failed_reward": 1}
+    assert summary["accuracy_before"] == 0.0
