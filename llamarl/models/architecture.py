@@ -1,0 +1,247 @@
+"""The architecture of a checkpoint: what its config.json says.
+
+Owns: reading config.json (old and new spellings of the rotary settings) and refusing what the
+decoder would compute otherwise than the checkpoint was trained. Does not own: weights (`hf.py`) or
+the computation (`transformer.py`). Invariant: an Architecture that exists is computed exactly;
+nothing unsupported is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+DEFAULT_ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies; lengths in tokens.
+
+    Wavelengths below `original_max_positions / high_freq_factor` stay, those above
+    `original_max_positions / low_freq_factor` grow by `factor`, those between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes and switches of one decoder.
+
+    `head_dim` need not be hidden_size / num_heads; `num_kv_heads` divides `num_heads`.
+    `attention_bias`: q, k and v have biases; `output_bias`: the attention output has; `mlp_bias`:
+    the three of the feed-forward have. `qk_norm`: q and k are normalised per head before the
+    rotation. `eos_token_ids` are those of config.json and generation_config.json.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_embeddings: bool
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """Read `folder`/config.json.
+
+    Raises ValueError if the folder or file is missing or damaged, or if a setting is not supported
+    (mixture of experts, sliding window, quantised weights, other rotary types, ...).
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"the checkpoint must be an existing folder, got {str(folder)!r}")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"the checkpoint folder must hold config.json, got {str(folder)!r} without"
+        )
+    values = read_object(path)
+    fields = _Fields(path, values)
+    _refuse_unsupported(fields)
+    generation = folder / "generation_config.json"
+    more = read_object(generation) if generation.is_file() else {}
+    eos = _ids(values.get("eos_token_id")) + _ids(more.get("eos_token_id"))
+    num_heads = fields.size("num_attention_heads")
+    hidden_size = fields.size("hidden_size")
+    bias = fields.flag("attention_bias")
+    architecture = Architecture(
+        model_type=values["model_type"],
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=fields.size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=fields.size("num_key_value_heads", num_heads),
+        head_dim=fields.size("head_dim", _default_head_dim(fields, hidden_size, num_heads)),
+        max_positions=fields.size("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps"),
+        **_rope(fields),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=bias or values["model_type"] == "qwen2",
+        output_bias=bias and values["model_type"] != "qwen2",
+        mlp_bias=fields.flag("mlp_bias") and values["model_type"] == "llama",
+        qk_norm=values["model_type"] == "qwen3",
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+    )
+    _check_sizes(fields, architecture)
+    return architecture
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; ValueError if the file is damaged or holds something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got a damaged file: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed access to a JSON object; every failure names the file and the key."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, "be a whole number above 0", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(key, "be a number above 0", value)
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value not in (None, False, True):
+            raise self.error(key, "be true or false", value)
+        return bool(value)
+
+    def error(self, key: str, must: str, got: object) -> ValueError:
+        return ValueError(f"{key} in {self.path} must {must}, got {got!r}")
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    values = fields.values
+    model_type = values.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise fields.error("model_type", "be one of " + ", ".join(MODEL_TYPES), model_type)
+    architectures = values.get("architectures") or [MODEL_TYPES[model_type]]
+    if architectures != [MODEL_TYPES[model_type]]:
+        raise fields.error("architectures", f"be [{MODEL_TYPES[model_type]!r}]", architectures)
+    if values.get("quantization_config") is not None:
+        method = values["quantization_config"]
+        raise fields.error("quantization_config", "be absent: weights cannot be quantised", method)
+    if values.get("hidden_act", "silu") != "silu":
+        raise fields.error("hidden_act", "be silu", values["hidden_act"])
+    if fields.flag("use_sliding_window"):
+        raise fields.error("use_sliding_window", "be false: attention is always full", True)
+    layer_types = values.get("layer_types") or []
+    if any(kind != "full_attention" for kind in layer_types):
+        raise fields.error("layer_types", "be full_attention throughout", sorted(set(layer_types)))
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if values.get(key):
+            raise fields.error(key, "be absent: only dense models are supported", values[key])
+
+
+def _default_head_dim(fields: _Fields, hidden_size: int, num_heads: int) -> int | None:
+    if fields.values["model_type"] == "qwen3":
+        return 128  # what transformers takes where Qwen3's file is silent
+    return hidden_size // num_heads if hidden_size % num_heads == 0 else None
+
+
+def _rope(fields: _Fields) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` from either spelling.
+
+    transformers 5 writes one object `rope_parameters` with the base inside; older files have
+    `rope_theta` beside `rope_scaling` (whose type key may be `type`). As in transformers,
+    `rope_scaling` wins where both stand.
+    """
+    values = fields.values
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    inner = values.get(key) or {}
+    if not isinstance(inner, dict):
+        raise fields.error(key, "be an object", inner)
+    rope = _Fields(fields.path, inner)
+    kind = inner.get("rope_type", inner.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise fields.error(key, "have rope_type default or llama3", kind)
+    for place in (values, inner):
+        if place.get("partial_rotary_factor") not in (None, 1, 1.0):
+            got = place["partial_rotary_factor"]
+            raise fields.error("partial_rotary_factor", "be 1", got)
+    nested = [name for name, value in inner.items() if isinstance(value, dict)]
+    if nested:
+        raise fields.error(key, "hold for all layers alike", nested)
+    theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_ROPE_THETA))
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    # transformers lets the outer key win, then the inner one, then the context length.
+    outer = values.get("original_max_position_embeddings")
+    original = (
+        fields.size("original_max_position_embeddings")
+        if outer is not None
+        else rope.size("original_max_position_embeddings", fields.size("max_position_embeddings"))
+    )
+    scaling = RopeScaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_positions=original,
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise fields.error("high_freq_factor", "be above low_freq_factor", scaling.high_freq_factor)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _check_sizes(fields: _Fields, architecture: Architecture) -> None:
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"divide num_attention_heads ({heads})", kv_heads)
+    if architecture.head_dim % 2:
+        raise fields.error("head_dim", "be even (rotary pairs)", architecture.head_dim)
+    outside = [i for i in architecture.eos_token_ids if not 0 <= i < architecture.vocab_size]
+    if outside:
+        raise fields.error(
+            "eos_token_id", f"lie within the vocabulary of {architecture.vocab_size}", outside
+        )
+
+
+def _ids(value: object) -> list[int]:
+    values: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in values):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    return values

@@ -1,0 +1,133 @@
+"""Causal attention over packed rollouts.
+
+Owns: where each packed token sits in the padded blocks that attention needs. Does not own:
+projections and rotation (`transformer.py`). Invariant: a rollout attends only to itself, and
+padding never reaches a result or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+SPLIT_RATIO = 2
+"""Rollouts shorter than the longest of their block by more than this go to the next block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`num_rows` rollouts padded on the right to `width` tokens.
+
+    `tokens` int64 [n]: which packed tokens it holds; `cells` int64 [n]: where they sit in the
+    block's num_rows * width cells. Both None if the block is the packed tokens as they stand.
+    """
+
+    num_rows: int
+    width: int
+    tokens: torch.Tensor | None
+    cells: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """N packed tokens: `positions` int64 [N] restart at 0 with each rollout; `blocks` cover all."""
+
+    positions: torch.Tensor
+    num_positions: int
+    blocks: tuple[Block, ...]
+
+
+def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
+    """Lay out rollouts of these lengths (each at least 1, in packed order)."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    positions = np.arange(sizes.sum()) - np.repeat(starts, sizes)
+    longest = int(sizes.max())
+    if int(sizes.min()) == longest:
+        blocks = [Block(len(sizes), longest, None, None)]
+    else:
+        order = np.argsort(-sizes, kind="stable")
+        blocks, first = [], 0
+        for i in range(1, len(order) + 1):
+            if i == len(order) or sizes[order[i]] * SPLIT_RATIO < sizes[order[first]]:
+                chosen = order[first:i]
+                blocks.append(_block(sizes[chosen], starts[chosen], device))
+                first = i
+    return Packing(torch.from_numpy(positions).to(device), longest, tuple(blocks))
+
+
+def _block(sizes: np.ndarray, starts: np.ndarray, device: torch.device) -> Block:
+    width = int(sizes[0])
+    before = np.cumsum(sizes) - sizes
+    offset = np.arange(sizes.sum()) - np.repeat(before, sizes)
+    tokens = np.repeat(starts, sizes) + offset
+    cells = np.repeat(np.arange(len(sizes)) * width, sizes) + offset
+    return Block(
+        len(sizes), width, torch.from_numpy(tokens).to(device), torch.from_numpy(cells).to(device)
+    )
+
+
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v, causal, per rollout.
+
+    `q` [N, num_heads, head_dim]; `k`, `v` [N, num_kv_heads, head_dim]; query head h reads key head
+    h // (num_heads / num_kv_heads). Returns [N, num_heads, head_dim].
+    """
+    if len(packing.blocks) == 1 and packing.blocks[0].tokens is None:
+        return _attend(q, k, v, packing.blocks[0]).view_as(q)
+    out: torch.Tensor | None = None
+    for block in packing.blocks:
+        assert block.tokens is not None
+        assert block.cells is not None
+        num_cells = block.num_rows * block.width
+        pad_q, pad_k, pad_v = (
+            _Move.apply(x, block.tokens, block.cells, num_cells) for x in (q, k, v)
+        )
+        attended = _attend(pad_q, pad_k, pad_v, block).reshape(num_cells, *q.shape[1:])
+        part = _Move.apply(attended, block.cells, block.tokens, len(q))
+        out = part if out is None else out + part
+    assert out is not None
+    return out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
+    """Attention of one padded block: padding on the right comes after every token it could hurt."""
+    q, k, v = (
+        x.reshape(block.num_rows, block.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+    )
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+class _Move(torch.autograd.Function):
+    """Rows `source` of [n, ...] to rows `target` of zeros [size, ...]; no row occurs twice.
+
+    Autograd's own backward of an index adds up duplicates, which is several times slower.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(source, target)
+        ctx.num_rows = len(x)
+        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, target, x.index_select(0, source))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        source, target = ctx.saved_tensors
+        rows = grad.index_select(0, target)
+        return (
+            grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, source, rows),
+            None,
+            None,
+            None,
+        )

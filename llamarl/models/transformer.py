@@ -1,0 +1,241 @@
+"""The decoder of Llama 3, Qwen2.5 and Qwen3 (dense), on packed rollouts.
+
+Owns: the forward computation; the norm, rotation and tables that the generation engine shares.
+Does not own: sharding (`parallelize.py`), files (`hf.py`), logits in bulk (`head.py`). Invariant:
+parameters have the names and shapes of the Hugging Face layout, so no file or weight transport
+needs a map of names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from llamarl.models.architecture import Architecture
+from llamarl.models.attention import Packing, make_packing, packed_attention
+from llamarl.models.head import TokenStats, token_stats
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
+
+
+class Transformer(nn.Module):
+    """One decoder; build it under `torch.device("meta")` and load weights into it, or train anew.
+
+    `lm_head` is absent if the architecture ties it to the embedding.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.model = Decoder(architecture)
+        self.lm_head = (
+            None
+            if architecture.tie_embeddings
+            else nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
+        )
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        lengths: Sequence[int],
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> TokenStats:
+        """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
+
+        `token_ids`, `targets` int64 [N]; `lengths` the rollouts' sizes in order, their sum is N.
+        Returns float32 [N] each. N may be 0: every parameter still takes part (with gradient
+        zero), because other ranks of a sharded model wait for this one's part. ValueError if the
+        lengths do not add up to N.
+        """
+        num_tokens = len(token_ids)
+        if num_tokens == 0:
+            token_ids = targets = token_ids.new_zeros(1)
+            lengths = (1,)
+        hidden = self.hidden_states(token_ids, lengths)
+        stats = token_stats(hidden, self.head_weight, targets, temperature)
+        return stats if num_tokens else TokenStats(stats.logprobs[:0], stats.entropy[:0])
+
+    def hidden_states(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Final normalised states [N, hidden_size] of packed rollouts."""
+        if sum(lengths) != len(token_ids) or min(lengths, default=0) < 1:
+            raise ValueError(
+                f"lengths must be above 0 and add up to {len(token_ids)} tokens, got {lengths}"
+            )
+        return self.model(token_ids, make_packing(lengths, token_ids.device))
+
+    def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All logits [N, vocab_size] at once: for tests and small models."""
+        return F.linear(self.hidden_states(token_ids, lengths), self.head_weight)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocab_size, hidden_size], the embedding where tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm (the `model.` part of the parameter names)."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+        self.layers = nn.ModuleList(Layer(architecture) for _ in range(architecture.num_layers))
+        self.norm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
+        self._tables: Rotation | None = None
+
+    def forward(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """[N] token ids to [N, hidden_size]."""
+        rotation = self._rotation(packing)
+        x = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            x = layer(x, rotation, packing)
+        return self.norm(x)
+
+    def _rotation(self, packing: Packing) -> Rotation:
+        """Rows of the tables, which grow on demand: they are no buffers, so they survive a model
+        that was built on the meta device."""
+        device = packing.positions.device
+        tables = self._tables
+        if tables is None or tables[0].device != device or len(tables[0]) < packing.num_positions:
+            size = 1 << (packing.num_positions - 1).bit_length()
+            cos, sin = rope_tables(self.architecture, size)
+            tables = self._tables = (cos.to(device), sin.to(device))
+        cos, sin = (table.index_select(0, packing.positions).unsqueeze(1) for table in tables)
+        return cos, sin
+
+
+class Layer(nn.Module):
+    """One decoder layer; `recomputes` drops its activations and computes them again in backward.
+
+    The switch sits inside the module, below FSDP's hooks, so recomputing gathers nothing twice.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.recomputes = False
+        self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
+        self.self_attn = Attention(architecture)
+        self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
+        self.mlp = FeedForward(architecture)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+        """[N, hidden_size] to [N, hidden_size]."""
+        if self.recomputes and torch.is_grad_enabled():
+            out = checkpoint(
+                self._forward, x, rotation, packing, use_reentrant=False, preserve_rng_state=False
+            )
+            assert isinstance(out, torch.Tensor)
+            return out
+        return self._forward(x, rotation, packing)
+
+    def _forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, packing)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden_size, head_dim = architecture.hidden_size, architecture.head_dim
+        self.head_dim = head_dim
+        q_size, kv_size = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
+        self.q_proj = nn.Linear(hidden_size, q_size, bias=architecture.attention_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias=architecture.attention_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias=architecture.attention_bias)
+        self.o_proj = nn.Linear(q_size, hidden_size, bias=architecture.output_bias)
+        self.q_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+        """[N, hidden_size] to [N, hidden_size]."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return self.o_proj(packed_attention(q, k, v, packing).flatten(1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = architecture.hidden_size, architecture.intermediate_size
+        bias = architecture.mlp_bias
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] to [N, hidden_size]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x_i, x_{i + head_dim/2}) by their angles, in float32.
+
+    `x` [..., heads, head_dim]; `cos`, `sin` broadcast against [..., heads, head_dim / 2].
+    """
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def rope_tables(architecture: Architecture, num_positions: int) -> Rotation:
+    """cos and sin of position times frequency: float32 [num_positions, head_dim / 2], on the CPU.
+
+    The float32 steps are those of transformers, because at position 100,000 one rounding of a
+    frequency already turns a head by a thousandth.
+    """
+    frequencies = _frequencies(architecture)
+    positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _frequencies(architecture: Architecture) -> torch.Tensor:
+    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), stretched if set."""
+    pairs = torch.arange(0, architecture.head_dim, 2, device="cpu").float()
+    frequencies = 1.0 / architecture.rope_theta ** (pairs / architecture.head_dim)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelengths - low) / (high - low)
+    between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    is_long = wavelengths > scaling.original_max_positions / low
+    is_short = wavelengths < scaling.original_max_positions / high
+    scaled = torch.where(is_long, frequencies / scaling.factor, between)
+    return torch.where(is_short, frequencies, scaled)
