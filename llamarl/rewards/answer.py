@@ -14,7 +14,9 @@ from llamarl.config import RewardConfig
 from llamarl.types import Prompt
 
 GSM8K_MARK = "####"
-NUMBER = re.compile(r"[$]?([+-]?)[$]?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)")
+NUMBER = re.compile(
+    r"[$]?([+-]?)[$]?((?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)"
+)
 
 
 def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
@@ -47,11 +49,13 @@ def normal_form(answer: str) -> str:
     """One spelling for answers that differ in white space or in how a number is written.
 
     Examples: " 1,234.50 ", "1234.5" and "$1234.5" are equal; so are "-0" and "0", "7." and "7",
-    "a  b" and "a b". Upper and lower case stay different, and so do "1/2" and "0.5" (use `math`).
+    "1e3" and "1000", "a  b" and "a b". Upper and lower case stay different, and so do "1/2" and
+    "0.5" (use `math`).
     """
     text = " ".join(answer.split())
     match = NUMBER.fullmatch(text)
     if match is None:
         return text
     number = Decimal(match[1] + match[2].replace(",", ""))
-    return format(number.normalize() if number else Decimal(0), "f")
+    digits = format(number if number else Decimal(0), "f")
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits

@@ -1,0 +1,191 @@
+"""The scorer executor with real reward processes, over a storage kept in a dict."""
+
+import asyncio
+import json
+import logging
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from llamarl.config import RewardConfig
+from llamarl.data.tokenizer import load_tokenizer
+from llamarl.executors.scorer import ScorerExecutor
+from llamarl.metrics.span import Spans
+from llamarl.types import (
+    FINISH_CODES,
+    RESPONSE_IDS,
+    REWARD,
+    SAMPLING,
+    FinishReason,
+    Prompt,
+    ScoreStatus,
+)
+from tests.unit.tokenizer_files import write_tokenizer
+
+EOS = 1
+PROMPT = Prompt(prompt_id=1, text="q", token_ids=(1, 2), fields={"answer": "42"})
+TASK = """
+def reward(prompt, completion):
+    if completion.startswith("bad"):
+        raise LookupError(completion)
+    return float("nan") if completion == "nan" else 0.0
+"""
+
+
+class DictStorage:
+    """A Storage in this process."""
+
+    def __init__(self):
+        self.rows = {}
+
+    async def write(self, row_ids, columns):
+        for name, arrays in columns.items():
+            for row_id, array in zip(row_ids, arrays, strict=True):
+                self.rows.setdefault(row_id, {})[name] = array
+
+    async def read(self, row_ids, names):
+        return {name: [self.rows[row_id][name] for row_id in row_ids] for name in names}
+
+    async def retire(self, row_ids, fate):
+        for row_id in row_ids:
+            del self.rows[row_id]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def put(storage, folder, row_id, text, finish=FinishReason.STOP):
+    ids = load_tokenizer(folder).encode(text, special=False)
+    ends = [EOS] if finish is FinishReason.STOP else []
+    storage.rows[row_id] = {
+        RESPONSE_IDS: np.array([*ids, *ends], np.int32),
+        SAMPLING: np.array([1.0, 0, 1.0, 64, 7, FINISH_CODES[finish]]),
+    }
+
+
+def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
+    """Start, make the calls (lists of row ids) one after another, close."""
+
+    async def run():
+        scorer = ScorerExecutor(
+            rank=0,
+            num_ranks=1,
+            spans=spans or Spans("scorer-0", None),
+            config=config,
+            tokenizer=folder,
+            task_source=task_source,
+            storage=storage,
+        )
+        await scorer.start()
+        try:
+            return [await scorer.score([(row, PROMPT) for row in rows]) for rows in calls]
+        finally:
+            await scorer.close()
+
+    return asyncio.run(run())
+
+
+def test_completions_are_decoded_scored_and_their_rewards_written(folder):
+    storage = DictStorage()
+    put(storage, folder, 7, "6*7=42. Answer: 42")
+    put(storage, folder, 3, "Answer: 41")
+    put(storage, folder, 5, "Answer: 42", FinishReason.LENGTH)
+    put(storage, folder, 9, "")
+    config = RewardConfig(functions=["exact", "format"], weights=[1.0, 0.25])
+    (scores,) = run_scorer(folder, storage, config, [[7, 3, 5, 9]])
+    assert [score.row_id for score in scores] == [7, 3, 5, 9]
+    assert [score.reward for score in scores] == [1.25, 0.25, 0.0, 0.0]
+    assert [score.correct for score in scores] == [True, False, False, False]
+    assert list(scores[0].parts) == ["exact", "format"]
+    for score in scores:
+        cell = storage.rows[score.row_id][REWARD]
+        assert cell.dtype == np.float64
+        assert cell.shape == (1,)
+        assert cell[0] == score.reward
+
+
+def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder, caplog):
+    storage = DictStorage()
+    for row_id, text in enumerate(["bad", "fine", "nan", "bad", "bad"]):
+        put(storage, folder, row_id, text)
+    with caplog.at_level(logging.WARNING):
+        (scores,) = run_scorer(
+            folder, storage, RewardConfig(functions=["task"]), [range(5)], task_source=TASK
+        )
+    raised, ok, invalid = ScoreStatus.RAISED, ScoreStatus.OK, ScoreStatus.INVALID
+    assert [score.status for score in scores] == [raised, ok, invalid, raised, raised]
+    assert [REWARD in storage.rows[row] for row in range(5)] == [False, True, False, False, False]
+    assert math.isnan(scores[0].reward)
+    assert caplog.text.count('File "task.py", line 4, in reward') == 2
+
+
+def make_rows(folder, storage, num_bad, num_good):
+    for row in range(num_bad):
+        put(storage, folder, row, "bad")
+    for row in range(num_bad, num_bad + num_good):
+        put(storage, folder, row, "good")
+    return [*range(num_bad)], [*range(num_bad, num_bad + num_good)]
+
+
+def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder):
+    storage = DictStorage()
+    bad, good = make_rows(folder, storage, 6, 44)
+    config = RewardConfig(functions=["task"], max_failure_rate=0.1)
+    with pytest.raises(RuntimeError, match="at most 10% of rewards may fail") as error:
+        run_scorer(folder, storage, config, [good, bad], task_source=TASK)
+    assert "got 6 of the last 50 (6 raised, 0 hung, 0 invalid)" in str(error.value)
+    assert "LookupError: bad" in str(error.value)
+
+
+def test_few_failures_or_few_rewards_do_not_end_the_run(folder):
+    storage = DictStorage()
+    bad, good = make_rows(folder, storage, 5, 45)
+    config = RewardConfig(functions=["task"], max_failure_rate=0.1)
+    for calls in ([good, bad], [bad * 9]):
+        scores = run_scorer(folder, storage, config, calls, task_source=TASK)
+        assert sum(len(call) for call in scores) in (50, 45)
+
+
+def test_the_failure_rate_forgets_what_is_long_past(folder):
+    storage = DictStorage()
+    bad, good = make_rows(folder, storage, 1, 1)
+    config = RewardConfig(functions=["task"], max_failure_rate=0.1)
+    calls = [bad * 49, good * 1000, bad * 99, bad]
+    scores = run_scorer(folder, storage, config, calls, task_source=TASK)
+    assert len(scores) == 4
+    with pytest.raises(RuntimeError, match="got 101 of the last 1000"):
+        run_scorer(folder, storage, config, [*calls, bad], task_source=TASK)
+
+
+def test_a_missing_tokenizer_or_task_ends_the_start(folder, tmp_path):
+    with pytest.raises(ValueError, match="folder must exist"):
+        run_scorer(str(tmp_path / "none"), DictStorage(), RewardConfig(), [])
+    with pytest.raises(ValueError, match=r"task\.py must define"):
+        run_scorer(folder, DictStorage(), RewardConfig(functions=["task"]), [], task_source="x = 1")
+
+
+def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
+    storage = DictStorage()
+    rows, _ = make_rows(folder, storage, 0, 3)[::-1]
+    spans = Spans("scorer-0", tmp_path)
+    run_scorer(
+        folder,
+        storage,
+        RewardConfig(functions=["task"]),
+        [rows, rows],
+        task_source=TASK,
+        spans=spans,
+    )
+    spans.close()
+    lines = [json.loads(line) for line in (tmp_path / "scorer-0.jsonl").open()]
+    lines = [line for line in lines if line.get("cat") in ("busy", "wait")]
+    assert [(line["name"], line["cat"]) for line in lines] == [
+        ("rollouts", "wait"),
+        ("score", "busy"),
+    ] * 2
+    assert [line.get("rollouts") for line in lines] == [None, 3, None, 3]
+    assert all(a["end_ns"] == b["start_ns"] for a, b in pairwise(lines))

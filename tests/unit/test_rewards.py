@@ -1,0 +1,192 @@
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from llamarl.config import RewardConfig
+from llamarl.rewards import exact
+from llamarl.rewards import format as format_reward
+from llamarl.rewards import math as math_reward
+from llamarl.rewards.answer import normal_form
+from llamarl.rewards.functions import check_rewards, load_functions
+from llamarl.rewards.worker import judge
+from llamarl.types import Prompt, ScoreStatus
+
+CONFIG = RewardConfig(functions=["exact"])
+
+
+def prompt(**fields):
+    return Prompt(prompt_id=3, text="q", token_ids=(1,), fields=fields)
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ("42", " 42 ", "42.0", "42.", "+42", "$42", "042", "4.2e1"),
+        ("1,234.5", "1234.50", "$1,234.5", "1234.5"),
+        ("-7", "-7.0", "-$7"),
+        ("0", "-0", "0.0", ".0"),
+        ("0.5", ".5", "0.50", "5e-1"),
+        ("a b", " a\n b "),
+        ("123456789012345678901234567890123", "123456789012345678901234567890123.0"),
+    ],
+)
+def test_spellings_of_one_answer_have_one_normal_form(spellings):
+    assert len({normal_form(spelling) for spelling in spellings}) == 1
+
+
+def test_different_answers_keep_different_normal_forms():
+    answers = ["42", "-42", "4.2", "420", "42 a", "1,23", "123", "a", "A", "1/2", "0.5", "50%"]
+    answers += ["123456789012345678901234567890123", "123456789012345678901234567890124"]
+    assert len({normal_form(answer) for answer in answers}) == len(answers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "finished", "expected"),
+    [
+        ("42", "6*7=42. Answer: 42", True, 1.0),
+        ("42", "6*7=42. Answer: 42", False, 0.0),
+        ("42", "Answer: 41. Answer: 42", True, 1.0),
+        ("42", "Answer: 42. Answer: 41", True, 0.0),
+        ("42", "6*7=42", True, 0.0),
+        ("42", "Answer: 42 or 43", True, 0.0),
+        (42, "Answer: 42", True, 1.0),
+        ("so 40+2=42\n#### 42", "Answer: 42\n", True, 1.0),
+        ("1,234", "Answer: 1234", True, 1.0),
+        ("42", "", True, 0.0),
+    ],
+)
+def test_exact_compares_the_answer_the_pattern_finds(answer, completion, finished, expected):
+    assert exact.reward(prompt(answer=answer), completion, finished, CONFIG) == expected
+
+
+def test_exact_and_format_let_an_unfinished_completion_pass_if_told_so():
+    config = RewardConfig(functions=["exact"], require_stop=False)
+    assert exact.reward(prompt(answer="42"), "Answer: 42", False, config) == 1
+    assert format_reward.reward(prompt(), "Answer: 42", False, config) == 1
+
+
+def test_exact_is_zero_if_the_group_took_no_part_in_the_match():
+    config = RewardConfig(functions=["exact"], pattern=r"(\d+)?!")
+    assert exact.reward(prompt(answer="None"), "!", True, config) == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "finished", "expected"),
+    [("Answer: what", True, 1.0), ("Answer: what", False, 0.0), ("what", True, 0.0)],
+)
+def test_format_asks_for_the_pattern_and_an_end(completion, finished, expected):
+    assert format_reward.reward(prompt(), completion, finished, CONFIG) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "expected"),
+    [
+        ("3*14 = <<3*14=42>>42\n#### 42", "so 6*7=42. The answer is 42.", 1.0),
+        ("#### 1,234", "It is $1,234$.", 1.0),
+        ("#### 5", "Answer: -5", 0.0),
+        ("$18", "She makes $18 every day.", 1.0),
+        (r"Since $x=3$ we get \boxed{\frac{1}{2}}.", r"\boxed{0.5}", 1.0),
+        (r"\frac{1}{2}", r"the answer is $\frac12$", 1.0),
+        ("1/2", r"\boxed{\frac{2}{4}}", 1.0),
+        ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
+        ("x^2+2x+1", r"\boxed{(x-1)^2}", 0.0),
+        (r"\{1,2\}", r"$\{2,1\}$", 1.0),
+        (r"\text{Evelyn}", r"\boxed{\text{Briana}}", 0.0),
+        (0.5, "1/2", 1.0),
+        ("1e3", "1000", 1.0),
+        ("42", "no idea", 0.0),
+        ("42", r"$\frac{1}{$ {{((", 0.0),
+        ("42", "", 0.0),
+    ],
+)
+def test_math_compares_values_not_spellings(answer, completion, expected):
+    assert math_reward.reward(prompt(answer=answer), completion, False, CONFIG) == expected
+
+
+@pytest.mark.parametrize("answer", [None, "", "  ", "####", True, ["42"], {"a": 1}])
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
+    (function,) = load_functions(RewardConfig(functions=[name]), None).values()
+    with pytest.raises((TypeError, ValueError), match="line 3"):
+        function(prompt(answer=answer), "Answer: 42", True, CONFIG)
+    with pytest.raises(KeyError, match="line 3 must have the field 'answer'"):
+        function(prompt(solution="42"), "Answer: 42", True, CONFIG)
+
+
+def test_an_expected_answer_that_is_no_mathematics_raises():
+    with pytest.raises(ValueError, match="must be a mathematical expression"):
+        math_reward.reward(prompt(answer=r"\boxed"), "42", True, CONFIG)
+
+
+def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
+    source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
+    functions = load_functions(RewardConfig(functions=["task"]), source)
+    answer = judge(functions, prompt(word="a"), "banana", True, CONFIG)
+    assert answer == {"parts": {"task": 3.0}}
+
+
+def test_a_task_without_a_reward_function_is_refused():
+    config = RewardConfig(functions=["task"])
+    with pytest.raises(ValueError, match="must define a function reward"):
+        load_functions(config, "reward = 3\n")
+    with pytest.raises(ValueError, match=r"must have a task\.py"):
+        load_functions(config, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(True, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (Fraction(1, 4), 0.25)],
+)
+def test_any_real_number_is_a_reward(value, expected):
+    answer = judge({"f": lambda *_: value}, prompt(), "", True, CONFIG)
+    assert answer == {"parts": {"f": expected}}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j, np.ones(1)])
+def test_what_is_no_finite_number_is_invalid_and_shown(value):
+    answer = judge({"f": lambda *_: value}, prompt(), "", True, CONFIG)
+    assert answer["status"] is ScoreStatus.INVALID
+    assert f"f: a reward must be a finite number, got {value!r}" == answer["error"]
+
+
+@pytest.mark.parametrize("error", [ValueError("oh"), SystemExit(3), KeyboardInterrupt()])
+def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
+    def fail(*_):
+        raise error
+
+    functions = {"good": lambda *_: 1.0, "bad": fail}
+    answer = judge(functions, prompt(), "", True, CONFIG)
+    assert answer["status"] is ScoreStatus.RAISED
+    assert answer["error"].startswith("bad: Traceback")
+    assert "raise error" in answer["error"]
+    assert type(error).__name__ in answer["error"]
+
+
+def test_a_number_too_large_for_a_float_is_raised():
+    answer = judge({"f": lambda *_: 10**400}, prompt(), "", True, CONFIG)
+    assert answer["status"] is ScoreStatus.RAISED
+    assert "OverflowError" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "task_source", "message"),
+    [
+        ({"functions": ["exact"], "pattern": "("}, None, "must be a regular expression, got '[(]'"),
+        ({"functions": ["exact"], "pattern": "a"}, None, "must have a group around the answer"),
+        ({"functions": ["math"], "answer_field": "gold"}, None, r"line 3 .* 'gold'.*got 'answer'"),
+        ({"functions": ["task"]}, None, r"must have a task\.py in the recipe's folder"),
+        ({"functions": ["task"]}, "def reward(:\n", r"task\.py must be Python.*line 1"),
+    ],
+)
+def test_a_reward_section_that_cannot_work_is_refused_in_one_line(fields, task_source, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_rewards(RewardConfig(**fields), [prompt(answer="1")], task_source)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_section_that_can_work_passes():
+    config = RewardConfig(functions=["exact", "format", "math", "task"], weights=[1.0] * 4)
+    check_rewards(config, [prompt(answer="1")], "def reward(p, c): return 1\n")
+    check_rewards(RewardConfig(functions=["format"], pattern="a"), [prompt()], None)

@@ -1,0 +1,92 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
+from tests.unit.tokenizer_files import write_tokenizer
+
+TEXT = "What is 12 + 3 ? It's  n't , caf\u00e9 \U0001f600 ."
+
+
+def test_text_survives_encoding_and_decoding_without_special_tokens(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    ids = tokenizer.encode(TEXT)
+    assert ids[0] == 0
+    assert tokenizer.decode([*ids, 1, 2, 2]) == TEXT
+    assert tokenizer.encode(TEXT, special=False) == ids[1:]
+
+
+def test_the_tokenizer_gives_the_ids_that_auto_tokenizer_gives(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, chat=True))
+    auto = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert tokenizer.encode(TEXT) == auto.encode(TEXT)
+    messages = [{"role": "user", "content": TEXT}]
+    chat_ids = tokenizer.encode(tokenizer.render_chat(messages), special=False)
+    expected = auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert chat_ids == expected
+    assert tokenizer.decode(chat_ids) == auto.decode(chat_ids, skip_special_tokens=True)
+
+
+def test_end_of_sequence_ids_join_those_of_the_generation_config(tmp_path):
+    own = load_tokenizer(write_tokenizer(tmp_path / "a")).eos_token_ids
+    both = load_tokenizer(write_tokenizer(tmp_path / "b", generation_eos=[5, 1])).eos_token_ids
+    one = load_tokenizer(write_tokenizer(tmp_path / "c", generation_eos=7)).eos_token_ids
+    assert (own, both, one) == ((1,), (1, 5), (1, 7))
+
+
+def test_loading_a_tokenizer_loads_no_torch_and_importing_data_no_transformers(tmp_path):
+    write_tokenizer(tmp_path)
+    code = (
+        "import sys; import llamarl.data.prompts, llamarl.executors.scorer as s\n"
+        "assert 'transformers' not in sys.modules\n"
+        f"t = s.load_tokenizer({str(tmp_path)!r}); t.decode(t.encode('a'))\n"
+        "assert 'transformers' in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "a"))
+    assert tokenizer.num_ids == 259
+    check_tokenizer(tokenizer, 259)
+    with pytest.raises(ValueError, match=r"vocabulary of 258 tokens, got token id 258"):
+        check_tokenizer(tokenizer, 258)
+    with_far_eos = load_tokenizer(write_tokenizer(tmp_path / "b", generation_eos=300))
+    with pytest.raises(ValueError, match="got token id 300"):
+        check_tokenizer(with_far_eos, 259)
+
+
+def test_a_chat_template_that_refuses_messages_or_is_missing_is_named(tmp_path):
+    with_template = load_tokenizer(write_tokenizer(tmp_path / "a", chat=True))
+    with pytest.raises(ValueError, match=r"must suit the chat template .* no tools here"):
+        with_template.render_chat([{"role": "tool", "content": "x"}])
+    without = load_tokenizer(write_tokenizer(tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"data\.chat must be false"):
+        without.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_missing_and_damaged_tokenizer_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match="folder must exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"must hold tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="end-of-sequence token"):
+        load_tokenizer(write_tokenizer(tmp_path / "a", eos=False))
+    write_tokenizer(tmp_path, generation_eos=["two"])
+    with pytest.raises(ValueError, match=r"generation_config\.json must be a token id"):
+        load_tokenizer(tmp_path)
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        good = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(good[: len(good) // 2])
+        with pytest.raises(ValueError, match=rf"{name} must be JSON"):
+            load_tokenizer(tmp_path)
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(ValueError, match=rf"{name} must be a JSON object, got list"):
+            load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    with pytest.raises(ValueError, match="'model' entry"):
+        load_tokenizer(tmp_path)
