@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits
+
 
 class Segment:
     """One mapped segment. `path` is how other processes of this user on this host open it."""
@@ -101,11 +103,10 @@ def available_bytes() -> int:
 
 def _container_rest_bytes() -> list[int]:
     """What the container's limit (cgroup v2) leaves, page cache counted as free; [] if none."""
-    folder = Path("/sys/fs/cgroup")
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        used_bytes = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used_bytes = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except FileNotFoundError:
         return []
     cache_bytes = int(stat["inactive_file"]) + int(stat["active_file"])

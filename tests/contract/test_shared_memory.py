@@ -1,0 +1,242 @@
+"""Arena and writer in one process: order of calls, refusals, lifetime of the memory."""
+
+import contextlib
+import multiprocessing
+import os
+import pathlib
+
+import pytest
+import torch
+
+from llamarl.weights import shared_memory
+from llamarl.weights.arena import Arena
+from llamarl.weights.layout import Box, ParameterLayout, RankLayout
+from llamarl.weights.plan import plan
+from llamarl.weights.publish import FingerprintMismatch, compare
+from llamarl.weights.writer import Writer
+
+SHAPE = (6, 4)
+
+
+def layout(start, stop, buffer, offset=0, dtype="float32"):
+    box = Box(start=(start, 0), stop=(stop, 4), buffer=buffer, offset=offset, strides=(4, 1))
+    return ParameterLayout(shape=SHAPE, dtype=dtype, boxes=(box,))
+
+
+def make_arena(**changes):
+    arguments = {
+        "parameters": {"w": layout(0, 6, "arena", offset=8)},
+        "num_elements": 40,
+        "dtype": torch.float32,
+        "replica": 0,
+        "rank": 0,
+        "run_id": "test",
+        "host": "here",
+    }
+    return Arena(**(arguments | changes))
+
+
+@pytest.fixture
+def arena():
+    arena = make_arena()
+    yield arena
+    arena.close()
+
+
+class Ends:
+    """Two trainer ranks, rows 0:2 and 2:6, connected to the arena."""
+
+    def __init__(self, arena):
+        self.weights = torch.randn(SHAPE)
+        self.arena = arena
+        self.writers = [
+            Writer(rank, "here", {"w": self.weights[a:b]}, {"w": layout(a, b, "w")})
+            for rank, (a, b) in enumerate([(0, 2), (2, 6)])
+        ]
+        target = RankLayout(rank=0, host="here", parameters={"w": layout(0, 6, "arena", 8)})
+        self.copies = plan([writer.layout() for writer in self.writers], [target])
+        for writer in self.writers:
+            writer.connect(0, self.copies)
+
+    def publish(self, version):
+        offers = [self.arena.offer(version)]
+        written = [writer.write(version, offers)["w"] for writer in self.writers]
+        compare({"w": sum(written) % 2**64}, self.arena.fingerprint(version), 0, version)
+        self.arena.flip(version)
+
+
+@pytest.fixture
+def ends(arena):
+    ends = Ends(arena)
+    yield ends
+    for writer in ends.writers:
+        writer.close()
+
+
+def test_a_publish_fills_the_boxes_and_leaves_the_rest_alone(ends) -> None:
+    ends.arena.live[:] = ends.arena.shadow[:] = 7.0
+    ends.publish(0)
+    live = ends.arena.live
+    assert torch.equal(live[8:32].view(6, 4), ends.weights)
+    assert set(live[:8].tolist() + live[32:].tolist()) == {7.0}
+    assert (ends.arena.shadow == 7).all()
+
+
+def test_a_thousand_healthy_publishes_raise_nothing(ends) -> None:
+    for version in range(1000):
+        ends.weights.normal_()
+        ends.publish(version)
+        assert torch.equal(ends.arena.live[8:32].view(6, 4), ends.weights)
+    assert ends.arena.version == 999
+
+
+def test_weights_that_change_between_fingerprint_and_copy_are_found(ends) -> None:
+    offers = [ends.arena.offer(0)]
+    written = [writer.write(0, offers)["w"] for writer in ends.writers]
+    ends.weights += 1
+    ends.writers[1].write(0, offers)
+    with pytest.raises(FingerprintMismatch, match="w must arrive as written"):
+        compare({"w": sum(written) % 2**64}, ends.arena.fingerprint(0), 0, 0)
+
+
+def test_the_sender_casts(arena) -> None:
+    parameters = {"w": layout(0, 6, "arena", dtype="bfloat16")}
+    small = make_arena(parameters=parameters, num_elements=24, dtype=torch.bfloat16)
+    weights = torch.randn(SHAPE)
+    writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
+    target = RankLayout(rank=0, host="here", parameters=parameters)
+    writer.connect(0, plan([writer.layout()], [target]))
+    written = writer.write(0, [small.offer(0)])
+    assert written == small.fingerprint(0)
+    assert torch.equal(small.flip(0).view(6, 4), weights.bfloat16())
+    writer.close()
+    small.close()
+
+
+def test_calls_in_a_wrong_order_are_refused_and_change_nothing(arena) -> None:
+    live = arena.live
+    for call in (arena.fingerprint, arena.flip, arena.discard):
+        with pytest.raises(RuntimeError, match="version 1 was not offered: none is open"):
+            call(1)
+    arena.offer(1)
+    with pytest.raises(RuntimeError, match="version 2 offered while version 1 is still open"):
+        arena.offer(2)
+    for call in (arena.fingerprint, arena.flip, arena.discard):
+        with pytest.raises(RuntimeError, match="version 2 was not offered: version 1 is open"):
+            call(2)
+    assert arena.live.data_ptr() == live.data_ptr()
+    arena.discard(1)
+    arena.offer(1)
+    flipped = arena.flip(1)
+    assert flipped.data_ptr() == arena.live.data_ptr() != live.data_ptr()
+    assert arena.shadow.data_ptr() == live.data_ptr()
+    for version in (1, 0):
+        with pytest.raises(RuntimeError, match="1 is already live"):
+            arena.offer(version)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_elements": 2**58}, r"two copies .* must fit into memory: needs \d+ bytes, got \d+"),
+        ({"num_elements": 31}, r"w must lie within the arena's 31 elements, got elements 8 to 31"),
+        ({"num_elements": 0}, "num_elements must be at least 1"),
+        ({"dtype": torch.bfloat16}, "dtype of w must be the arena's torch.bfloat16, got float32"),
+        ({"parameters": {"w": layout(0, 6, "other")}}, "buffer of w must be 'arena', got 'other'"),
+    ],
+)
+def test_an_arena_that_cannot_be_is_refused_and_nothing_is_left_of_it(changes, message) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match=message):
+        make_arena(**changes)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_runs_out_half_way_is_given_back(monkeypatch) -> None:
+    real, calls = os.posix_fallocate, []
+
+    def runs_out(fd, offset, num_bytes):
+        calls.append(fd)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(fd, offset, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", runs_out)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="must have 160 bytes, got: No space left on device"):
+        make_arena()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_container_limit_counts(tmp_path, monkeypatch) -> None:
+    for name, text in {
+        "memory.max": "1000\n",
+        "memory.current": "900\n",
+        "memory.stat": "anon 5\ninactive_file 20\nactive_file 30\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(shared_memory, "CGROUP", tmp_path)
+    assert shared_memory.available_bytes() == 150
+    (tmp_path / "memory.max").write_text("max\n")
+    assert shared_memory.available_bytes() > 1000
+
+
+def test_writes_to_the_wrong_place_time_or_host_are_refused(arena, ends) -> None:
+    writer = ends.writers[0]
+    offer = arena.offer(3)
+    with pytest.raises(RuntimeError, match="asked to write version 4, offered 3"):
+        writer.write(4, [offer])
+    other = Writer(0, "there", {"w": ends.weights[:2]}, {"w": layout(0, 2, "w")})
+    other.connect(0, ends.copies)
+    with pytest.raises(RuntimeError, match=r"one host: trainer rank 0 is on there.* on here"):
+        other.write(3, [offer])
+    writer.connect(0, [])
+    with pytest.raises(RuntimeError, match="generator 0 is not connected"):
+        writer.write(3, [offer])
+    assert not arena.shadow.any()
+    assert not arena.live.any()
+
+
+def mapped(label):
+    return label in pathlib.Path("/proc/self/maps").read_text()
+
+
+def own_an_arena(pipe):
+    arena = make_arena(run_id="killed")
+    pipe.send(arena.offer(0))
+    pipe.recv()
+
+
+def test_a_killed_owner_leaves_nothing_behind() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    owner = spawn.Process(target=own_an_arena, args=(there,), daemon=True)
+    owner.start()
+    there.close()
+    offer = here.recv()
+    weights = torch.ones(SHAPE)
+    writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
+    target = RankLayout(rank=0, host="here", parameters={"w": layout(0, 6, "arena", 8)})
+    copies = plan([writer.layout()], [target])
+    writer.connect(0, copies)
+    writer.write(0, [offer])
+    assert mapped("llamarl-killed")
+    owner.kill()
+    owner.join()
+    writer.write(0, [offer])  # into memory that nobody reads, but not into a fault
+    writer.connect(0, copies)  # as if the replica had been restarted
+    assert not mapped("llamarl-killed")
+    with pytest.raises(RuntimeError, match="cannot be opened"):
+        writer.write(0, [offer])
+    with contextlib.suppress(FileNotFoundError):
+        assert not [name for name in os.listdir("/dev/shm") if "llamarl" in name]
+    writer.close()
+
+
+def test_a_closed_arena_frees_its_memory() -> None:
+    arena = make_arena(run_id="closed")
+    assert mapped("llamarl-closed")
+    arena.close()
+    arena.close()
+    del arena
+    assert not mapped("llamarl-closed")
