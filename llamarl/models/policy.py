@@ -45,7 +45,10 @@ class Policy:
             activation_checkpointing=config.activation_checkpointing,
         )
         self.model.to_empty(device=mesh.device_type)
-        self.parameters: dict[str, DTensor] = dict(self.model.named_parameters())
+        self.parameters: dict[str, DTensor] = {}
+        for name, parameter in self.model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            self.parameters[name] = parameter
         hf.load_into(self.parameters, checkpoint)
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
 

@@ -1,0 +1,302 @@
+"""The trainer's gradient, step and checkpoints over real ranks."""
+
+import dataclasses
+import signal
+import time
+import uuid
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.checkpoint import begin, latest, read_state
+from llamarl.config import AIPOConfig, TrainerConfig
+from llamarl.models import hf
+from llamarl.models.architecture import read_architecture
+from llamarl.models.transformer import Transformer
+from llamarl.types import (
+    FINISH_CODES,
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    FinishReason,
+)
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    TEMPERATURE,
+    Job,
+    infer,
+    make_batch,
+    make_checkpoint,
+    make_rollouts,
+    save_for_ever,
+    train,
+    write_beside_step,
+)
+
+SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
+ADAM = TrainerConfig(lr=1e-3, eps=1e-4, warmup_steps=3)  # eps: no division by noise
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def job(checkpoint, cells, steps, **fields):
+    """A job with its own rendezvous file beside the checkpoint."""
+    fields.setdefault("trainer", SGD)
+    rendezvous = f"{checkpoint}-{uuid.uuid4()}"
+    return Job(checkpoint=checkpoint, rendezvous=rendezvous, cells=cells, steps=steps, **fields)
+
+
+def relative_errors(got, want):
+    assert got.keys() == want.keys()
+    return {
+        name: float(np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name]))
+        for name in want
+    }
+
+
+def expected(checkpoint, cells, rows, config):
+    """(summed gradients, log pi by row): one rollout at a time, AIPO written out."""
+    architecture = read_architecture(checkpoint)
+    model = Transformer(architecture)
+    hf.load_into(dict(model.named_parameters()), checkpoint)
+    logprobs = {}
+    for row in rows:
+        cell = cells[row.row_id]
+        ids = torch.tensor(np.concatenate([cell[PROMPT_IDS], cell[RESPONSE_IDS]]).astype(np.int64))
+        logits = model.logits(ids[:-1], [len(ids) - 1]).double() / TEMPERATURE
+        chosen = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+        logprob = chosen[row.num_prompt_tokens - 1 :]
+        ratio = (logprob.detach() - torch.tensor(cell[GENERATOR_LOGPROBS])).exp()
+        weight = torch.tensor(cell[TOKEN_VERSIONS] >= row.oldest_version)
+        if config.mask_truncated and cell[SAMPLING][-1] == FINISH_CODES[FinishReason.LENGTH]:
+            weight = torch.zeros_like(weight)
+        loss = -(weight * ratio.clamp(max=config.rho) * row.advantage * logprob).sum()
+        loss.backward()
+        logprobs[row.row_id] = logprob.detach().numpy()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}, logprobs
+
+
+def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(ranks, checkpoint):
+    cells, rows = make_rollouts(oldest_version=1)
+    algorithm = AIPOConfig(rho=2.0, mask_truncated=True)
+    want, logprobs = expected(checkpoint, cells, rows, algorithm)
+    num_tokens = sum(row.num_tokens for row in rows)
+    weights = []
+    for num_ranks, budget, cut in ((1, 4096, 13), (1, 30, 5), (2, 50, 13), (2, 9, 8), (4, 40, 13)):
+        parts = [make_batch(part, num_ranks, budget) for part in (rows[:cut], rows[cut:]) if part]
+        seen = ranks(num_ranks).run(train, job(checkpoint, cells, [parts], algorithm=algorithm))
+        errors = relative_errors(seen[0]["gradients"][0], want)
+        assert max(errors.values()) <= 1e-5, (num_ranks, budget, errors)
+        for rank in seen:
+            assert rank["stats"] == seen[0]["stats"]
+            for row_id, logprob in rank["logprobs"].items():
+                np.testing.assert_allclose(logprob, logprobs[row_id], atol=1e-5)
+        written = [row_id for rank in seen for row_id in rank["logprobs"]]
+        assert sorted(written) == [row.row_id for row in rows if row.advantage]
+        weights.append(seen[0]["weights"])
+        stats = seen[0]["stats"][0]
+        norm = np.sqrt(sum(np.sum(g.astype("f8") ** 2) for g in want.values())) / num_tokens
+        assert stats.scalars["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert stats.scalars["num_tokens"] == num_tokens
+        assert stats.scalars["masked_tokens"] > 0
+        assert stats.version == 1
+    for other in weights[1:]:
+        assert max(relative_errors(other, weights[0]).values()) <= 1e-6
+    start = Transformer(read_architecture(checkpoint))
+    hf.load_into(dict(start.named_parameters()), checkpoint)
+    for name, parameter in start.named_parameters():
+        by_hand = parameter.detach().numpy() - 0.5 * want[name] / num_tokens
+        np.testing.assert_allclose(weights[0][name], by_hand, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("corruption", ["a rank's rows left out", "a micro-batch counted twice"])
+def test_the_gradient_comparison_notices(ranks, checkpoint, corruption):
+    cells, rows = make_rollouts(oldest_version=1)
+    want, _ = expected(checkpoint, cells, rows, AIPOConfig(rho=2.0))
+    batch = make_batch(rows, 2, 50)
+    first, second = batch.assignment
+    if corruption == "a rank's rows left out":
+        second = ((),) * len(second)
+    else:
+        second = (*second[:-1], second[-1] + second[0])
+    steps = [[dataclasses.replace(batch, assignment=(first, second))]]
+    seen = ranks(2).run(train, job(checkpoint, cells, steps))
+    errors = relative_errors(seen[0]["gradients"][0], want)
+    assert min(errors.values()) > 1e-3, errors
+
+
+def test_a_known_factor_on_mu_is_the_same_factor_on_the_gradient(ranks, checkpoint):
+    cells, rows = make_rollouts()
+    batch = [[make_batch(rows, 1, 64)]]
+    algorithm = AIPOConfig(rho=1e6)
+    plain = ranks(1).run(train, job(checkpoint, cells, batch, algorithm=algorithm))[0]
+    for cell in cells.values():
+        cell[GENERATOR_LOGPROBS] = cell[GENERATOR_LOGPROBS] - np.float32(np.log(1.5))
+    scaled = ranks(1).run(train, job(checkpoint, cells, batch, algorithm=algorithm))[0]
+    want = {name: 1.5 * gradient for name, gradient in plain["gradients"][0].items()}
+    assert max(relative_errors(scaled["gradients"][0], want).values()) <= 2e-6
+    mean, perturbed = (seen["stats"][0].scalars["ratio_mean"] for seen in (plain, scaled))
+    assert perturbed == pytest.approx(1.5 * mean, rel=1e-5)
+    assert scaled["stats"][0].scalars["ratio_clipped_share"] == 0
+
+
+def test_at_learning_rate_zero_every_ratio_is_one_in_the_next_step(ranks, checkpoint):
+    cells, rows = make_rollouts()
+    still = TrainerConfig(lr=0.0)
+    first = ranks(2).run(train, job(checkpoint, cells, [[make_batch(rows, 2, 40)]], trainer=still))
+    for rank in first:
+        for row_id, logprobs in rank["logprobs"].items():
+            cells[row_id][GENERATOR_LOGPROBS] = logprobs
+    steps = [[make_batch(rows, 1, 90, version)] for version in (0, 1)]
+    later = ranks(1).run(train, job(checkpoint, cells, steps, trainer=still))[0]
+    for stats in later["stats"]:
+        assert stats.scalars["ratio_max"] == pytest.approx(1, abs=1e-5)
+        assert stats.scalars["ratio_mean"] == pytest.approx(1, abs=1e-6)
+        assert abs(stats.scalars["kl"]) < 1e-6
+    assert later["stats"][1].scalars["grad_norm"] > 0
+
+
+def test_two_ranks_save_and_one_rank_takes_the_same_next_step(ranks, checkpoint, tmp_path):
+    cells, rows = make_rollouts()
+    steps = [[make_batch(rows, 2, 40, version)] for version in (0, 1)]
+    whole = ranks(2).run(
+        train,
+        job(
+            checkpoint,
+            cells,
+            steps,
+            trainer=ADAM,
+            save=str(tmp_path),
+            export=str(tmp_path / "exported"),
+        ),
+    )
+    last = [[make_batch(rows, 1, 64, version=1)]]
+    resumed = ranks(1).run(
+        train, job(checkpoint, cells, last, trainer=ADAM, restore=str(tmp_path))
+    )[0]
+    assert resumed["version"] == 1
+    assert resumed["stats"][0].version == 2
+    assert resumed["stats"][0].scalars["lr"] == whole[0]["stats"][1].scalars["lr"] == 2e-3 / 3
+    for name, want in whole[0]["weights"].items():
+        np.testing.assert_allclose(resumed["weights"][name], want, rtol=0, atol=2e-7, err_msg=name)
+    exported = Transformer(read_architecture(tmp_path / "exported"))
+    hf.load_into(dict(exported.named_parameters()), tmp_path / "exported")
+    for name, parameter in exported.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
+
+
+def test_ranks_listen_on_loopback_only(ranks, checkpoint):
+    cells, rows = make_rollouts(4)
+    seen = ranks(2).run(train, job(checkpoint, cells, [[make_batch(rows, 2, 40)]]))
+    addresses = [address for rank in seen for address in rank["sockets"]]
+    assert addresses  # else the list is blind
+    assert all(address.startswith("0100007F:") for address in addresses), addresses
+
+
+def test_checkpointing_changes_nothing_and_bfloat16_little_while_masters_stay_float32(
+    ranks, checkpoint
+):
+    cells, rows = make_rollouts()
+    steps = [[make_batch(rows, 1, 64)]]
+
+    def gradients(**fields):
+        config = dataclasses.replace(SGD, **fields)
+        seen = ranks(1).run(train, job(checkpoint, cells, steps, trainer=config))[0]
+        assert {weight.dtype for weight in seen["weights"].values()} == {np.dtype("f4")}
+        return seen["gradients"][0]
+
+    plain = gradients()
+    errors = relative_errors(gradients(activation_checkpointing=True), plain)
+    assert max(errors.values()) <= 1e-6
+    errors = relative_errors(gradients(compute_dtype="bfloat16"), plain)
+    assert 1e-4 < max(errors.values()) < 0.1
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_with_step_and_rows(ranks, checkpoint):
+    cells, rows = make_rollouts(3)
+    cells[2][GENERATOR_LOGPROBS][0] = np.nan
+    with pytest.raises(RuntimeError, match=r"the loss of step 0 is nan in rows \[.*2.*\]"):
+        ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 999)]]))
+
+
+def test_a_batch_for_another_version_is_refused(ranks, checkpoint):
+    cells, rows = make_rollouts(3)
+    with pytest.raises(RuntimeError, match="batch for version 1 came at 0"):
+        ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 99, version=1)]]))
+
+
+def test_the_source_layouts_of_all_ranks_tile_every_parameter_with_its_values(ranks, checkpoint):
+    cells, rows = make_rollouts(5)
+    seen = ranks(4).run(train, job(checkpoint, cells, [[make_batch(rows, 4, 40)]]))
+    for name, whole in seen[0]["weights"].items():
+        rebuilt, times = np.zeros_like(whole), np.zeros(whole.shape, int)
+        for rank in seen:
+            layout = rank["layout"].parameters[name]
+            assert (layout.shape, layout.dtype) == (whole.shape, "float32")
+            for box in layout.boxes:
+                place = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+                flat = rank["shards"][box.buffer].ravel()[box.offset :]
+                shape = [b - a for a, b in zip(box.start, box.stop, strict=True)]
+                strides = [4 * stride for stride in box.strides]
+                rebuilt[place] = np.lib.stride_tricks.as_strided(flat, shape, strides)
+                times[place] += 1
+        assert (times == 1).all(), name
+        np.testing.assert_array_equal(rebuilt, whole)
+
+
+def test_the_optimizer_waits_for_a_write_that_reads_the_weights(ranks, tmp_path):
+    wide = make_checkpoint(tmp_path / "wide", hidden_size=768, intermediate_size=1024)
+    cells, rows = make_rollouts(3)
+    seen = ranks(1).run(
+        write_beside_step, job(wide, cells, [[make_batch(rows, 1, 99)]], trainer=ADAM)
+    )[0]
+    assert seen["was_running"], "the write ended before the step began: make the model larger"
+    np.testing.assert_array_equal(seen["written"], seen["before"])
+    assert seen["fingerprints"][0] == seen["fingerprints"][1]
+    assert (seen["after"] != seen["before"]).mean() > 0.5
+    assert seen["version"] == 1
+    assert seen["error"] == "write of version 0 came at version 1"
+
+
+def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, checkpoint):
+    cells, rows = make_rollouts()
+    trained = ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 64)]]))[0]
+    shares = ranks(2).run(infer, checkpoint, cells, "float32")
+    assert [sorted(share) for share in shares] == [sorted(cells)[0::2], sorted(cells)[1::2]]
+    written = shares[0] | shares[1]
+    for row_id, logprobs in trained["logprobs"].items():
+        np.testing.assert_allclose(written[row_id], logprobs, atol=1e-5)
+    rough = ranks(1).run(infer, checkpoint, cells, "bfloat16")[0]
+    assert max(np.abs(rough[i] - written[i]).max() for i in cells) < 0.2
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(ranks, checkpoint, tmp_path):
+    cells, rows = make_rollouts(4)
+    steps = [[make_batch(rows, 1, 99, version)] for version in range(2000)]
+    cells_only = job(checkpoint, cells, steps, trainer=ADAM)
+    victim = Ranks(1)
+    victim.start(save_for_ever, cells_only, str(tmp_path))
+    folder = tmp_path / "checkpoints"
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline, "never met in the middle of a save"
+        victim.signal(signal.SIGSTOP)
+        half = [path for path in folder.glob("unfinished-step-*") if any(path.iterdir())]
+        if half and latest(tmp_path) is not None:
+            break
+        victim.signal(signal.SIGCONT)
+        time.sleep(0.003)
+    victim.close()
+    version = read_state(latest(tmp_path))["version"]
+    last = [[make_batch(rows, 1, 99, version)]]
+    resumed = job(checkpoint, cells, last, trainer=ADAM, restore=str(latest(tmp_path)))
+    seen = ranks(1).run(train, resumed)[0]
+    assert seen["version"] == version
+    assert begin(tmp_path, version + 1).is_dir()
+    assert len(list(folder.glob("unfinished-step-*"))) == 1

@@ -1,0 +1,295 @@
+"""Shared by the trainer tests: a tiny checkpoint, stored rollouts, a job that trains on them."""
+
+import asyncio
+import json
+import math
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from llamarl.checkpoint import Checkpoints
+from llamarl.config import AIPOConfig, SamplingConfig, TrainerConfig
+from llamarl.data.packing import pack
+from llamarl.executors.reference import ReferenceExecutor
+from llamarl.executors.trainer import TrainerExecutor
+from llamarl.metrics.span import Spans
+from llamarl.models.architecture import read_architecture
+from llamarl.models.hf import parameter_shapes
+from llamarl.types import (
+    FINISH_CODES,
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+    Batch,
+    BatchRow,
+    FinishReason,
+)
+from llamarl.weights.arena import Arena
+from llamarl.weights.plan import plan
+
+VOCAB = 61
+TEMPERATURE = 0.8
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+def make_checkpoint(folder, **changes):
+    """Random weights, large enough that log-probs differ clearly between tokens."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=random) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in parameter_shapes(read_architecture(folder)).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+class MemoryStorage:
+    """protocols.Storage in this process."""
+
+    def __init__(self, cells):
+        self.cells = {row_id: dict(cell) for row_id, cell in cells.items()}
+
+    async def write(self, row_ids, columns):
+        for name, arrays in columns.items():
+            for row_id, array in zip(row_ids, arrays, strict=True):
+                self.cells[row_id][name] = array
+
+    async def read(self, row_ids, names):
+        return {name: [self.cells[row_id][name] for row_id in row_ids] for name in names}
+
+    async def retire(self, row_ids, fate):
+        for row_id in row_ids:
+            del self.cells[row_id]
+
+
+def make_rollouts(num_rows=13, seed=0, oldest_version=0):
+    """(cells by row id, batch rows): odd lengths, two versions, one advantage of zero."""
+    random = np.random.default_rng(seed)
+    cells, rows = {}, []
+    for row_id in range(num_rows):
+        num_prompt = int(random.integers(1, 9))
+        num_tokens = int(random.integers(1, 26))
+        cells[row_id] = {
+            PROMPT_IDS: random.integers(0, VOCAB, num_prompt).astype(np.int32),
+            RESPONSE_IDS: random.integers(0, VOCAB, num_tokens).astype(np.int32),
+            GENERATOR_LOGPROBS: (-np.log(VOCAB) + random.normal(size=num_tokens)).astype("f4"),
+            TOKEN_VERSIONS: np.sort(random.integers(0, 3, num_tokens)).astype(np.int32),
+            SAMPLING: np.array(
+                [TEMPERATURE, 0, 1, 64, 0, FINISH_CODES[FinishReason.LENGTH] * (row_id % 5 == 2)],
+                np.float64,
+            ),
+        }
+        rows.append(
+            BatchRow(
+                row_id=row_id,
+                group_id=row_id // 4,
+                num_prompt_tokens=num_prompt,
+                num_tokens=num_tokens,
+                advantage=0.0 if row_id == 4 else float(random.normal()),
+                oldest_version=oldest_version,
+            )
+        )
+    return cells, tuple(rows)
+
+
+def make_batch(rows, num_ranks, budget, version=0):
+    lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
+    return Batch(version=version, rows=rows, assignment=pack(lengths, num_ranks, budget))
+
+
+@dataclass
+class Job:
+    """One life of a trainer: start, restore, train each step's parts, save, export, close."""
+
+    checkpoint: str
+    rendezvous: str
+    cells: dict
+    steps: list  # of lists of batches
+    trainer: TrainerConfig
+    algorithm: object = field(default_factory=lambda: AIPOConfig(rho=2.0))
+    restore: str | None = None
+    save: str | None = None  # before the last step
+    export: str | None = None
+
+
+def make_executor(rank, num_ranks, job, storage):
+    return TrainerExecutor(
+        rank=rank,
+        num_ranks=num_ranks,
+        spans=Spans(f"trainer-{rank}", None),
+        checkpoint=job.checkpoint,
+        rendezvous=job.rendezvous,
+        config=job.trainer,
+        algorithm=job.algorithm,
+        sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
+        num_steps=10,
+        seed=0,
+        storage=storage,
+        needs_reference=False,
+    )
+
+
+async def train(rank, num_ranks, job):
+    """Runs `job`; every rank returns what it saw, full tensors included."""
+    storage = MemoryStorage(job.cells)
+    executor = make_executor(rank, num_ranks, job, storage)
+    await executor.start()
+    seen = {"sockets": listening(), "version": 0, "stats": [], "gradients": []}
+    if job.restore:
+        seen["version"] = await executor.restore(job.restore)
+    for number, batches in enumerate(job.steps):
+        if job.save and number == len(job.steps) - 1:
+            await executor.save(job.save)
+        for batch in batches:
+            await executor.accumulate(batch)
+        seen["gradients"].append(
+            {n: p.grad.full_tensor().numpy().copy() for n, p in executor.policy.parameters.items()}
+        )
+        seen["logprobs"] = {
+            row_id: cell[TRAINER_LOGPROBS]
+            for row_id, cell in storage.cells.items()
+            if TRAINER_LOGPROBS in cell
+        }
+        seen["stats"].append(await executor.step())
+    seen["layout"] = await executor.source_layout()
+    seen["shards"] = {
+        n: p.detach().to_local().numpy().copy() for n, p in executor.policy.parameters.items()
+    }
+    seen["weights"] = {
+        n: p.detach().full_tensor().numpy().copy() for n, p in executor.policy.parameters.items()
+    }
+    if job.export:
+        await executor.export(job.export)
+    await executor.close()
+    return seen
+
+
+async def infer(rank, num_ranks, checkpoint, cells, compute_dtype):
+    """`ref_logprobs` by row that this rank wrote."""
+    storage = MemoryStorage(cells)
+    executor = ReferenceExecutor(
+        rank=rank,
+        num_ranks=num_ranks,
+        spans=Spans(f"reference-{rank}", None),
+        checkpoint=checkpoint,
+        config=TrainerConfig(tokens_per_micro_batch=40, compute_dtype=compute_dtype),
+        sampling=SamplingConfig(temperature=TEMPERATURE),
+        storage=storage,
+    )
+    await executor.start()
+    await executor.infer(sorted(cells))
+    await executor.close()
+    return {i: cell[REF_LOGPROBS] for i, cell in storage.cells.items() if REF_LOGPROBS in cell}
+
+
+async def write_beside_step(rank, num_ranks, job):
+    """Starts a step while a write reads the weights; what the write left, and the weights before.
+
+    Also the error of a write that names a version which is not the trainer's.
+    """
+    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    await executor.start()
+    source = await executor.source_layout()
+    boxes, offset = {}, 0
+    for name, layout in source.parameters.items():
+        strides = layout.boxes[0].strides
+        box = replace(layout.boxes[0], buffer="arena", offset=offset, strides=strides)
+        boxes[name] = replace(layout, boxes=(box,))
+        offset += math.prod(layout.shape)
+    arena = Arena(
+        parameters=boxes,
+        num_elements=offset,
+        dtype=torch.float32,
+        replica=0,
+        rank=0,
+        run_id="test",
+    )
+    target = replace(source, parameters=boxes)
+    await executor.connect(0, plan([source], [target]))
+    await executor.accumulate(job.steps[0][0])
+    before = _flat(executor)
+    write = asyncio.create_task(executor.write(0, [arena.offer(0)]))
+    await asyncio.sleep(0.002)
+    was_running = not write.done()
+    stats = await executor.step()
+    sums = await write
+    seen = {
+        "was_running": was_running,
+        "before": before,
+        "after": _flat(executor),
+        "written": arena.shadow.numpy().copy(),
+        "fingerprints": (sums, arena.fingerprint(0)),
+        "version": stats.version,
+    }
+    arena.discard(0)
+    try:
+        await executor.write(0, [arena.offer(0)])
+    except RuntimeError as error:
+        seen["error"] = str(error)
+    arena.close()
+    await executor.close()
+    return seen
+
+
+def _flat(executor):
+    return np.concatenate(
+        [p.detach().to_local().numpy().ravel() for p in executor.policy.parameters.values()]
+    )
+
+
+async def save_for_ever(rank, num_ranks, job, run_dir):
+    """Commits one checkpoint after another until killed."""
+    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    await executor.start()
+    checkpoints = Checkpoints(run_dir, keep=2)
+    for batches in job.steps:
+        await executor.accumulate(batches[0])
+        stats = await executor.step()
+        await checkpoints.save(executor, {"version": stats.version})
+
+
+def listening():
+    """Local addresses (hex, as the kernel prints them) of this process's listening sockets."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.append(fields[1])
+    return found
