@@ -28,6 +28,7 @@ from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
     Batch,
+    Fate,
     FinishReason,
     Group,
     Purpose,
@@ -136,10 +137,9 @@ class Controller:
     async def _settle(self, group: Group) -> None:
         reason = self.judge(group)
         if reason is None:
-            await self.gate.settle(group)
-            return
+            return await self.gate.settle(group)
         self.journal.drop(group, reason)
-        fate = {"fate": "dropped", "reason": reason, "group_id": group.group_id}
+        fate: Fate = {"fate": "dropped", "reason": reason, "group_id": group.group_id}
         await self._retire([group], fate)
         await self.gate.drop(group, reason)
 
@@ -160,10 +160,9 @@ class Controller:
                 await publishing  # the weights change next, so their copies must have ended
             stats = await self.trainer.step()
             oldest = self.gate.oldest_version(version)
-            await self.journal.step(stats, groups, oldest)
-            await self._retire(
-                groups, {"fate": "trained", "version": version, "oldest_version": oldest}
-            )
+            await self.journal.step(stats, groups)
+            fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
+            await self._retire(groups, fate)
             if self._is_due(self.config.checkpoint.every_steps, stats.version):
                 await self._save(stats.version)
             publishing = self._start(self._publish(stats.version))
@@ -173,7 +172,7 @@ class Controller:
     async def _publish(self, version: int) -> None:
         """Give `version` to the generators, after the evaluation that needs the one before."""
         await self._evaluation
-        self.journal.publish((await self.publisher.publish(version)).seconds)
+        self.journal.publish(await self.publisher.publish(version))
         await self.gate.publish(version)
         if self._is_due(self.config.evaluation.every_steps, version):
             self._evaluation = self._start(self._evaluate(version))
@@ -191,7 +190,7 @@ class Controller:
             checkpoint.commit(folder, state)
             checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
 
-    async def _retire(self, groups: list[Group], fate: dict[str, str | int | float]) -> None:
+    async def _retire(self, groups: list[Group], fate: Fate) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]
         await self.storage.retire(row_ids, fate)
         self.ledger.forget(row_ids)

@@ -14,6 +14,7 @@ from llamarl.protocols import Generator, Storage
 from llamarl.types import (
     REWARD,
     Evaluation,
+    Fate,
     FinishReason,
     Prompt,
     Purpose,
@@ -64,9 +65,16 @@ class Evaluator:
         await self._generator.submit(requests)
         await self._ledger.wait(row_ids, REWARD)
         result = self._result(version, row_ids)
-        await self._storage.retire(list(row_ids), {"fate": "evaluated", "version": version})
+        for correct in (True, False):
+            those = [r for r in row_ids if self._is_correct(r) is correct]
+            fate: Fate = {"fate": "evaluated", "version": version, "correct": int(correct)}
+            await self._storage.retire(those, fate)
         self._ledger.forget(row_ids)
         return result
+
+    def _is_correct(self, row_id: int) -> bool:
+        score = self._ledger.entries[row_id].score
+        return score is not None and score.correct
 
     def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation:
         entries = [self._ledger.entries[row_id] for row_id in row_ids]

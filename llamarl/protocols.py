@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from llamarl.types import Batch, Columns, Prompt, Request, Row, Score, StepStats
+from llamarl.types import Batch, Columns, Fate, Prompt, Request, Row, Score, StepStats
 
 if TYPE_CHECKING:
     from llamarl.weights.layout import Copy, Offer, RankLayout
@@ -77,7 +77,7 @@ class Storage(Protocol):
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
 
-    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+    async def retire(self, row_ids: list[int], fate: Fate) -> None:
         """Archive these rows with their fate (trained at which version, or dropped and why), free
         them."""
 

@@ -17,7 +17,7 @@ from llamarl.metrics.console import Progress
 from llamarl.metrics.record import sample_rows, step_scalars
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
-from llamarl.types import Group, StepStats
+from llamarl.types import Evaluation, Group, StepStats
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
 
@@ -27,23 +27,6 @@ class Published(Protocol):
 
     @property
     def seconds(self) -> float: ...
-
-
-class Evaluated(Protocol):
-    """A finished held-out evaluation; shares and means over its rollouts."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def accuracy(self) -> float: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def mean_tokens(self) -> float: ...
-    @property
-    def truncated_share(self) -> float: ...
-    @property
-    def num_failed(self) -> int: ...
 
 
 @dataclass(kw_only=True)
@@ -78,7 +61,7 @@ class Journal:
         """A version is live on the generators."""
         self._seconds["publish"] = published.seconds
 
-    def evaluation(self, evaluated: Evaluated) -> None:
+    def evaluation(self, evaluated: Evaluation) -> None:
         """A held-out evaluation is finished."""
         scalars = {
             "evaluation/accuracy": evaluated.accuracy,

@@ -1,0 +1,5 @@
+"""`python -m llamarl` is the `llamarl` command."""
+
+from llamarl.main import main
+
+main()

@@ -1,0 +1,232 @@
+"""What each command does, from a checked config to its result.
+
+Owns: the life of a run: inputs, processes, the loop, tear-down, summary. Does not own: wiring
+(`build.py`) or the command line (`main.py`). Invariant: when a job ends, however it ends, none of
+its processes is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import shutil
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llamarl import checkpoint
+from llamarl.build import (
+    Executors,
+    Inputs,
+    build_controller,
+    build_evaluator,
+    read_inputs,
+    spawn_executors,
+)
+from llamarl.cluster import Cluster, make_cluster
+from llamarl.config import Config
+from llamarl.config.check import require
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.dispatch import Dispatch
+from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.metrics.aggregate import LiveWaits, SpanTails
+from llamarl.metrics.console import Progress, render_summary
+from llamarl.metrics.flat import flatten
+from llamarl.metrics.journal import Journal
+from llamarl.metrics.sinks import MetricsLog
+from llamarl.metrics.span import Spans
+from llamarl.metrics.summary import summarize
+from llamarl.metrics.trace import merge
+from llamarl.models.hf import parameter_shapes
+from llamarl.protocols import Storage
+from llamarl.types import RESPONSE_IDS, REWARD, Evaluation, FinishReason
+
+FLOAT32_BYTES = 4
+
+
+async def train(config: Config, run_dir: str, console: Console) -> dict[str, Any]:
+    """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
+    inputs = read_inputs(config)
+    state, folder = _starting_point(config, run_dir)
+    _check_disk(config, inputs, run_dir)
+    spans_folder = f"{run_dir}/spans"
+    progress = Progress(
+        config.num_steps, live=config.metrics.live, spans_folder=spans_folder, console=console
+    )
+    spans = Spans("controller", spans_folder)
+    metrics = MetricsLog(run_dir, tensorboard=config.metrics.tensorboard)
+    with progress:
+        progress.phase("starting the executors")
+        async with _cluster(config, run_dir) as cluster:
+            executors = await spawn_executors(config, inputs, cluster, run_dir, trains=True)
+            assert executors.trainer is not None
+            if folder is not None:
+                await executors.trainer.first.restore(folder)
+            journal = Journal(
+                log=metrics,
+                progress=progress,
+                spans=spans,
+                max_staleness=config.staleness.max_staleness,
+                waits=LiveWaits(SpanTails(spans_folder)),
+                read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
+                num_samples=config.metrics.sample_rollouts,
+            )
+            controller, publisher, dispatch = build_controller(
+                config,
+                inputs,
+                executors,
+                run_dir=run_dir,
+                state=state,
+                journal=journal,
+                spans=spans,
+            )
+            await publisher.connect()
+            try:
+                journal.begin(state.get("version", 0))
+                await _until_lost(controller.run(), cluster)
+            finally:
+                await dispatch.close()
+                spans.close()
+            progress.phase("stopping the executors")
+    summary = summarize(run_dir)
+    merge(spans_folder, f"{run_dir}/trace.json")
+    finals = {key: value for key, value in summary.items() if isinstance(value, int | float)}
+    metrics.log_hyperparameters(flatten(config), finals)
+    metrics.close()
+    _show(config, run_dir, summary, console)
+    return summary
+
+
+async def _read_completions(
+    storage: Storage, tokenizer: Tokenizer, row_ids: list[int]
+) -> dict[int, str]:
+    """The text of a few rows that are still in storage."""
+    if not row_ids:
+        return {}
+    columns = await storage.read(row_ids, [RESPONSE_IDS])
+    return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))
+
+
+async def evaluate(config: Config, run_dir: str, console: Console) -> Evaluation:
+    """Score the checkpoint on the held-out prompts, without a trainer."""
+    require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
+    inputs = read_inputs(config, needs_prompts=False)
+    async with _cluster(config, run_dir) as cluster:
+        executors = await spawn_executors(config, inputs, cluster, run_dir, trains=False)
+        result = await _until_lost(_evaluate(config, inputs, executors), cluster)
+    console.print(
+        f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
+        f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "
+        f"prompts {result.num_prompts}  failed rewards {result.num_failed}",
+        highlight=False,
+    )
+    return result
+
+
+async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
+    """The loop's collect and score stages, for evaluation rows only."""
+    generators = {index: group.first for index, group in executors.generators.items()}
+    dispatch = Dispatch(generators, executors.storage)
+    ledger = Ledger(loop_stages(has_reference=False))
+    evaluator = build_evaluator(config, inputs, executors, dispatch, ledger)
+    assert evaluator is not None
+
+    async def collect() -> None:
+        while True:
+            rows = await dispatch.collect()
+            for row in rows:
+                assert row.finish_reason is not FinishReason.SEGMENT, row
+                ledger.entries[row.row_id].learn_row(row)
+            ledger.mark([row.row_id for row in rows], RESPONSE_IDS)
+
+    async def score() -> None:
+        while True:
+            row_ids = await ledger.take("score")
+            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
+            for verdict in await executors.scorer.first.score(pairs):
+                ledger.entries[verdict.row_id].learn_score(verdict)
+            ledger.mark(row_ids, REWARD)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            serving = [tasks.create_task(collect()), tasks.create_task(score())]
+            result = await evaluator.evaluate(0, tuple(range(len(inputs.held_out))))
+            for task in serving:
+                task.cancel()
+    finally:
+        await dispatch.close()
+    return result
+
+
+@contextlib.asynccontextmanager
+async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
+    """A cluster that is stopped at the end, also on SIGTERM."""
+    cluster = make_cluster(
+        config.cluster, spans_folder=f"{run_dir}/spans", logs_folder=f"{run_dir}/logs"
+    )
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield cluster
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        await cluster.stop()
+
+
+async def _until_lost(work: Coroutine[Any, Any, Any], cluster: Cluster) -> Any:
+    """Run `work`, but end at once with the reason if an executor it cannot spare is lost."""
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(cluster.watch())
+        result = await tasks.create_task(work)
+        watch.cancel()
+    return result
+
+
+def _starting_point(config: Config, run_dir: str) -> tuple[dict[str, Any], str | None]:
+    """The state and folder of the checkpoint to go on from, if any."""
+    resume = config.checkpoint.resume
+    folder = checkpoint.latest(run_dir) if resume == "auto" else Path(resume)
+    if resume == "off" or folder is None:
+        return {}, None
+    state = checkpoint.read_state(folder)
+    require(
+        state["version"] < config.num_steps,
+        "num_steps",
+        f"be above the checkpoint's version ({state['version']})",
+        config.num_steps,
+    )
+    return state, str(folder)
+
+
+def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
+    """ValueError unless weights, optimizer state and export of every kept checkpoint fit."""
+    shapes = parameter_shapes(inputs.architecture).values()
+    model_bytes = sum(math.prod(shape) for shape in shapes) * FLOAT32_BYTES
+    needed = model_bytes * (3 * (max(1, config.checkpoint.keep) + 1) + 1)
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(run_dir).free
+    if free < needed:
+        raise ValueError(
+            f"run_dir must be on a disk with {needed / 1e9:.2f} GB free for checkpoints and "
+            f"export (lower checkpoint.keep to need less), got {free / 1e9:.2f} GB at {run_dir}"
+        )
+
+
+def _show(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
+    paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
+    if config.metrics.tensorboard:
+        paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
+    next_command = f"tensorboard --logdir {run_dir}"
+    if config.checkpoint.export:
+        paths["checkpoint"] = f"{run_dir}/export"
+        next_command = (
+            f"llamarl evaluate --config-dir {config.recipe_dir} model.checkpoint={run_dir}/export"
+        )
+    render_summary(summary, paths, next_command, console)

@@ -1,0 +1,158 @@
+"""The command line: Hydra composes a recipe, a job runs it.
+
+Owns: commands, arguments, exit codes, how errors look. Does not own: jobs. Invariant: the only
+place that knows Hydra; past `to_object` a config is plain dataclasses.
+
+Exit codes: 0 done, 1 the run failed (with its traceback), 2 the user must change something (one
+line), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from llamarl import config as schema
+from llamarl import jobs
+from llamarl.cluster import GroupLost
+from llamarl.config import Config
+from llamarl.metrics.provenance import record_provenance
+
+CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
+
+SCHEMAS: dict[tuple[str | None, str], type] = {
+    (None, "schema"): Config,
+    ("algorithm", "aipo_schema"): schema.AIPOConfig,
+    ("algorithm", "reinforce_schema"): schema.ReinforceConfig,
+    ("algorithm", "rloo_schema"): schema.RLOOConfig,
+    ("algorithm", "ppo_schema"): schema.PPOConfig,
+    ("algorithm", "grpo_schema"): schema.GRPOConfig,
+    ("algorithm", "dr_grpo_schema"): schema.DrGRPOConfig,
+    ("algorithm", "dapo_schema"): schema.DAPOConfig,
+    ("algorithm", "cispo_schema"): schema.CISPOConfig,
+    ("algorithm", "gspo_schema"): schema.GSPOConfig,
+    ("model", "checkpoint_schema"): schema.ModelConfig,
+    ("data", "prompts_schema"): schema.DataConfig,
+    ("reward", "reward_schema"): schema.RewardConfig,
+    ("generator", "embedded_schema"): schema.GeneratorConfig,
+    ("trainer", "fsdp2_schema"): schema.TrainerConfig,
+    ("weights", "shared_memory_schema"): schema.WeightsConfig,
+    ("cluster", "cluster_schema"): schema.ClusterConfig,
+}
+
+Job = Callable[[Config, str, Console], Coroutine[Any, Any, Any]]
+COMMANDS: dict[str, tuple[Job, str]] = {
+    "train": (jobs.train, "fine-tune a checkpoint by asynchronous RL"),
+    "evaluate": (jobs.evaluate, "score a checkpoint on held-out prompts"),
+}
+
+USAGE = """usage: llamarl COMMAND --config-dir RECIPE [--config-name run] [key=value ...]
+
+commands:
+{commands}
+
+options:
+  --config-dir RECIPE    folder of the recipe; its run.yaml is read unless --config-name says else
+  --cfg job              print the composed config and stop
+  --multirun             run every combination of comma-separated values
+  --help                 this text; after a command, the recipe's keys
+
+example: llamarl train --config-dir recipes/quickstart trainer.lr=1e-4
+"""
+
+
+def main() -> None:
+    """Entry point of the `llamarl` command."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help", "help"):
+        width = max(map(len, COMMANDS)) + 2
+        lines = [f"  {name:<{width}}{words}" for name, (_, words) in COMMANDS.items()]
+        sys.stdout.write(USAGE.format(commands="\n".join(lines)))
+        return
+    if command not in COMMANDS:
+        _fail(f"the command must be one of {', '.join(COMMANDS)}, got {command!r}")
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, not to Hydra's printer
+    for (group, name), node in SCHEMAS.items():
+        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+    sys.argv = [f"llamarl {command}", *_with_defaults(arguments)]
+    job = COMMANDS[command][0]
+    entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
+    try:
+        entry(lambda composed: _run(job, composed, [f"llamarl {command}", *arguments]))()
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(_first_cause(error))
+
+
+def _with_defaults(arguments: list[str]) -> list[str]:
+    """Tell the config where the recipe lies, so that relative paths start there."""
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folder = Path(value or (arguments + [""])[index + 1])
+            if not folder.is_dir():
+                _fail(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
+            return [*arguments, f"recipe_dir='{folder.resolve()}'"]
+    if "--config-path" in arguments or "-cp" in arguments:
+        return arguments
+    return _fail("--config-dir must name a recipe's folder, such as recipes/quickstart")
+
+
+def _run(job: Job, composed: DictConfig, command: list[str]) -> None:
+    """One job; Hydra calls this once per combination of a multirun."""
+    try:
+        config: Any = OmegaConf.to_object(composed)
+        run_dir = os.path.abspath(HydraConfig.get().runtime.output_dir)
+        record_provenance(run_dir, command, OmegaConf.to_yaml(composed, resolve=True))
+        logging.getLogger().setLevel(logging.WARNING)
+        asyncio.run(job(config, run_dir, Console()))
+    except KeyboardInterrupt:
+        sys.stderr.write("llamarl: interrupted\n")
+        sys.exit(130)
+    except asyncio.CancelledError:
+        sys.stderr.write("llamarl: terminated\n")
+        sys.exit(143)
+    except OmegaConfBaseException:
+        raise
+    except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
+        cause = _first(error)
+        if isinstance(cause, ValueError):
+            _fail(str(cause))
+        traceback.print_exception(cause)
+        if isinstance(cause, GroupLost):
+            sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
+        sys.exit(1)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The exception that ended the run, out of the groups that task groups wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _first_cause(error: BaseException) -> str:
+    """One line out of Hydra's several."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
+    return lines[0] + (f" (key {key})" if key and key not in lines[0] else "")
+
+
+def _fail(message: str) -> Any:
+    sys.stderr.write(f"llamarl: {message}\n")
+    sys.exit(2)

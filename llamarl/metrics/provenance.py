@@ -1,0 +1,51 @@
+"""Where a run came from: command, versions, commit, resolved config.
+
+Owns: these files of a run folder. Does not own: the config itself. Invariant: written before the
+first process starts, so a run that dies early can still be explained.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
+
+
+def record_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: str) -> None:
+    """Write config.yaml, command.txt and environment.json into `run_dir`."""
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config_yaml)
+    with (folder / "command.txt").open("a") as file:  # a resumed run has several commands
+        file.write(shlex.join(command) + "\n")
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git_commit": _git_commit(),
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree, with "-dirty" if it was changed; None outside a repository."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    source = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(describe, cwd=source, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
