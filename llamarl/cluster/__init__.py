@@ -6,6 +6,8 @@ Invariant: importing this loads neither monarch nor torch; `inline` never does.
 
 from __future__ import annotations
 
+import os
+
 from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
 from llamarl.cluster.inline import InlineCluster
@@ -20,6 +22,10 @@ __all__ = [
     "process_name",
 ]
 
+# Monarch reads it when it is imported; children inherit it. With the default, 10 s, a killed
+# process would go unnoticed as long.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
+
 
 def make_cluster(config: ClusterConfig, *, spans_folder: str | None, logs_folder: str) -> Cluster:
     """The cluster that `config.backend` names; nothing starts before the first `spawn`.
@@ -29,6 +35,6 @@ def make_cluster(config: ClusterConfig, *, spans_folder: str | None, logs_folder
     """
     if config.backend == "inline":
         return InlineCluster(spans_folder=spans_folder)
-    from llamarl.cluster.actors import MonarchCluster  # the only way to monarch
+    from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
     return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 MARK = "LLAMARL_GROUP"  # environment variable: <cluster id>/<group name>
 KILL_LIMIT_S = 5.0  # a killed process that is still there then sits in the kernel
-LOG_TAIL_LINES = 8
+LOG_TAIL_LINES = 12
 LOG_TAIL_BYTES = 4000
 
 
@@ -58,7 +58,7 @@ def redirect_output(folder: str, process: str) -> None:
     for target in (1, 2):
         os.dup2(descriptor, target)
     os.close(descriptor)
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     to_file = logging.StreamHandler(sys.stderr)
     to_file.setFormatter(
         logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")

@@ -1,0 +1,185 @@
+"""What every cluster backend answers alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.cluster import Cluster, RemoteError, make_cluster, process_name
+from llamarl.config import ClusterConfig
+from tests.distributed.executors import Probe
+
+LIMIT_S = 30.0
+Scenario = Callable[[Cluster], Awaitable[None]]
+
+
+@pytest.fixture(params=["inline", "monarch"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
+    """Runs a scenario on a fresh cluster and stops it."""
+
+    async def with_cluster(scenario: Scenario) -> None:
+        cluster = make_cluster(
+            ClusterConfig(backend=request.param),
+            spans_folder=str(tmp_path / "spans"),
+            logs_folder=str(tmp_path / "logs"),
+        )
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await scenario(cluster)
+        finally:
+            await cluster.stop()
+
+    return lambda scenario: asyncio.run(with_cluster(scenario))
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+def test_every_rank_is_told_its_place(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group, single = await asyncio.gather(
+            cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("generator-1", Probe, {})
+        )
+        places = await group.every.place()
+        assert [place[:3] for place in places] == [(0, 2, "trainer-0"), (1, 2, "trainer-1")]
+        assert [place[3] for place in places] == group.pids
+        assert await group.first.place() == places[0]
+        assert (await single.every.place())[0][:3] == (0, 1, "generator-1")
+
+    run(scenario)
+
+
+def test_arguments_and_results_travel_whole(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("storage", Probe, {})
+        array = np.arange(262144, dtype=np.float32)  # 1 MiB
+        np.testing.assert_array_equal(await group.first.double(array), array * 2)
+        value = {"a": (1, 2.5, None), "b": [Path("x")]}
+        assert await group.first.echo(value, twice=True) == [value, value]
+
+    run(scenario)
+
+
+def test_an_exception_keeps_its_type_and_shows_where_it_was_raised(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("scorer", Probe, {}, 2)
+        with pytest.raises(KeyError, match="row 7 has no column reward on rank 1") as caught:
+            await group.first.fail(1)  # rank 0 never answers
+        assert "raised in scorer-1" in notes(caught.value)
+        assert "executors.py" in notes(caught.value)
+        assert "in fail" in notes(caught.value)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("raise_unpicklable", r"UnpicklableError: holds a lock \(3\)"),
+        ("raise_exit", "SystemExit: 3"),
+        ("raise_stop", "StopAsyncIteration"),
+    ],
+)
+def test_what_cannot_travel_becomes_a_remote_error(run, method: str, text: str) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("scorer", Probe, {})
+        with pytest.raises(RemoteError, match=text) as caught:
+            await getattr(group.first, method)()
+        assert f"in {method}" in notes(caught.value)
+        assert await group.first.echo(1) == 1  # the executor lives on
+
+    run(scenario)
+
+
+def test_calls_overlap(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("generator-0", Probe, {})
+        meetings = [asyncio.create_task(group.first.meet()) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        await group.first.arrive()
+        assert await asyncio.gather(*meetings) == ["met"] * 5
+
+    run(scenario)
+
+
+def test_executors_call_each_other(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        storage = await cluster.spawn("storage", Probe, {}, 2)
+        peers = {"peer": storage.every}
+        trainer = await cluster.spawn("trainer", Probe, peers, 2)
+        assert await trainer.every.ask_peer("echo", 5) == [[5, 5], [5, 5]]
+        assert (await trainer.first.ask(storage.first, "place"))[3] == storage.pids[0]
+        with pytest.raises(KeyError, match="row 7") as caught:
+            await trainer.first.ask_peer("fail")
+        assert "raised in storage-" in caught.value.__notes__[0]
+        assert "raised in trainer-" in caught.value.__notes__[1]
+
+    run(scenario)
+
+
+def test_spawn_raises_what_the_constructor_raises(run) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        good = await cluster.spawn("storage", Probe, {})
+        with pytest.raises(ValueError, match=r"trainer.lr must be at least 0") as caught:
+            await cluster.spawn("trainer", Probe, {"fails": True}, 2)
+        assert "raised in trainer-" in notes(caught.value)
+        assert await good.first.echo(1) == 1
+        with pytest.raises(ValueError, match="must be new"):
+            await cluster.spawn("storage", Probe, {})
+
+    run(scenario)
+
+
+def test_stop_closes_once_and_may_be_repeated(run, tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("generator", Probe, {"folder": str(tmp_path)}, 2)
+        await group.every.record()
+        watches = [asyncio.create_task(group.watch()), asyncio.create_task(cluster.watch())]
+        await group.stop()
+        await asyncio.gather(group.stop(), cluster.stop(), cluster.stop())
+        assert await asyncio.gather(*watches) == [None, None]
+        assert [(tmp_path / f"closed-{rank}").read_text() for rank in range(2)] == ["x", "x"]
+        spans = (tmp_path / "spans" / "generator-1.jsonl").read_text()
+        assert '"decode"' in spans
+
+    run(scenario)
+
+
+def test_the_inline_backend_needs_neither_monarch_nor_torch() -> None:
+    script = """
+import asyncio, sys
+sys.modules["monarch"] = None
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from tests.distributed.executors import Probe
+async def main():
+    config = ClusterConfig(backend="inline")
+    cluster = make_cluster(config, spans_folder=None, logs_folder="")
+    group = await cluster.spawn("storage", Probe, {})
+    print(await group.first.echo("answer"), "torch" in sys.modules)
+asyncio.run(main())
+"""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert done.stdout == "answer False\n", done.stderr
+
+
+def test_processes_are_named_after_executor_and_rank() -> None:
+    assert process_name("trainer", 0, 1) == "trainer-0"
+    assert process_name("trainer", 1, 2) == "trainer-1"
+    assert process_name("generator-1", 0, 1) == "generator-1"
+    assert process_name("generator-1", 1, 2) == "generator-1-1"

@@ -1,0 +1,374 @@
+"""Executor processes: how they die, what they leave behind, where they listen and write."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+
+import pytest
+
+from llamarl.cluster import Cluster, GroupLost, RemoteError, make_cluster, meshes
+from llamarl.cluster.process import MARK
+from llamarl.config import ClusterConfig
+from llamarl.executors.storage import StorageExecutor
+from tests.distributed.executors import Gathering, Probe, StuckInClose
+
+LIMIT_S = 30.0
+ROOT = str(Path(__file__).parents[2])
+
+
+@asynccontextmanager
+async def started(tmp_path: Path, **config):
+    cluster = make_cluster(
+        ClusterConfig(**config), spans_folder=None, logs_folder=str(tmp_path / "logs")
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield cluster
+    finally:
+        await cluster.stop()
+
+
+def run(tmp_path: Path, scenario: Callable[[Cluster], Awaitable[None]], **config) -> None:
+    async def main() -> None:
+        async with started(tmp_path, **config) as cluster:
+            await scenario(cluster)
+
+    asyncio.run(main())
+
+
+def is_alive(pid: int) -> bool:
+    """False for zombies too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def processes_with_mark() -> set[int]:
+    """Every process that some cluster started, directly or not."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"\0{MARK}=".encode() in b"\0" + (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+    return found
+
+
+async def gone(pids: list[int], limit_s: float) -> None:
+    async with asyncio.timeout(limit_s):
+        while any(is_alive(pid) for pid in pids):
+            await asyncio.sleep(0.02)
+
+
+def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def scenario(cluster: Cluster) -> None:
+        trainer, other = await asyncio.gather(
+            cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("scorer", Probe, {})
+        )
+        pids.extend([*trainer.pids, *other.pids, *await trainer.every.start_child()])
+        pids.append(await other.first.start_child())
+        calls = [trainer.every.forever(), cluster.watch(), trainer.watch()]
+        pending = [asyncio.create_task(call) for call in calls]
+        peer = asyncio.create_task(other.first.ask(trainer.first, "forever"))
+        await asyncio.sleep(0.1)
+        killed_s = time.monotonic()
+        os.kill(trainer.pids[1], signal.SIGKILL)
+        errors = await asyncio.gather(*pending, return_exceptions=True)
+        assert time.monotonic() - killed_s < 2
+        for error in errors:
+            assert isinstance(error, GroupLost)
+            assert (error.group, error.rank) == ("trainer", 1)
+        with pytest.raises(GroupLost, match="trainer") as caught:
+            await peer
+        assert time.monotonic() - killed_s < 4
+        assert "raised in scorer-0" in caught.value.__notes__[0]
+        with pytest.raises(GroupLost, match="rank 1"):
+            await trainer.first.place()
+        assert await other.first.echo(1) == 1  # the others live on
+
+    run(tmp_path, scenario)
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("generator-0", Probe, {})
+        pids.extend(group.pids)
+        call = asyncio.create_task(group.first.forever())
+        await asyncio.sleep(1.5)  # longer than the limit: an endless call is no silence
+        assert not call.done()
+        os.kill(group.pids[0], signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        with pytest.raises(GroupLost, match="silent for 1 s"):
+            await call
+        assert 0.4 < time.monotonic() - stopped_s < 2
+
+    began_s = time.monotonic()
+    run(tmp_path, scenario, silence_s=1.0)
+    assert time.monotonic() - began_s < 8
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def test_stop_kills_what_does_not_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meshes, "CLOSE_LIMIT_S", 0.3)
+    pids: list[int] = []
+
+    async def scenario(cluster: Cluster) -> None:
+        groups = await asyncio.gather(
+            cluster.spawn("stuck", StuckInClose, {}), cluster.spawn("blocked", Probe, {})
+        )
+        pids.extend([group.pids[0] for group in groups])
+        asyncio.create_task(groups[1].first.block_the_loop())  # noqa: RUF006 - never ends
+        await asyncio.sleep(0.1)
+        began_s = time.monotonic()
+        await cluster.stop()
+        assert time.monotonic() - began_s < 3
+
+    run(tmp_path, scenario)
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert "closing stuck took over" in caplog.text
+
+
+def test_a_call_pending_at_stop_ends(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("storage", Probe, {})
+        call = asyncio.create_task(group.first.forever())
+        await asyncio.sleep(0.1)
+        await cluster.stop()
+        with pytest.raises(GroupLost, match="stopped"):
+            await call
+        with pytest.raises(GroupLost, match="stopped"):
+            await group.first.echo(1)
+        with pytest.raises(RuntimeError, match="stopped"):
+            await cluster.spawn("late", Probe, {})
+
+    run(tmp_path, scenario)
+
+
+def test_a_result_that_does_not_pickle_is_an_error_of_the_call(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("storage", Probe, {})
+        with pytest.raises(RemoteError, match="cannot pickle"):
+            await group.first.return_unpicklable()
+        assert await group.first.echo(1) == 1
+
+    run(tmp_path, scenario)
+
+
+def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("storage", Probe, {})
+        assert await group.first.echo("again") == "again"
+
+    before = len(os.listdir("/proc/self/fd"))
+    for turn in range(4):
+        run(tmp_path, scenario)
+        if turn == 0:
+            before = len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_light_executors_load_no_torch_and_all_get_their_threads(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        storage, probe, heavy = await asyncio.gather(
+            cluster.spawn("storage", ImportingStorage, {}),
+            cluster.spawn("probe", Probe, {}),
+            cluster.spawn("heavy", Gathering, {}),
+        )
+        assert await storage.first.modules(["torch", "numpy"]) == ["numpy"]
+        variables = await probe.first.environment()
+        assert variables["OMP_NUM_THREADS"] == "1"
+        assert variables["GLOO_SOCKET_IFNAME"] == "lo"
+        assert await heavy.first.num_threads() == 1
+
+    run(tmp_path, scenario)
+
+
+class ImportingStorage(StorageExecutor):
+    """A storage unit that says which modules its process has loaded."""
+
+    def __init__(self, *, rank, num_ranks, spans) -> None:
+        super().__init__(
+            rank=rank,
+            num_ranks=num_ranks,
+            spans=spans,
+            unit=0,
+            archive_folder=None,
+            archive_tokens=False,
+        )
+
+    modules = Probe.modules
+
+
+def test_output_goes_to_log_files_and_warnings_to_the_console(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("trainer", Probe, {}, 2)
+        await group.every.talk()
+
+    run(tmp_path, scenario)
+    for rank in range(2):
+        text = (tmp_path / "logs" / f"trainer-{rank}.log").read_text()
+        said = ["a library prints", "a crash writes", "an info line", "a warning line"]
+        assert [line for line in [*said, "a python warning"] if line not in text] == []
+    out, err = capfd.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("[trainer-")]
+    assert "[trainer-1] WARNING a warning line" in lines
+    assert not [line for line in err.splitlines() if "info line" in line or "crash" in line]
+
+
+def test_the_last_words_of_a_dead_process_are_passed_on(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("trainer", Probe, {})
+        await group.first.talk()
+        os.kill(group.pids[0], signal.SIGKILL)
+        with pytest.raises(GroupLost, match="a crash writes"):
+            await group.first.forever()
+
+    run(tmp_path, scenario)
+
+
+CONTROLLER = """
+import asyncio, sys
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from tests.distributed.executors import Probe
+async def main():
+    cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=sys.argv[1])
+    try:
+        groups = await asyncio.gather(
+            cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("scorer", Probe, {}))
+        print(*(pid for group in groups for pid in group.pids), flush=True)
+        if sys.argv[2] == "child":
+            print(await groups[1].first.start_child(), flush=True)
+        if sys.argv[2] != "end":
+            await groups[0].first.forever()
+    finally:
+        await cluster.stop()
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def controller(tmp_path: Path, mode: str):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CONTROLLER, str(tmp_path / "logs"), mode),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield process, [int(pid) for pid in (await process.stdout.readline()).split()]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_executors_die_with_a_killed_controller(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with controller(tmp_path, "run") as (process, pids):
+            assert len(pids) == 3
+            assert all(is_alive(pid) for pid in pids)
+            process.kill()
+            await process.wait()
+            await gone(pids, limit_s=3)
+
+    asyncio.run(main())
+
+
+def test_an_interrupted_controller_leaves_no_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with controller(tmp_path, "child") as (process, pids):
+            pids.append(int(await process.stdout.readline()))
+            assert all(is_alive(pid) for pid in pids)
+            process.send_signal(signal.SIGINT)
+            _, errors = await process.communicate()
+            assert process.returncode != 0
+            assert errors.decode().rstrip().endswith("KeyboardInterrupt")
+            assert not [pid for pid in pids if is_alive(pid)]
+
+    asyncio.run(main())
+
+
+def test_a_good_run_leaves_the_console_clean_and_ends_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with controller(tmp_path, "end") as (process, pids):
+            began_s = time.monotonic()
+            assert await process.communicate() == (b"", b"")
+            assert process.returncode == 0
+            assert time.monotonic() - began_s < 5
+            assert not [pid for pid in pids if is_alive(pid)]
+
+    asyncio.run(main())
+
+
+def listening_addresses(pids: list[int]) -> Iterator[tuple[int, str, int]]:
+    """(pid, address, port) of every TCP socket on which one of these processes listens."""
+    inodes: dict[str, int] = {}
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes[os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")] = pid
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/net/{table}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:  # 0A: listening
+                address, port = words[1].split(":")
+                yield inodes[words[9]], decode_address(address), int(port, 16)
+
+
+def decode_address(text: str) -> str:
+    """/proc prints addresses as 32-bit words of the host's byte order."""
+    words = [int(text[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(text), 8)]
+    return str(ip_address(b"".join(words)))
+
+
+def is_loopback(address: str) -> bool:
+    parsed = ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        trainer, storage = await asyncio.gather(
+            cluster.spawn("trainer", Gathering, {}, 2), cluster.spawn("storage", Probe, {})
+        )
+        assert await trainer.every.join(str(tmp_path / "meeting")) == [2.0, 2.0]
+        pids = [os.getpid(), *processes_with_mark()]
+        assert {*trainer.pids, *storage.pids} <= set(pids)
+        found = list(listening_addresses(pids))
+        assert {pid for pid, _, _ in found} >= set(trainer.pids)  # gloo's own sockets are seen
+        assert [entry for entry in found if not is_loopback(entry[1])] == []
+        # The check itself sees a socket that is open to everybody.
+        port = await storage.first.listen_everywhere()
+        assert (storage.pids[0], "0.0.0.0", port) in listening_addresses(pids)
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            own = (os.getpid(), "::1", server.getsockname()[1])
+            assert own in listening_addresses(pids)
+
+    assert not is_loopback("0.0.0.0")
+    assert is_loopback("::ffff:127.0.0.1")
+    run(tmp_path, scenario)
