@@ -1,1 +1,1 @@
-"""The embedded generator engine: continuous batching on one device."""
+"""The embedded generation engine: continuous batching on any device torch runs on."""

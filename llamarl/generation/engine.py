@@ -1,0 +1,311 @@
+"""The engine: continuous batching of rollouts under the newest weights.
+
+Owns: the step (admit, prefill, decode one token, stop), the version label, and where each rollout
+sits. Does not own: the memory of the weights, threads, storage. Invariant: weights change only
+between two steps, and every token is labelled with the version whose weights computed it.
+
+A rollout in a slot has all tokens but its last in the KV cache; a decode step feeds the last one.
+So starting, resuming and recomputing are one operation: prefill everything but the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.config import GeneratorConfig
+from llamarl.generation.decoder import Decoder
+from llamarl.generation.kv_cache import Group, KVCache, group_slots, grouped_reads
+from llamarl.generation.parameters import DTYPES, arena_layout, bind
+from llamarl.generation.running import Running
+from llamarl.generation.sampling import SamplingRows, sample
+from llamarl.generation.scheduler import (
+    PrefixIndex,
+    Queue,
+    Waiting,
+    Written,
+    nothing_written,
+    place,
+)
+from llamarl.models.architecture import Architecture
+from llamarl.types import FinishReason, Request
+
+PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
+SORT_EVERY_STEPS = 16  # how often the order of slots is reconsidered
+SORT_GAIN = 1.15  # slots are sorted by length if attention would read this much less
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """A rollout that stopped, with everything written so far (earlier segments included)."""
+
+    request: Request
+    written: Written
+    reason: FinishReason
+
+
+class Engine:
+    """One replica's generation. Synchronous; call it from one thread.
+
+    `decode_text` turns token ids into text and is needed only for stop strings. `version` is -1
+    until weights are bound, and nothing starts before that.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: GeneratorConfig,
+        *,
+        device: str = "cpu",
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.architecture = architecture
+        self.config = config
+        self.layout = arena_layout(architecture, config.dtype)
+        self.decode_text = decode_text
+        self.version = -1
+        self.num_prefilled_tokens = 0  # since the start
+        self._device = torch.device(device)
+        slots, context = config.max_running, config.max_context_tokens
+        self._cache = KVCache(
+            num_layers=architecture.num_layers,
+            num_slots=slots,
+            num_kv_heads=architecture.num_kv_heads,
+            num_positions=context,
+            head_dim=architecture.head_dim,
+            dtype=DTYPES[config.dtype],
+            device=self._device,
+        )
+        self._decoder = Decoder(architecture, self._cache, self._device)
+        self._running = Running(slots, context)
+        self._queue = Queue()
+        self._prefixes = PrefixIndex(slots)
+        self._mask = torch.full((slots, 1, context), -torch.inf, device=self._device)
+        self._mask = self._mask.to(DTYPES[config.dtype])
+        self._done: list[Finished] = []
+        self._must_recompute = False
+        self._regroup()
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts in slots."""
+        return int(self._running.occupied.sum())
+
+    @property
+    def num_waiting(self) -> int:
+        """Rollouts in the queue, also those that wait for a newer version."""
+        return len(self._queue)
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next step would do something."""
+        if self._done or (self.version >= 0 and self.num_running):
+            return True
+        return self.version >= 0 and self._queue.has_startable(self.version)
+
+    def flip(self, flat: Tensor, version: int) -> int:
+        """Use the weights in `flat` (see `layout`) as `version` from the next token on.
+
+        Returns the number of running rollouts. With kv_after_flip=recompute their keys and values
+        are computed anew before their next token.
+        """
+        self._decoder.weights = bind(self.layout, self.architecture, flat)
+        self.version = version
+        self._must_recompute = self.config.kv_after_flip == "recompute"
+        return self.num_running
+
+    def submit(self, request: Request, written: Written | None = None) -> None:
+        """Queue a rollout; `written` is what a resumed one has so far.
+
+        ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
+        vocabulary.
+        """
+        context, vocab = self.config.max_context_tokens, self.architecture.vocab_size
+        ids = request.prompt_ids
+        if not 1 <= len(ids) < context:
+            raise ValueError(
+                f"prompt of row {request.row_id} must have 1 to {context - 1} tokens "
+                f"(generator.max_context_tokens {context}), got {len(ids)}"
+            )
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(
+                f"prompt ids of row {request.row_id} must be below the vocabulary size {vocab}, "
+                f"got {max(ids)} (does the tokenizer belong to the checkpoint?)"
+            )
+        if request.sampling.stop_strings and self.decode_text is None:
+            raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
+        self._queue.add(Waiting(request=request, written=written or nothing_written()))
+
+    def abort(self, row_ids: Sequence[int]) -> None:
+        """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
+        wanted = set(row_ids)
+        for waiting in self._queue.remove(wanted):
+            self._done.append(
+                Finished(
+                    request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
+                )
+            )
+        for slot in np.flatnonzero(self._running.occupied).tolist():
+            request = self._running.requests[slot]
+            if request is not None and request.row_id in wanted:
+                self._stop(slot, FinishReason.ABORTED)
+
+    def step(self) -> list[Finished]:
+        """Admit what fits, decode one token for every running rollout, return what stopped."""
+        self.admit()
+        return self.decode()
+
+    @torch.inference_mode()
+    def admit(self) -> int:
+        """Start waiting rollouts in free slots; returns the number of tokens prefilled."""
+        if self.version < 0:
+            return 0
+        before = self.num_prefilled_tokens
+        if self._must_recompute:
+            self._recompute()
+        free = set(np.flatnonzero(~self._running.occupied).tolist())
+        starting = self._queue.take(self.version, len(free)) if free and len(self._queue) else []
+        if starting:
+            placements = place(starting, free, self._prefixes, self.version)
+            for placement in placements:
+                self._running.start(placement.slot, placement.waiting)
+            self._prefill([p.slot for p in placements if p.source is None])
+            for p in placements:
+                if p.source is not None and p.source != p.slot:
+                    length = len(p.waiting.request.prompt_ids) - 1
+                    self._cache.copy_prefix(p.source, p.slot, length)
+            self._steps_to_sort = 0
+        return self.num_prefilled_tokens - before
+
+    @torch.inference_mode()
+    def decode(self) -> list[Finished]:
+        """One token for every running rollout; returns what stopped since the last call."""
+        if self._steps_to_sort <= 0:
+            self._settle()
+        running, num_rows = self._running, self._num_rows
+        if num_rows:
+            positions = running.cached[:num_rows].copy()
+            rows = np.arange(num_rows)
+            tokens = torch.from_numpy(running.sequence[rows, positions].astype(np.int64))
+            uniform = torch.from_numpy(running.uniform[rows, positions + 1])
+            logits = self._decoder.decode(
+                tokens.to(self._device), positions, self._groups, self._mask
+            )
+            self._advance_groups()
+            ids, logprobs = sample(logits, self._sampling, uniform.to(self._device))
+            ended = running.append(ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+            if running.watches_text.any():
+                ended = self._stop_at_text(ended)
+            for slot, reason in ended:
+                self._stop(slot, reason)
+            self._steps_to_sort -= 1
+        done, self._done = self._done, []
+        return done
+
+    def _stop(self, slot: int, reason: FinishReason) -> None:
+        # The slot stays a gap until the next step, so that a waiting rollout may take it first.
+        request, written = self._running.release(slot)
+        self._steps_to_sort = 0
+        self._done.append(Finished(request=request, written=written, reason=reason))
+
+    def _stop_at_text(
+        self, ended: list[tuple[int, FinishReason]]
+    ) -> list[tuple[int, FinishReason]]:
+        """Add the rollouts whose newest token completed a stop string."""
+        reasons = dict(ended)
+        assert self.decode_text is not None
+        for slot in np.flatnonzero(self._running.watches_text).tolist():
+            request = self._running.requests[slot]
+            assert request is not None
+            # A token is at least one byte, so the text of this many tokens holds the longest
+            # string, and a few more keep characters whole at the window's left edge.
+            longest = max(len(text.encode()) for text in request.sampling.stop_strings)
+            end = int(self._running.cached[slot]) + 1
+            start = max(int(self._running.prompt_length[slot]), end - longest - 8)
+            text = self.decode_text(self._running.sequence[slot, start:end].tolist())
+            if any(stop in text for stop in request.sampling.stop_strings):
+                reasons[slot] = FinishReason.STOP
+        return sorted(reasons.items())
+
+    def _prefill(self, slots: list[int]) -> None:
+        """Compute the keys and values of everything but the last token of these slots."""
+        pack: list[tuple[int, list[int]]] = []
+        num_tokens = 0
+        for slot in slots:
+            length = int(self._running.cached[slot])
+            if not length:
+                continue
+            if pack and num_tokens + length > PREFILL_TOKENS:
+                self._decoder.prefill(pack)
+                pack, num_tokens = [], 0
+            pack.append((slot, self._running.sequence[slot, :length].tolist()))
+            num_tokens += length
+            self.num_prefilled_tokens += length
+        if pack:
+            self._decoder.prefill(pack)
+
+    def _recompute(self) -> None:
+        """Bring every running rollout's keys and values to the present version."""
+        self._must_recompute = False
+        slots = np.flatnonzero(self._running.occupied).tolist()
+        self._prefill(slots)
+        for slot in slots:
+            request = self._running.requests[slot]
+            assert request is not None
+            self._prefixes.put(slot, request.prompt_ids, self.version)
+
+    def _settle(self) -> None:
+        """Close gaps between occupied slots and keep rollouts of like length together."""
+        running = self._running
+        occupied = np.flatnonzero(running.occupied)
+        lengths = running.cached[occupied]
+        order = occupied[np.argsort(-lengths, kind="stable")]
+        has_gap = len(occupied) > 0 and occupied[-1] + 1 > len(occupied)
+        reads = grouped_reads(running.cached[: running.num_rows] + 1)
+        best = grouped_reads(np.sort(lengths)[::-1] + 1)
+        if reads > SORT_GAIN * best:
+            self._move(order.tolist(), list(range(len(order))))
+        elif has_gap:
+            holes = np.flatnonzero(~running.occupied[: len(occupied)]).tolist()
+            self._move(occupied[len(occupied) - len(holes) :].tolist(), holes)
+        self._regroup()
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Move rollouts from `sources` to `targets`; slots they leave become free."""
+        pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s != t]
+        if not pairs:
+            return
+        running = self._running
+        moved_from, moved_to = [s for s, _ in pairs], [t for _, t in pairs]
+        length = int(running.cached[moved_from].max())
+        self._cache.move(moved_from, moved_to, length)
+        self._prefixes.move(moved_from, moved_to)
+        left = sorted(set(moved_from) - set(moved_to))
+        running.move(moved_from, moved_to)
+        for slot in left:
+            running.clear(slot)
+
+    def _regroup(self) -> None:
+        """Recompute what a decode step needs to know about the slots."""
+        running = self._running
+        self._num_rows: int = running.num_rows
+        lengths = running.cached[: self._num_rows] + 1
+        self._groups: list[Group] = group_slots(lengths)
+        visible = torch.from_numpy(np.arange(self._mask.shape[2]) < lengths[:, None])
+        rows = self._mask[: self._num_rows, 0]
+        rows.fill_(-torch.inf).masked_fill_(visible.to(self._device), 0)
+        self._sampling: SamplingRows = running.sampling_rows(self._num_rows)
+        self._steps_to_sort = SORT_EVERY_STEPS
+
+    def _advance_groups(self) -> None:
+        """Every slot is one token longer."""
+        for group in self._groups:
+            group.length += 1
+        if any(not group.is_even for group in self._groups):
+            num_rows = self._num_rows
+            place = torch.from_numpy(self._running.cached[:num_rows] + 1).to(self._device)
+            self._mask[:num_rows, 0].scatter_(1, place.unsqueeze(1), 0)

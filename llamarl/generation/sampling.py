@@ -1,0 +1,112 @@
+"""Drawing tokens: the whole batch at once, each rollout from its own random stream.
+
+Owns: the random numbers and the choice. Does not own: logits or stopping. Invariant: the number
+that decides token i of a rollout is a function of (seed, i) alone, so a rollout does not depend
+on its neighbours, on the replica, or on having been cut and resumed.
+
+Log-probs are those of the distribution drawn from: after temperature, top-k and top-p, all
+renormalised. Temperature 0 takes the likeliest token and reports its log-prob at temperature 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64, a bijection of 64-bit words that scatters them."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seed: int, num_tokens: int) -> np.ndarray:
+    """One number in [0, 1) per token index: float32 [num_tokens], from (seed, index) alone."""
+    start = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
+    words = _mix(start + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
+    # 24 bits are all that float32 holds below 1, so the largest value stays below 1.
+    return ((words >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingRows:
+    """Sampling parameters of the batch, one entry per row; None where no row needs them."""
+
+    temperature: Tensor | None  # float32 [n, 1], 1 for greedy rows; None if all are 1
+    greedy: Tensor | None  # bool [n]
+    top_k: Tensor | None  # int64 [n, 1], 0 is off
+    top_p: Tensor | None  # float32 [n, 1], 1 is off
+
+
+def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Logits [n, V] with everything outside top-k, then outside top-p of the rest, at -inf.
+
+    top-p keeps the smallest set of likeliest tokens whose probability reaches p. Equal logits at
+    the edge are kept in the order of a stable sort.
+    """
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    drop = torch.zeros_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        rank = torch.arange(ordered.shape[-1], device=logits.device)
+        drop |= (rank >= top_k) & (top_k > 0)
+        ordered = ordered.masked_fill(drop, -torch.inf)
+    if top_p is not None:
+        probs = torch.softmax(ordered, dim=-1)
+        before = torch.cumsum(probs, dim=-1) - probs
+        drop |= (before >= top_p) & (top_p < 1)
+    return logits.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), -torch.inf)
+
+
+def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the distribution function at `uniform`.
+
+    `logits` float32 [n, V] (overwritten), `uniform` float32 [n]. Returns ids int64 [n] and
+    log-probs float32 [n].
+    """
+    if rows.temperature is not None:
+        logits.div_(rows.temperature)
+    if rows.top_k is not None or rows.top_p is not None:
+        logits = truncate(logits, rows.top_k, rows.top_p)
+    probs = torch.softmax(logits, dim=-1)
+    ids = _invert(probs, uniform.unsqueeze(1))
+    if rows.greedy is not None:
+        ids = torch.where(rows.greedy.unsqueeze(1), logits.argmax(dim=-1, keepdim=True), ids)
+    return ids.squeeze(1), probs.gather(1, ids).log_().squeeze(1)
+
+
+def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
+    """First token whose cumulative probability exceeds `uniform` [n, 1]: int64 [n, 1].
+
+    Two levels, blocks of about sqrt(V) tokens and then one block, because a running sum over the
+    whole vocabulary cannot use vector instructions.
+    """
+    num_rows, vocab = probs.shape
+    block = 1 << max(vocab.bit_length() // 2, 1)
+    if vocab % block:
+        probs = torch.nn.functional.pad(probs, (0, block - vocab % block))
+    blocks = probs.view(num_rows, -1, block)
+    sums = blocks.sum(dim=-1)
+    cumulative = sums.cumsum(dim=-1)
+    # Rounding may leave the total a little off 1: scale, so that the last token is not favoured.
+    # Kept below the total, or the search would run past the last token that has any probability.
+    target = torch.minimum(uniform * cumulative[:, -1:], _just_below(cumulative[:, -1:]))
+    chosen = torch.searchsorted(cumulative, target, right=True)
+    before = cumulative.gather(1, chosen) - sums.gather(1, chosen)
+    inner = blocks.gather(1, chosen.unsqueeze(2).expand(-1, 1, block)).squeeze(1)
+    inner_cumulative = inner.cumsum(dim=-1)
+    rest = (target - before).clamp_(min=0)
+    rest = torch.minimum(rest, _just_below(inner_cumulative[:, -1:]))
+    offset = torch.searchsorted(inner_cumulative, rest, right=True)
+    return chosen.mul_(block).add_(offset)
+
+
+def _just_below(total: Tensor) -> Tensor:
+    return torch.nextafter(total, torch.zeros_like(total))

@@ -1,0 +1,146 @@
+"""Which waiting rollout starts next, and in which slot.
+
+Owns: the queue and the slot choice. Does not own: tensors or running rollouts. Invariant:
+evaluation before training, else first in, first out, except that a rollout whose `min_version` is
+not reached waits without holding up those behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamarl.types import Purpose, Request
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """What a resumed rollout has written so far: ids int32 [t], log-probs float32 [t], versions
+    int32 [t]."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+def nothing_written() -> Written:
+    """The state of a rollout that has not started."""
+    return Written(
+        ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32)
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Waiting:
+    """A request in the queue; `written` is empty unless it is resumed."""
+
+    request: Request
+    written: Written = field(default_factory=nothing_written)
+
+
+class Queue:
+    """Waiting rollouts."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Purpose, deque[Waiting]] = {
+            Purpose.EVALUATE: deque(),
+            Purpose.TRAIN: deque(),
+        }
+
+    def __len__(self) -> int:
+        return sum(len(lane) for lane in self._lanes.values())
+
+    def add(self, waiting: Waiting) -> None:
+        """Put one rollout at the end of its lane."""
+        self._lanes[waiting.request.purpose].append(waiting)
+
+    def take(self, version: int, most: int) -> list[Waiting]:
+        """Remove up to `most` rollouts that may start under `version`, in starting order."""
+        taken: list[Waiting] = []
+        for lane in self._lanes.values():
+            held: list[Waiting] = []
+            while lane and len(taken) < most:
+                waiting = lane.popleft()
+                allowed = waiting.request.min_version <= version
+                (taken if allowed else held).append(waiting)
+            lane.extendleft(reversed(held))
+        return taken
+
+    def has_startable(self, version: int) -> bool:
+        """True if some rollout may start under `version`."""
+        return any(w.request.min_version <= version for lane in self._lanes.values() for w in lane)
+
+    def remove(self, row_ids: set[int]) -> list[Waiting]:
+        """Remove and return the rollouts with these row ids."""
+        removed: list[Waiting] = []
+        for purpose, lane in self._lanes.items():
+            removed += [w for w in lane if w.request.row_id in row_ids]
+            self._lanes[purpose] = deque(w for w in lane if w.request.row_id not in row_ids)
+        return removed
+
+
+@dataclass(slots=True)
+class PrefixIndex:
+    """Which slot's cache holds the keys and values of which prompt, under which version.
+
+    An entry outlives its rollout until the slot is written again.
+    """
+
+    num_slots: int
+    _prompts: list[tuple[int, ...] | None] = field(init=False)
+    _versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prompts = [None] * self.num_slots
+        self._versions = [-1] * self.num_slots
+
+    def put(self, slot: int, prompt: tuple[int, ...], version: int) -> None:
+        """Slot `slot` holds `prompt`, computed under `version`."""
+        self._prompts[slot], self._versions[slot] = prompt, version
+
+    def find(self, prompt: tuple[int, ...], version: int) -> list[int]:
+        """Slots that hold `prompt` under exactly `version`."""
+        return [
+            slot
+            for slot, held in enumerate(self._prompts)
+            if self._versions[slot] == version and held == prompt
+        ]
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """The caches of `sources` were moved to `targets`."""
+        held = [(self._prompts[s], self._versions[s]) for s in sources]
+        for target, (prompt, version) in zip(targets, held, strict=True):
+            self._prompts[target], self._versions[target] = prompt, version
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Rollout `waiting` starts in `slot`; its prompt's cache is copied from slot `source`, is in
+    place already (`source == slot`), or must be computed (`source` None)."""
+
+    waiting: Waiting
+    slot: int
+    source: int | None
+
+
+def place(
+    starting: list[Waiting], free: set[int], prefixes: PrefixIndex, version: int
+) -> list[Placement]:
+    """Give each starting rollout a slot out of `free` (shrinks), sharing prompts where possible.
+
+    A free slot that already holds the prompt is taken first, so it is never overwritten by
+    another rollout while it could serve; resumed rollouts are always computed.
+    """
+    placements = []
+    for waiting in starting:
+        prompt = waiting.request.prompt_ids
+        holders = [] if len(waiting.written.ids) else prefixes.find(prompt, version)
+        reusable = [slot for slot in holders if slot in free]
+        slot = reusable[0] if reusable else min(free)
+        source = slot if reusable else holders[0] if holders else None
+        free.remove(slot)
+        prefixes.put(slot, prompt, version)
+        placements.append(Placement(waiting, slot, source))
+    return placements

@@ -1,0 +1,302 @@
+"""Measure the embedded generator against transformers' `generate` and against a floor.
+
+    python tools/bench_generate.py [--json FILE] [--repeats N]
+
+The pinned job: a 3.2M-parameter Llama (hidden 256, 4 layers, 8 query and 4 key-value heads of 32)
+with random weights, 16 prompt tokens, 128 sampled tokens per rollout, end of sequence ignored,
+one thread, float32 and bfloat16, batch 64 and 8.
+
+transformers runs with its best CPU settings of those tried at the start (eager or sdpa attention,
+dynamic or static cache), in inference mode. The floor is what a decode step cannot avoid: the
+matrix products with the weights (same shapes, dtype and batch) and one contiguous read of the
+keys and values so far. All are measured in turn within each repeat; ratios are medians over
+repeats of ratios within one repeat.
+
+The long tail replays lengths drawn once from a log-normal distribution (p99 six times the mean,
+cut at eight times): the engine with 64 slots against transformers in batches of 64, in arrival
+order and sorted by length, whichever is faster.
+
+Ratios above 1 mean the engine is faster; floor_share is the floor's time over the engine's. Of
+several dtypes (and batches) the JSON file holds the lowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.config import GeneratorConfig
+from llamarl.generation.engine import Engine
+from llamarl.generation.parameters import DTYPES
+from llamarl.models.architecture import Architecture
+from llamarl.types import Request, Sampling
+
+ARCHITECTURE = Architecture(
+    model_type="llama",
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    max_positions=1024,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
+PROMPT_TOKENS = 16
+NEW_TOKENS = 128
+TAIL_ROLLOUTS = 512
+TAIL_MEAN = 64
+TAIL_BATCH = 64
+TAIL_SIGMA = 0.974  # exp(2.326 sigma - sigma^2 / 2) = 6: the 99th percentile over the mean
+GOALS = {"ratio_64": 1.2, "ratio_8": 1.5, "floor_share": 0.7, "ratio_long_tail": 3.0}
+
+
+def random_model(dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
+    """transformers' Llama of the pinned shape, random weights from a fixed seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    a = ARCHITECTURE
+    config = LlamaConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.intermediate_size,
+        num_hidden_layers=a.num_layers,
+        num_attention_heads=a.num_heads,
+        num_key_value_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        max_position_embeddings=a.max_positions,
+        rms_norm_eps=a.norm_eps,
+        tie_word_embeddings=True,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def make_engine(model: torch.nn.Module, dtype: str, slots: int, context: int) -> Engine:
+    """The engine with the weights of `model`."""
+    engine = Engine(
+        ARCHITECTURE,
+        GeneratorConfig(max_running=slots, max_context_tokens=context, dtype=dtype),
+    )
+    flat = torch.zeros(engine.layout.num_elements, dtype=DTYPES[dtype])
+    parameters = dict(model.named_parameters())
+    for name in engine.layout.parameters:
+        for place, box in engine.layout.parameter_boxes(flat, name):
+            box.copy_(parameters[name].detach()[place])
+    engine.flip(flat, 0)
+    return engine
+
+
+def random_prompts(num: int) -> Tensor:
+    """int64 [num, PROMPT_TOKENS]."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (num, PROMPT_TOKENS)
+    return torch.randint(0, ARCHITECTURE.vocab_size, shape, generator=generator)
+
+
+def run_engine(engine: Engine, prompts: Tensor, lengths: list[int]) -> int:
+    """Write one rollout of the given length per prompt; returns the tokens written."""
+    for row, (prompt, length) in enumerate(zip(prompts.tolist(), lengths, strict=True)):
+        sampling = Sampling(max_tokens=length)
+        engine.submit(Request(row_id=row, prompt_ids=tuple(prompt), sampling=sampling, seed=row))
+    # A new version label keeps one repeat from using the prompts' cache of the one before.
+    engine.version += 1
+    num_tokens = 0
+    while engine.has_work:
+        num_tokens += sum(len(f.written.ids) for f in engine.step())
+    return num_tokens
+
+
+def run_transformers(model: torch.nn.Module, prompts: Tensor, length: int, cache: str) -> None:
+    """Sample `length` tokens for every prompt in one batch."""
+    options = {} if cache == "dynamic" else {"cache_implementation": cache}
+    with torch.inference_mode():
+        out = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=length,
+            min_new_tokens=None,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            disable_compile=True,
+            **options,
+        )
+    assert out.shape[1] == prompts.shape[1] + length
+
+
+def make_floor(dtype: torch.dtype, batch: int) -> Callable[[], None]:
+    """The weight products and key-value reads of all decode steps, and nothing else."""
+    a = ARCHITECTURE
+    qkv = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    sizes = [
+        (qkv, a.hidden_size),
+        (a.hidden_size, a.num_heads * a.head_dim),
+        (2 * a.intermediate_size, a.hidden_size),
+        (a.hidden_size, a.intermediate_size),
+    ] * a.num_layers + [(a.vocab_size, a.hidden_size)]
+    weights = [torch.randn(size).to(dtype) for size in sizes]
+    inputs = {size[1]: torch.randn(batch, size[1]).to(dtype) for size in sizes}
+    outputs = {size[0]: torch.empty(batch, size[0], dtype=dtype) for size in sizes}
+    products = [(inputs[w.shape[1]], w.t(), outputs[w.shape[0]]) for w in weights]
+    # BLAS dot on the bytes as float32 is the fastest read of memory that torch has.
+    row_bytes = batch * a.num_kv_heads * a.head_dim * dtype.itemsize
+    size = (a.num_layers, (PROMPT_TOKENS + NEW_TOKENS) * row_bytes // 4)
+    keys, values = torch.randn(size), torch.randn(size)
+
+    def floor() -> None:
+        with torch.inference_mode():
+            for step in range(NEW_TOKENS):
+                live = (PROMPT_TOKENS + step) * row_bytes // 4
+                for x, weight, out in products:
+                    torch.mm(x, weight, out=out)
+                for layer in range(a.num_layers):
+                    torch.dot(keys[layer, :live], values[layer, :live])
+
+    return floor
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def best_settings(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, str, str]:
+    """transformers' fastest attention and cache for this job: (model, cache, name)."""
+    prompts = random_prompts(batch)
+    trials = []
+    for attention in ("sdpa", "eager"):
+        model = random_model(dtype, attention)
+        for cache in ("dynamic", "static"):
+            run_transformers(model, prompts, 8, cache)
+            took_s = min(
+                seconds(lambda m=model, c=cache: run_transformers(m, prompts, 32, c))
+                for _ in range(3)
+            )
+            trials.append((took_s, f"{attention} attention, {cache} cache", model, cache))
+    _, name, model, cache = min(trials, key=lambda trial: trial[0])
+    return model, cache, name
+
+
+def bench_batch(dtype: str, batch: int, repeats: int) -> dict[str, float | str]:
+    """Engine, transformers and floor on one batch size."""
+    model, cache, settings = best_settings(DTYPES[dtype], batch)
+    engine = make_engine(model, dtype, batch, PROMPT_TOKENS + NEW_TOKENS)
+    prompts, lengths = random_prompts(batch), [NEW_TOKENS] * batch
+    floor = make_floor(DTYPES[dtype], batch)
+    run_engine(engine, prompts, lengths)
+    floor()
+    times: dict[str, list[float]] = {"engine": [], "transformers": [], "floor": []}
+    for _ in range(repeats):
+        times["engine"].append(seconds(lambda: run_engine(engine, prompts, lengths)))
+        times["floor"].append(seconds(floor))
+        times["transformers"].append(
+            seconds(lambda: run_transformers(model, prompts, NEW_TOKENS, cache))
+        )
+    ratios = [t / e for t, e in zip(times["transformers"], times["engine"], strict=True)]
+    shares = [f / e for f, e in zip(times["floor"], times["engine"], strict=True)]
+    tokens = batch * NEW_TOKENS
+    return {
+        "ratio": statistics.median(ratios),
+        "floor_share": statistics.median(shares),
+        "engine_tokens_per_s": tokens / statistics.median(times["engine"]),
+        "transformers_tokens_per_s": tokens / statistics.median(times["transformers"]),
+        "floor_tokens_per_s": tokens / statistics.median(times["floor"]),
+        "transformers_settings": settings,
+    }
+
+
+def tail_lengths() -> list[int]:
+    """TAIL_ROLLOUTS response lengths, log-normal, from a fixed seed, in arrival order."""
+    draws = np.random.default_rng(0).lognormal(-(TAIL_SIGMA**2) / 2, TAIL_SIGMA, TAIL_ROLLOUTS)
+    return np.clip(np.rint(draws * TAIL_MEAN), 1, 8 * TAIL_MEAN).astype(int).tolist()
+
+
+def bench_long_tail(dtype: str, repeats: int) -> dict[str, float | str]:
+    """Continuous batching against fixed batches on the same lengths."""
+    model, cache, settings = best_settings(DTYPES[dtype], TAIL_BATCH)
+    lengths = tail_lengths()
+    engine = make_engine(model, dtype, TAIL_BATCH, PROMPT_TOKENS + 8 * TAIL_MEAN)
+    prompts = random_prompts(len(lengths))
+
+    def batches(order: list[int]) -> None:
+        for start in range(0, len(order), TAIL_BATCH):
+            part = order[start : start + TAIL_BATCH]
+            run_transformers(model, prompts[part], max(lengths[i] for i in part), cache)
+
+    arrival = list(range(len(lengths)))
+    by_length = sorted(arrival, key=lambda i: lengths[i])
+    run_engine(engine, prompts[:TAIL_BATCH], lengths[:TAIL_BATCH])
+    ratios, engine_s, arrival_s, sorted_s = [], [], [], []
+    for _ in range(repeats):
+        engine_s.append(seconds(lambda: run_engine(engine, prompts, lengths)))
+        arrival_s.append(seconds(lambda: batches(arrival)))
+        sorted_s.append(seconds(lambda: batches(by_length)))
+        ratios.append(min(arrival_s[-1], sorted_s[-1]) / engine_s[-1])
+    return {
+        "ratio": statistics.median(ratios),
+        "engine_s": statistics.median(engine_s),
+        "transformers_arrival_s": statistics.median(arrival_s),
+        "transformers_sorted_s": statistics.median(sorted_s),
+        "transformers_settings": settings,
+    }
+
+
+def main() -> None:
+    """Run everything, print it, write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    details: dict[str, dict[str, float | str]] = {}
+    for dtype in arguments.dtypes:
+        for batch in (64, 8):
+            details[f"{dtype}, batch {batch}"] = bench_batch(dtype, batch, arguments.repeats)
+        details[f"{dtype}, long tail"] = bench_long_tail(dtype, max(arguments.repeats // 2, 1))
+    for name, figures in details.items():
+        print(name)
+        for key, value in figures.items():
+            print(f"    {key:28} {value if isinstance(value, str) else f'{value:.3f}'}")
+
+    def lowest(part: str, key: str) -> float:
+        return min(float(f[key]) for name, f in details.items() if name.endswith(part) and key in f)
+
+    results = {
+        "ratio_64": lowest("batch 64", "ratio"),
+        "ratio_8": lowest("batch 8", "ratio"),
+        "floor_share": lowest("", "floor_share"),
+        "ratio_long_tail": lowest("long tail", "ratio"),
+    }
+    for key, value in results.items():
+        print(f"{key:16} {value:.2f} (goal {GOALS[key]})")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**results, "details": details}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
