@@ -1,0 +1,134 @@
+"""Arrays go from executor to executor: the controller's messages do not grow with rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from llamarl.executors.storage import StorageExecutor
+from llamarl.experience.store import Store
+from llamarl.types import (
+    FINISH_CODES,
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    REWARD,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    FinishReason,
+    Request,
+    Row,
+    Sampling,
+    Score,
+    ScoreStatus,
+    VersionSpan,
+)
+from tests.distributed.weighing import Weighed
+
+NUM_ROLLOUTS = 64
+
+
+class Writer:
+    """Stores rollouts of a fixed length and tells their rows, as a generator does."""
+
+    def __init__(self, *, rank, num_ranks, spans, storage) -> None:
+        self.storage = storage
+        self.rows: list[Row] = []
+
+    async def submit(self, requests: list[Request]) -> None:
+        num_tokens = requests[0].sampling.max_tokens
+        num_rows = len(requests)
+        code = FINISH_CODES[FinishReason.LENGTH]
+        columns = {
+            PROMPT_IDS: [np.array(request.prompt_ids, np.int32) for request in requests],
+            RESPONSE_IDS: [np.arange(num_tokens, dtype=np.int32)] * num_rows,
+            GENERATOR_LOGPROBS: [np.zeros(num_tokens, np.float32)] * num_rows,
+            TOKEN_VERSIONS: [np.zeros(num_tokens, np.int32)] * num_rows,
+            SAMPLING: [np.array([1.0, 0, 1.0, num_tokens, 0, code])] * num_rows,
+        }
+        await self.storage.write([request.row_id for request in requests], columns)
+        self.rows += [
+            Row(
+                row_id=request.row_id,
+                num_prompt_tokens=len(request.prompt_ids),
+                num_tokens=num_tokens,
+                spans=(VersionSpan(version=0, num_tokens=num_tokens),),
+                finish_reason=FinishReason.LENGTH,
+            )
+            for request in requests
+        ]
+
+    async def collect(self) -> list[Row]:
+        rows, self.rows = self.rows, []
+        return rows
+
+
+class Reader:
+    """Reads what the writer stored and rewards its length, as a scorer does."""
+
+    def __init__(self, *, rank, num_ranks, spans, storage) -> None:
+        self.storage = storage
+
+    async def score(self, row_ids: list[int]) -> list[Score]:
+        cells = (await self.storage.read(row_ids, [RESPONSE_IDS]))[RESPONSE_IDS]
+        rewards = [np.array([float(cell[-1] + 1)]) for cell in cells]
+        await self.storage.write(row_ids, {REWARD: rewards})
+        return [
+            Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward[0]))
+            for row_id, reward in zip(row_ids, rewards, strict=True)
+        ]
+
+
+async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float]:
+    """(bytes of the controller's messages, bytes of one read of the arrays) per rollout."""
+    cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
+    archive = {"archive_folder": str(folder), "archive_tokens": False}
+    try:
+        units = await asyncio.gather(
+            *(
+                cluster.spawn(f"storage-{unit}", StorageExecutor, {"unit": unit, **archive})
+                for unit in range(2)
+            )
+        )
+        store = Store([unit.first for unit in units])
+        writer, reader, *_ = await asyncio.gather(
+            cluster.spawn("generator-0", Writer, {"storage": store}),
+            cluster.spawn("scorer", Reader, {"storage": store}),
+            *(unit.first.start() for unit in units),
+        )
+        executors = [Weighed(group.first) for group in (writer, reader)]
+        weighed_units = [Weighed(unit.first) for unit in units]
+        sampling = Sampling(max_tokens=num_tokens)
+        row_ids = list(range(NUM_ROLLOUTS))
+        requests = [
+            Request(row_id=row_id, prompt_ids=(1, 2, 3), sampling=sampling, seed=row_id)
+            for row_id in row_ids
+        ]
+        await executors[0].submit(requests)
+        rows = await executors[0].collect()
+        assert [row.row_id for row in rows] == row_ids
+        scores = await executors[1].score(row_ids)
+        assert {score.reward for score in scores} == {float(num_tokens)}
+        weighed_reader = Weighed(store)
+        await weighed_reader.read(row_ids, [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS])
+        await Store(list(weighed_units)).retire(row_ids, {"fate": "trained", "version": 0})
+        num_bytes = sum(each.num_bytes for each in executors + weighed_units)
+        return num_bytes / NUM_ROLLOUTS, weighed_reader.num_bytes / NUM_ROLLOUTS
+    finally:
+        await cluster.stop()
+
+
+def test_the_controllers_bytes_per_rollout_do_not_grow_with_its_length(
+    tmp_path: Path, record_property
+) -> None:
+    short, short_arrays = asyncio.run(bytes_per_rollout(tmp_path / "short", 64))
+    long, long_arrays = asyncio.run(bytes_per_rollout(tmp_path / "long", 4096))
+    record_property("controller_bytes_per_rollout", {64: short, 4096: long})
+    assert abs(long - short) <= 4  # a larger integer takes a byte more
+    assert long < 400
+    assert long_arrays > 40 * short_arrays  # what a read by the controller would have cost
+    assert len((tmp_path / "long" / "rollouts-1.jsonl").read_text().splitlines()) == 32
