@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from llamarl.config import RewardConfig
 from llamarl.rewards.answer import expected_answer
@@ -31,11 +32,10 @@ def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, R
     return functions
 
 
-def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], task_source: str | None) -> None:
-    """Raise ValueError, one line, if the section cannot work with these prompts.
+def check_rewards(config: RewardConfig, task_source: str | None) -> None:
+    """Raise ValueError, one line, if the section cannot work whatever the prompts are.
 
-    Checked: the pattern, the expected answer of every prompt, and that task.py is there and is
-    Python (it is not run here).
+    Checked: the pattern, and that task.py is there and is Python (it is not run here).
     """
     if "exact" in config.functions or "format" in config.functions:
         try:
@@ -49,12 +49,6 @@ def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], task_source: 
                 f"reward.pattern must have a group around the answer for exact, "
                 f"got {config.pattern!r}"
             )
-    if "exact" in config.functions or "math" in config.functions:
-        for prompt in prompts:
-            try:
-                expected_answer(prompt, config)
-            except (KeyError, TypeError) as error:
-                raise ValueError(error.args[0]) from error
     if "task" in config.functions:
         try:
             compile(_require_task(task_source), "task.py", "exec")
@@ -62,6 +56,18 @@ def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], task_source: 
             raise ValueError(
                 f"task.py must be Python, got {error.msg} (line {error.lineno})"
             ) from error
+
+
+def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | Path) -> None:
+    """Raise ValueError, one line with file and line number, if a prompt of the file `path` lacks
+    the expected answer that `exact` or `math` needs."""
+    if "exact" not in config.functions and "math" not in config.functions:
+        return
+    for prompt in prompts:
+        try:
+            expected_answer(prompt, config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error.args[0]}") from error
 
 
 def _require_task(task_source: str | None) -> str:

@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any
@@ -67,11 +68,10 @@ class RewardPool:
             )
             self._threads.append(thread)
             thread.start()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
             await asyncio.gather(*map(asyncio.wrap_future, ready))
-        except (ValueError, RuntimeError, OSError):
-            self.close()
-            raise
+            on_failure.pop_all()
 
     async def score(self, completions: Sequence[Completion]) -> list[Score]:
         """One Score per completion, in order. RuntimeError if the pool cannot go on."""
@@ -106,7 +106,7 @@ class RewardPool:
         try:
             self._start_process(index)
             ready.set_result(None)
-        except (ValueError, RuntimeError, OSError) as error:
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             ready.set_exception(error)
         while (job := self._jobs.get()) is not None:
             completions, future = job
@@ -114,7 +114,7 @@ class RewardPool:
                 continue
             try:
                 future.set_result(self._score_chunk(index, completions))
-            except (ValueError, RuntimeError, OSError) as error:
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
                 future.set_exception(error)
         self._end_process(index)
 
@@ -165,7 +165,8 @@ class RewardPool:
         self._processes[index] = process
         if self._closed.is_set():  # `close` may have looked before this line
             process.kill()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._end_process, index)
             process.send(self._setup)
             answer = process.receive(START_S)
             if answer is None:
@@ -175,9 +176,7 @@ class RewardPool:
                 )
             if "error" in answer:
                 raise ValueError(f"the reward functions must load, got {answer['error']}")
-        except (ValueError, RuntimeError):
-            self._end_process(index)
-            raise
+            on_failure.pop_all()
         return process
 
     def _end_process(self, index: int) -> None:

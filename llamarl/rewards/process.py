@@ -93,7 +93,7 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
-        return "\n".join(self._stderr)
+        return "\n".join(self._stderr) or "(it gave no stack)"
 
     def kill(self) -> None:
         """End the process and everything it started in its session; from any thread."""

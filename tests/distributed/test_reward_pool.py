@@ -221,6 +221,16 @@ def test_a_message_larger_than_any_pipe_passes():
     assert [score.reward for score in asyncio.run(run())] == [2.5] * 4
 
 
+def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
+    async def run():
+        async with running(config(timeout_s=1.0)) as pool:
+            os.kill(pool.pids[0], signal.SIGSTOP)
+            return await pool.score(completions("long " * 200_000, "a"))
+
+    hung, ok = asyncio.run(asyncio.wait_for(run(), 30))
+    assert (hung.status, ok.status) == (ScoreStatus.HUNG, ScoreStatus.OK)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -325,9 +335,10 @@ def start_worker(parent_pid):
     )
 
 
-def test_a_worker_ends_when_its_input_ends():
+def test_a_worker_ends_when_its_input_ends_whatever_threads_user_code_left():
     worker = start_worker(os.getpid())
-    setup = {"config": {"functions": ["format"]}, "task_source": None}
+    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
+    setup = {"config": {"functions": ["task"]}, "task_source": source + "reward = print\n"}
     out, _ = worker.communicate(json.dumps(setup).encode() + b"\n", timeout=20)
     assert json.loads(out) == {}
     assert worker.returncode == 0

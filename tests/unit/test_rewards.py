@@ -9,7 +9,7 @@ from llamarl.rewards import exact
 from llamarl.rewards import format as format_reward
 from llamarl.rewards import math as math_reward
 from llamarl.rewards.answer import normal_form
-from llamarl.rewards.functions import check_rewards, load_functions
+from llamarl.rewards.functions import check_answers, check_rewards, load_functions
 from llamarl.rewards.worker import judge
 from llamarl.types import Prompt, ScoreStatus
 
@@ -175,18 +175,35 @@ def test_a_number_too_large_for_a_float_is_raised():
     [
         ({"functions": ["exact"], "pattern": "("}, None, "must be a regular expression, got '[(]'"),
         ({"functions": ["exact"], "pattern": "a"}, None, "must have a group around the answer"),
-        ({"functions": ["math"], "answer_field": "gold"}, None, r"line 3 .* 'gold'.*got 'answer'"),
         ({"functions": ["task"]}, None, r"must have a task\.py in the recipe's folder"),
         ({"functions": ["task"]}, "def reward(:\n", r"task\.py must be Python.*line 1"),
     ],
 )
 def test_a_reward_section_that_cannot_work_is_refused_in_one_line(fields, task_source, message):
     with pytest.raises(ValueError, match=message) as error:
-        check_rewards(RewardConfig(**fields), [prompt(answer="1")], task_source)
+        check_rewards(RewardConfig(**fields), task_source)
     assert "\n" not in str(error.value)
 
 
 def test_a_reward_section_that_can_work_passes():
     config = RewardConfig(functions=["exact", "format", "math", "task"], weights=[1.0] * 4)
-    check_rewards(config, [prompt(answer="1")], "def reward(p, c): return 1\n")
-    check_rewards(RewardConfig(functions=["format"], pattern="a"), [prompt()], None)
+    check_rewards(config, "def reward(p, c): return 1\n")
+    check_rewards(RewardConfig(functions=["format"], pattern="a"), None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"solution": "1"}, "must have the field 'answer'.* got 'solution'"),
+        ({}, "must have the field 'answer'.* got no field"),
+        ({"answer": None}, "must be text or a number, got NoneType"),
+        ({"answer": ""}, "must hold an answer, got ''"),
+    ],
+)
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_a_prompt_without_an_answer_is_named_before_the_run(name, fields, message):
+    config = RewardConfig(functions=["format", name], weights=[1.0, 1.0])
+    with pytest.raises(ValueError, match=rf"^p\.jsonl: .*line 3.*{message}") as error:
+        check_answers(config, [prompt(answer=1), prompt(**fields)], "p.jsonl")
+    assert "\n" not in str(error.value)
+    check_answers(RewardConfig(functions=["format"]), [prompt(**fields)], "p.jsonl")
