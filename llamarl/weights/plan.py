@@ -195,17 +195,17 @@ def _copy(piece: _Piece, rank: int, box: Box) -> Copy:
         shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
         source_rank=rank,
         source_buffer=box.buffer,
-        source_offset=_offset(box, start),
+        source_offset=box_offset(box, start),
         source_strides=box.strides,
         target_rank=piece.target_rank,
         target_buffer=target.buffer,
-        target_offset=_offset(target, start),
+        target_offset=box_offset(target, start),
         target_strides=target.strides,
         target_dtype=piece.target_dtype,
     )
 
 
-def _offset(box: Box, start: tuple[int, ...]) -> int:
+def box_offset(box: Box, start: tuple[int, ...]) -> int:
     """Where global index `start` lies in the box's buffer, in elements."""
     steps = (a - b for a, b in zip(start, box.start, strict=True))
     return box.offset + sum(map(operator.mul, steps, box.strides))

@@ -29,6 +29,8 @@ from llamarl.weights.plan import num_bytes, plan
 T = TypeVar("T")
 DISCARD_S = 5.0  # a replica slower than this does not hold back the error that it should hear of
 
+MAX_NAMED = 8  # parameters that an error lists
+
 
 class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
     """What lies in a generator's memory is not what the trainer wrote."""
@@ -227,11 +229,11 @@ def compare(written: dict[str, int], found: dict[str, int], replica: int, versio
         name for name in written.keys() | found.keys() if written.get(name) != found.get(name)
     )
     if wrong:
-        more = f" and {len(wrong) - 1} more parameters" if len(wrong) > 1 else ""
-        name = wrong[0]
+        names = ", ".join(wrong[:MAX_NAMED])
+        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         raise FingerprintMismatch(
-            f"publish of version {version} to generator {replica}: {name}{more} must arrive as "
-            f"written, fingerprint {_hex(written, name)}, got {_hex(found, name)}"
+            f"publish of version {version} to generator {replica}: {names}{more} must arrive as "
+            f"written, fingerprint {_hex(written, wrong[0])}, got {_hex(found, wrong[0])}"
         )
 
 

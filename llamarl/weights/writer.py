@@ -8,11 +8,14 @@ reads back.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
 from llamarl.weights.fingerprint import MODULUS, finish, tile_sum, tiles
 from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout
+from llamarl.weights.plan import box_offset
 from llamarl.weights.shared_memory import Segment
 
 
@@ -47,8 +50,7 @@ class Writer:
         """
         mine = [copy for copy in copies if copy.source_rank == self._layout.rank]
         for copy in mine:
-            if copy.source_buffer not in self._tensors:
-                raise ValueError(f"buffer {copy.source_buffer!r} of {copy.name} is unknown here")
+            self._require_own(copy)
         self.forget(replica)
         if copies:
             self._copies[replica] = mine
@@ -84,6 +86,27 @@ class Writer:
                 total = self._copy(copy, flat[place])
                 totals[copy.name] = (totals.get(copy.name, 0) + total) % MODULUS
         return totals
+
+    def _require_own(self, copy: Copy) -> None:
+        """ValueError unless the copy reads where this rank's layout has those elements.
+
+        The fingerprint cannot tell: wrong values read here would arrive as they were read.
+        """
+        parameter = self._layout.parameters.get(copy.name)
+        for box in parameter.boxes if parameter else ():
+            stop = tuple(map(operator.add, copy.start, copy.shape))
+            is_inside = all(map(operator.le, box.start, copy.start)) and all(
+                map(operator.le, stop, box.stop)
+            )
+            place = (box.buffer, box_offset(box, copy.start), box.strides)
+            if is_inside and place == (
+                copy.source_buffer, copy.source_offset, copy.source_strides,
+            ):  # fmt: skip
+                return
+        raise ValueError(
+            f"copy of {copy.name} must read from where the layout has it, got element "
+            f"{copy.source_offset} of {copy.source_buffer!r} for index {copy.start}"
+        )
 
     def _check(self, offer: Offer, version: int, replica: int) -> None:
         if offer.version != version:

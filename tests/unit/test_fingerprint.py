@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.weights.fingerprint import TILE_ELEMENTS, fingerprint
+from tests.allocation import LargestAllocation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -118,23 +118,6 @@ def test_wrong_places_and_bits_change_it(kind, dtype) -> None:
 
 def test_the_name_counts() -> None:
     assert whole("a", torch.ones(3)) != whole("b", torch.ones(3))
-
-
-class LargestAllocation(TorchDispatchMode):
-    """Remembers the largest new storage, and every operation by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_bytes, self.names = 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.names.add(str(func))
-        old = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in old:
-                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.parametrize(
