@@ -30,8 +30,7 @@ def join(rendezvous: str, rank: int, num_ranks: int) -> DeviceMesh:
     if dist.is_initialized():
         raise RuntimeError("this process is already in a process group: one trainer per process")
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     device = compute_device(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import socket
 import traceback
 from multiprocessing.connection import wait
 
@@ -60,6 +61,8 @@ class Ranks:
 
 def _serve(rank, num_ranks, pipe):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Whatever the user's shell says, a run on one host must stay on loopback.
+    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_nameindex()[-1][1]
     import torch
 
     torch.set_num_threads(1)
