@@ -112,8 +112,9 @@ def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Executors:
-    """The executors of a run, started."""
+    """The executors of a run, started; without one of the `vital` ones it cannot go on."""
 
+    vital: list[ExecutorGroup]
     storage: Store
     generators: dict[int, ExecutorGroup]
     scorer: ExecutorGroup
@@ -125,7 +126,6 @@ async def spawn_executors(
     config: Config, inputs: Inputs, cluster: Cluster, run_dir: str, *, trains: bool
 ) -> Executors:
     """Start every executor that the recipe needs, all at once; a reference only for a KL term."""
-    # These load torch, which the controller's process otherwise never needs.
     units = await asyncio.gather(
         *(
             cluster.spawn(
@@ -156,13 +156,14 @@ async def spawn_executors(
         spawns.append(_spawn_reference(config, inputs, cluster, storage))
     scorer, *others = await asyncio.gather(*spawns)
     await asyncio.gather(*(group.every.start() for group in (*units, scorer, *others)))
-    rest = others[len(replicas) :] + [None, None]
+    generators, rest = others[: len(replicas)], others[len(replicas) :]
     return Executors(
+        vital=[*units, scorer, *rest],
         storage=storage,
-        generators=dict(zip(replicas, others, strict=False)),
+        generators=dict(zip(replicas, generators, strict=True)),
         scorer=scorer,
-        trainer=rest[0],
-        reference=rest[1],
+        trainer=rest[0] if rest else None,
+        reference=rest[1] if len(rest) > 1 else None,
     )
 
 

@@ -88,7 +88,7 @@ async def train(config: Config, run_dir: str, console: Console) -> dict[str, Any
             await publisher.connect()
             try:
                 journal.begin(state.get("version", 0))
-                await _until_lost(controller.run(), cluster)
+                await _until_lost(controller.run(), executors)
             finally:
                 await dispatch.close()
                 spans.close()
@@ -118,12 +118,13 @@ async def evaluate(config: Config, run_dir: str, console: Console) -> Evaluation
     inputs = read_inputs(config, needs_prompts=False)
     async with _cluster(config, run_dir) as cluster:
         executors = await spawn_executors(config, inputs, cluster, run_dir, trains=False)
-        result = await _until_lost(_evaluate(config, inputs, executors), cluster)
+        result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
         f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
         f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "
         f"prompts {result.num_prompts}  failed rewards {result.num_failed}",
         highlight=False,
+        soft_wrap=True,
     )
     return result
 
@@ -180,12 +181,13 @@ async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
         await cluster.stop()
 
 
-async def _until_lost(work: Coroutine[Any, Any, Any], cluster: Cluster) -> Any:
+async def _until_lost(work: Coroutine[Any, Any, Any], executors: Executors) -> Any:
     """Run `work`, but end at once with the reason if an executor it cannot spare is lost."""
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(cluster.watch())
+        watches = [tasks.create_task(group.watch()) for group in executors.vital]
         result = await tasks.create_task(work)
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
     return result
 
 

@@ -10,6 +10,7 @@ line), 130 interrupted.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.logging import RichHandler
 
 from llamarl import config as schema
 from llamarl import jobs
@@ -111,14 +113,30 @@ def _with_defaults(arguments: list[str]) -> list[str]:
     return _fail("--config-dir must name a recipe's folder, such as recipes/quickstart")
 
 
+def to_config(composed: DictConfig) -> Config:
+    """The dataclasses of a composed recipe, all checks run; ValueError for a key nobody knows."""
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    for key, section in [("", config), *vars(config).items()]:
+        if dataclasses.is_dataclass(section):  # Hydra's "+key=value" adds whatever it is told
+            unknown = vars(section).keys() - {field.name for field in dataclasses.fields(section)}
+            for name in sorted(unknown):
+                raise ValueError(
+                    f"{f'{key}.{name}'.lstrip('.')} must be a known key, got a new one"
+                )
+    return config
+
+
 def _run(job: Job, composed: DictConfig, command: list[str]) -> None:
     """One job; Hydra calls this once per combination of a multirun."""
     try:
-        config: Any = OmegaConf.to_object(composed)
+        config = to_config(composed)
         run_dir = os.path.abspath(HydraConfig.get().runtime.output_dir)
         record_provenance(run_dir, command, OmegaConf.to_yaml(composed, resolve=True))
-        logging.getLogger().setLevel(logging.WARNING)
-        asyncio.run(job(config, run_dir, Console()))
+        console = Console()
+        handler = RichHandler(console=console, show_path=False)  # never tears the live display
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+        asyncio.run(job(config, run_dir, console))
     except KeyboardInterrupt:
         sys.stderr.write("llamarl: interrupted\n")
         sys.exit(130)

@@ -1,0 +1,82 @@
+"""Recipes compose, wrong values are named, and the config costs nothing to import."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from llamarl.config import Config
+from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.parent for path in ROOT.glob("recipes/*/run.yaml"))
+MINIMUM = ["model.checkpoint=x", "data.prompts=x.jsonl"]
+GROUPS = [(path.parent.name, path.stem) for path in sorted(CONF_FOLDER.glob("*/*.yaml"))]
+
+
+def make_config(*overrides: str) -> Config:
+    for (group, name), node in SCHEMAS.items():
+        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_FOLDER)):
+        return to_config(compose("config", list(overrides)))
+
+
+@pytest.mark.parametrize(("group", "choice"), GROUPS, ids=[f"{g}={c}" for g, c in GROUPS])
+def test_every_choice_composes(group: str, choice: str) -> None:
+    config = make_config(f"{group}={choice}", *MINIMUM)
+    assert type(getattr(config, group)) in SCHEMAS.values()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_composes(recipe: Path) -> None:
+    command = [sys.executable, "-m", "llamarl", "train", f"--config-dir={recipe}", "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.rho=0.5", "algorithm.rho must be at least 1, got 0.5"),
+        ("sampling.top_p=0.9", "sampling.top_p must be 1 in training"),
+        ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
+        ("sampling.temperature=0", "sampling.temperature must be above 0"),
+        ("trainer.groups_per_part=5", "trainer.groups_per_part must be 0 or divide"),
+        ("sampling.max_tokens=1024", "generator.max_context_tokens must hold"),
+        ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
+        ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
+        ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
+        ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),
+        ("reward.functions=[magic]", "reward.functions must be one of math"),
+        ("data.system=hello", "data.system must stay unset without data.chat"),
+        ("num_steps=0", "num_steps must be at least 1, got 0"),
+        ("+trainer.lrr=1", "trainer.lrr must be a known key"),
+        ("+lrr=1", "lrr must be a known key"),
+    ],
+)
+def test_impossible_values_are_named(override: str, words: str) -> None:
+    with pytest.raises((ValueError, OmegaConfBaseException), match=re.escape(words)):
+        make_config(override, *MINIMUM)
+
+
+@pytest.mark.parametrize("override", ["trainer.lrr=1", "trainer.lr=fast", "trainer=deepspeed"])
+def test_unknown_keys_and_wrong_types_are_errors(override: str) -> None:
+    with pytest.raises(HydraException, match=r"lrr|fast|deepspeed"):
+        make_config(override, *MINIMUM)
+
+
+def test_importing_the_config_loads_no_heavy_package() -> None:
+    code = (
+        "import sys, llamarl.config; "
+        "sys.exit(bool({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
