@@ -157,7 +157,7 @@ class _Fields:
 def _refuse_unsupported(fields: _Fields) -> None:
     values = fields.values
     model_type = values.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise fields.error("model_type", "be one of " + ", ".join(MODEL_TYPES), model_type)
     architectures = values.get("architectures") or [MODEL_TYPES[model_type]]
     if architectures != [MODEL_TYPES[model_type]]:

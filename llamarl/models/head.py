@@ -1,8 +1,9 @@
 """The output head: hidden states to log-probs and entropy of the next token.
 
 Owns: the only place of the trainer where logits exist, a chunk of tokens at a time, in forward and
-in backward. Does not own: which tokens count (the loss). Invariant: softmax runs in float32
-whatever the compute dtype, and at most CHUNK_ELEMENTS logits are alive.
+in backward. Does not own: which tokens count (the loss). Invariant: logits and softmax are
+float32 whatever the compute dtype (bfloat16 logits would move log-probs by hundredths), and at
+most CHUNK_ELEMENTS logits are alive.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 
 def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
     """float32 [n, V] log-probabilities."""
-    logits = (hidden @ weight.t()).float()
+    if hidden.dtype == torch.float32:
+        logits = hidden @ weight.t()
+    elif hidden.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:  # no such kernel on CPUs, where a float32 product is no slower
+        logits = hidden.float() @ weight.float().t()
     if temperature != 1.0:
         logits /= temperature
     return torch.log_softmax(logits, dim=-1)

@@ -8,6 +8,7 @@ the target plus one tensor; a folder under its final name is complete.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -98,11 +99,13 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """
     architecture = read_architecture(folder)
     expected = parameter_shapes(architecture)
-    for name in sorted(expected.keys() ^ tensors.keys()):
-        raise ValueError(f"the tensors to load must be the model's parameters, got {name} amiss")
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensors[name].shape)}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if shapes.get(name) != expected.get(name):
+            raise ValueError(
+                f"{name} of the model must have the shape that {folder} says, "
+                f"{expected.get(name)}, got {shapes.get(name)}"
+            )
     names_by_file: dict[Path, list[str]] = {}
     for name, path in _locate(Path(folder), expected, architecture).items():
         names_by_file.setdefault(path, []).append(name)
@@ -167,7 +170,7 @@ def _weight_files(folder: Path) -> list[Path]:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{folder / INDEX_FILE} must have a weight_map, got {weight_map!r}")
-        names = sorted(set(weight_map.values()))
+        names = sorted({str(name) for name in weight_map.values()})
     else:
         names = [SINGLE_FILE]
     for name in names:
@@ -196,7 +199,9 @@ def save(
     """
     source = Path(source_folder)
     shapes = parameter_shapes(read_architecture(source))
+    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with _replacing(Path(folder)) as unfinished, ExitStack() as stack:
+        _check_space(unfinished, num_bytes)
         _copy_files(source, unfinished, dtype)
         writers: dict[str, FileWriter] = {}
         for path, part in _plan_files(unfinished, shapes, dtype, max_shard_bytes):
@@ -244,19 +249,30 @@ def _copy_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def _check_space(folder: Path, num_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes:
+        message = f"{os.strerror(errno.ENOSPC)}: the weights need {num_bytes} bytes"
+        raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free", str(folder.parent))
+
+
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """An empty folder beside `folder` that takes its place if the block succeeds."""
     folder = folder.absolute()
-    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    replaced = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
-    unfinished.mkdir(parents=True)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)  # a save was killed between the two renames below
+    for stale in (unfinished, replaced):
+        shutil.rmtree(stale, ignore_errors=True)
     try:
+        unfinished.mkdir(parents=True)
         yield unfinished
         if folder.exists():
             folder.rename(replaced)
         unfinished.rename(folder)
     except BaseException:
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)

@@ -1,13 +1,11 @@
 """The safetensors format: a header read and checked, a file written at known offsets.
 
 Owns: bytes of one file. Does not own: which tensors a model needs (`hf.py`). Invariant: a writer
-holds no tensor; whatever comes goes straight to its place in a file of final size, so a full disk
-shows before the first tensor.
+holds no tensor; whatever comes goes straight to its place in the file.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -63,15 +61,28 @@ def read_header(path: Path) -> dict[str, Entry]:
             )
             for name, value in values.items()
         }
+        expected = 8 + size + _data_bytes(entries)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must be a safetensors file, got a damaged header") from error
-    expected = 8 + size + max((entry.stop for entry in entries.values()), default=0)
     if num_bytes != expected:
         raise ValueError(
             f"{path} must be {expected} bytes long as its header says, got {num_bytes}: fetch it "
             "again"
         )
     return entries
+
+
+def _data_bytes(entries: Mapping[str, Entry]) -> int:
+    """Bytes of all tensors; ValueError unless they lie end to end and fit their shapes."""
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        size = entry.stop - entry.start
+        if entry.dtype in DTYPES and size != math.prod(entry.shape) * DTYPES[entry.dtype].itemsize:
+            raise ValueError("a tensor's byte range does not fit its shape")
+        if entry.start != position or size < 0:
+            raise ValueError("tensors overlap or leave a gap")
+        position = entry.stop
+    return position
 
 
 class FileWriter:
@@ -88,14 +99,8 @@ class FileWriter:
         self._dtype = dtype
         self._shapes = dict(shapes)
         self._missing = set(shapes)
-        header, self._starts, num_bytes = _layout(shapes, dtype)
+        header, self._starts = _layout(shapes, dtype)
         self._file = path.open("wb")
-        try:
-            os.posix_fallocate(self._file.fileno(), 0, len(header) + num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                self._file.close()
-                raise
         self._file.write(header)
         self._first = len(header)
 
@@ -133,8 +138,8 @@ class FileWriter:
 
 def _layout(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor starts after it, and the bytes of all tensors."""
+) -> tuple[bytes, dict[str, int]]:
+    """The header, and where each tensor starts after it."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     start = 0
@@ -145,4 +150,4 @@ def _layout(
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start aligned
-    return struct.pack("<Q", len(text)) + text, starts, start
+    return struct.pack("<Q", len(text)) + text, starts

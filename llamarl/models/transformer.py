@@ -60,7 +60,9 @@ class Transformer(nn.Module):
             lengths = (1,)
         hidden = self.hidden_states(token_ids, lengths)
         stats = token_stats(hidden, self.head_weight, targets, temperature)
-        return stats if num_tokens else TokenStats(stats.logprobs[:0], stats.entropy[:0])
+        if num_tokens == 0:
+            return TokenStats(stats.logprobs[:0].clone(), stats.entropy[:0].clone())
+        return stats
 
     def hidden_states(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Final normalised states [N, hidden_size] of packed rollouts."""

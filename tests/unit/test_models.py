@@ -1,0 +1,331 @@
+"""The decoder against transformers, feature by feature, on packed rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.models import attention, head
+from llamarl.models.architecture import Architecture
+from llamarl.models.transformer import Layer, Transformer, rope_tables
+from tests.unit.reference_checkpoints import (
+    CASES,
+    LENGTHS,
+    NUM_TOKENS,
+    load,
+    reference_logits,
+    relative_error,
+    token_ids,
+    write_reference,
+)
+
+TOLERANCE = 1e-4
+Reference = tuple[Path, torch.Tensor, Any]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    cache: dict[str, Reference] = {}
+
+    def get(case: str) -> Reference:
+        if case not in cache:
+            folder = tmp_path_factory.mktemp(case)
+            model = write_reference(folder, case)
+            cache[case] = (folder, reference_logits(model), model)
+        return cache[case]
+
+    return get
+
+
+def changed(model: Transformer, **fields: Any) -> Transformer:
+    """The same weights (as far as they exist) under a changed architecture."""
+    torch.manual_seed(0)
+    other = Transformer(dataclasses.replace(model.architecture, **fields))
+    other.load_state_dict(model.state_dict(), strict=False)
+    return other
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(
+    references: Callable[[str], Reference], case: str
+) -> None:
+    folder, expected, _ = references(case)
+    assert expected.std() >= 1, "small logits would hide differences"
+    model = load(folder)
+    assert relative_error(model.logits(token_ids(), LENGTHS), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama32", "qwen25", "qwen3"])
+def test_log_probs_entropies_and_gradients_equal_those_of_transformers(
+    references: Callable[[str], Reference], case: str
+) -> None:
+    folder, _, reference = references(case)
+    model, ids, temperature = load(folder), token_ids(), 0.7
+    targets, weights = ids.flip(0), torch.linspace(-1, 1, NUM_TOKENS)
+    rows = [reference(row[None]).logits[0] for row in ids.split(list(LENGTHS))]
+    log_p = (torch.cat(rows) / temperature).log_softmax(-1)
+    logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    reference.zero_grad()
+    (logprobs @ weights + 0.3 * entropy.sum()).backward()
+    stats = model(ids, LENGTHS, targets, temperature)
+    (stats.logprobs @ weights + 0.3 * stats.entropy.sum()).backward()
+    torch.testing.assert_close(stats.logprobs, logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        error = relative_error(parameter.grad, expected[name].grad)
+        assert error <= 1e-4, f"{name}: {error}"
+
+
+def without_biases(name: str) -> Callable[[Transformer], Transformer]:
+    def change(model: Transformer) -> Transformer:
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.endswith(f"{name}.bias"):
+                    parameter.zero_()
+        return model
+
+    return change
+
+
+def wrong_groups(model: Transformer) -> Transformer:
+    """Query head h reads key head h % kv_heads, not h // ratio."""
+    return ungrouped(model, lambda heads, ratio: heads.repeat(ratio, 1, 1))
+
+
+def ungrouped(
+    model: Transformer, spread: Callable[[torch.Tensor, int], torch.Tensor]
+) -> Transformer:
+    """As many key and value heads as query heads, copied by `spread`."""
+    a = model.architecture
+    state = model.state_dict()
+    for key, value in state.items():
+        if "k_proj" in key or "v_proj" in key:
+            heads = value.reshape(a.num_kv_heads, a.head_dim, -1)
+            wide = spread(heads, a.num_heads // a.num_kv_heads)
+            state[key] = wide.reshape(a.num_heads * a.head_dim, *value.shape[1:])
+    other = Transformer(dataclasses.replace(a, num_kv_heads=a.num_heads))
+    other.load_state_dict(state)
+    return other
+
+
+def rescaled(**fields: float) -> Callable[[Transformer], Transformer]:
+    def change(model: Transformer) -> Transformer:
+        scaling = model.architecture.rope_scaling
+        assert scaling is not None
+        return changed(model, rope_scaling=dataclasses.replace(scaling, **fields))
+
+    return change
+
+
+SWITCHED_OFF: dict[str, tuple[str, Callable[[Transformer], Transformer]]] = {
+    "rope scaling": ("llama31", lambda m: changed(m, rope_scaling=None)),
+    "rope scaling factor": ("llama31", rescaled(factor=4.0)),
+    "rope scaling low band": ("llama31", rescaled(low_freq_factor=1.5)),
+    "rope scaling middle band": ("llama31", rescaled(high_freq_factor=3.0)),
+    "rope scaling original length": ("llama31", rescaled(original_max_positions=64)),
+    "rope theta": ("qwen3", lambda m: changed(m, rope_theta=500.0)),
+    "norm eps": ("llama3", lambda m: changed(m, norm_eps=1e-2)),
+    "tied embeddings": ("llama32", lambda m: changed(m, tie_embeddings=False)),
+    "tied embeddings of Qwen": ("qwen25_tied", lambda m: changed(m, tie_embeddings=False)),
+    "qk-norm": ("qwen3", lambda m: changed(m, qk_norm=False)),
+    "q bias": ("qwen25", without_biases("q_proj")),
+    "k bias": ("qwen25", without_biases("k_proj")),
+    "v bias": ("qwen25", without_biases("v_proj")),
+    "all attention biases": ("qwen25", lambda m: changed(m, attention_bias=False)),
+    "output bias": ("llama_biases", lambda m: changed(m, output_bias=False)),
+    "feed-forward biases": ("llama_biases", lambda m: changed(m, mlp_bias=False)),
+    "qkv biases of Llama": ("llama_biases", lambda m: changed(m, attention_bias=False)),
+    "grouping": ("llama31", wrong_groups),
+}
+
+
+@pytest.mark.parametrize("feature", SWITCHED_OFF)
+def test_switching_a_feature_off_breaks_the_equality(
+    references: Callable[[str], Reference], feature: str
+) -> None:
+    case, switch_off = SWITCHED_OFF[feature]
+    folder, expected, _ = references(case)
+    model = switch_off(load(folder))
+    assert relative_error(model.logits(token_ids(), LENGTHS), expected) > 10 * TOLERANCE
+
+
+def test_grouped_heads_read_the_key_head_of_their_group(
+    references: Callable[[str], Reference],
+) -> None:
+    folder, expected, _ = references("llama31")
+    model = ungrouped(load(folder), lambda heads, ratio: heads.repeat_interleave(ratio, 0))
+    assert relative_error(model.logits(token_ids(), LENGTHS), expected) <= TOLERANCE
+
+
+def test_positions_restart_and_rollouts_do_not_see_each_other(
+    references: Callable[[str], Reference],
+) -> None:
+    folder, expected, _ = references("llama31")
+    model, ids = load(folder), token_ids()
+    merged = model.logits(ids, (NUM_TOKENS,))
+    assert relative_error(merged[: LENGTHS[0]], expected[: LENGTHS[0]]) <= TOLERANCE
+    assert relative_error(merged[LENGTHS[0] :], expected[LENGTHS[0] :]) > 0.1
+    hidden = model.hidden_states(ids, LENGTHS)
+    hidden[: LENGTHS[0]].sum().backward()
+    grad = model.model.embed_tokens.weight.grad
+    assert grad is not None
+    unseen = sorted(set(ids[LENGTHS[0] :].tolist()) - set(ids[: LENGTHS[0]].tolist()))
+    assert unseen, "the test needs tokens that occur only in other rollouts"
+    assert (grad[unseen] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(221,), (13,) * 17, (1,) * 221, (100, 100, 21), LENGTHS])
+def test_blocks_hold_every_token_once_and_waste_little(lengths: tuple[int, ...]) -> None:
+    packing = attention.make_packing(lengths, torch.device("cpu"))
+    assert packing.positions.tolist() == [i for length in lengths for i in range(length)]
+    assert packing.num_positions == max(lengths)
+    tokens = [block.tokens for block in packing.blocks if block.tokens is not None]
+    if tokens:
+        assert sorted(torch.cat(tokens).tolist()) == list(range(221))
+    cells = sum(block.num_rows * block.width for block in packing.blocks)
+    assert cells <= attention.SPLIT_RATIO * 221
+
+
+def test_lengths_that_do_not_add_up_are_refused() -> None:
+    model = Transformer(tiny())
+    for lengths in ((3, 3), (8, 0), (9, -1), ()):
+        with pytest.raises(ValueError, match="add up to 8 tokens"):
+            model(torch.zeros(8, dtype=torch.int64), lengths, torch.zeros(8), 1.0)
+
+
+def tiny(**fields: Any) -> Architecture:
+    sizes: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 50,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_positions": 64,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "tie_embeddings": False,
+        "attention_bias": True,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": True,
+        "eos_token_ids": (),
+    }
+    return Architecture(**(sizes | fields))
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_no_tokens_give_every_parameter_a_zero_gradient(tie_embeddings: bool) -> None:
+    model = Transformer(tiny(tie_embeddings=tie_embeddings))
+    none = torch.zeros(0, dtype=torch.int64)
+    stats = model(none, (), none, 1.0)
+    assert stats.logprobs.shape == stats.entropy.shape == (0,)
+    (stats.logprobs.sum() + stats.entropy.sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad == 0).all(), name
+
+
+def test_the_head_equals_plain_log_softmax_in_any_chunk_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 7, generator=generator, dtype=torch.float64)
+    weight = torch.randn(31, 7, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 31, (23,), generator=generator)
+    up = torch.randn(2, 23, generator=generator)
+    exact = [x.clone().requires_grad_() for x in (hidden, weight)]
+    log_p = (exact[0] @ exact[1].T / 0.6).log_softmax(-1)
+    logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (up[0].double() @ logprobs + up[1].double() @ entropy).backward()
+    for chunk_elements in (1, 31 * 5, 2**24):
+        monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_elements)
+        got = [x.float().requires_grad_() for x in (hidden, weight)]
+        stats = head.token_stats(got[0], got[1], targets, 0.6)
+        (up[0] @ stats.logprobs + up[1] @ stats.entropy).backward()
+        assert relative_error(stats.logprobs, logprobs.float()) <= 1e-6
+        assert relative_error(stats.entropy, entropy.float()) <= 1e-6
+        for mine, theirs in zip(got, exact, strict=True):
+            assert relative_error(mine.grad.double(), theirs.grad) <= 1e-6
+
+
+def test_the_head_never_holds_all_logits() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        num_elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    self.num_elements = max(self.num_elements, tensor.numel())
+            return out
+
+    num_tokens, vocab_size = 600, 50_000
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    weight = torch.randn(vocab_size, 8, requires_grad=True)
+    with Largest() as largest:
+        stats = head.token_stats(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64), 1.0)
+        stats.logprobs.sum().backward()
+    assert largest.num_elements <= head.CHUNK_ELEMENTS < num_tokens * vocab_size
+
+
+def test_softmax_is_float32_under_bfloat16_compute() -> None:
+    torch.manual_seed(0)
+    model = Transformer(tiny()).bfloat16()
+    ids = torch.randint(0, 50, (40,))
+    with torch.no_grad():
+        hidden = model.hidden_states(ids, (30, 10))
+        stats = model(ids, (30, 10), ids, 1.0)
+    assert hidden.dtype == torch.bfloat16
+    exact = (hidden.double() @ model.head_weight.double().T).log_softmax(-1)
+    assert stats.logprobs.dtype == torch.float32
+    expected = exact.gather(1, ids[:, None])[:, 0].float()
+    torch.testing.assert_close(stats.logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_no_gradient_and_keeps_less() -> None:
+    ids = torch.randint(0, 50, (60,), generator=torch.Generator().manual_seed(0))
+    grads, kept_bytes = [], []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(tiny(num_layers=4))
+        for layer in model.model.layers:
+            assert isinstance(layer, Layer)
+            layer.recomputes = recomputes
+        kept = {}
+
+        def keep(tensor: torch.Tensor, kept: dict = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stats = model(ids, (50, 10), ids, 1.0)
+        stats.logprobs.sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+        kept_bytes.append(sum(kept.values()))
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)
+    assert kept_bytes[1] < kept_bytes[0] / 2
+
+
+def test_rope_tables_are_those_of_transformers_far_out(
+    references: Callable[[str], Reference],
+) -> None:
+    folder, _, reference = references("llama31")
+    cos, sin = rope_tables(load(folder).architecture, 200_000)
+    positions = torch.tensor([[0, 31, 32, 1000, 131_071, 199_999]])
+    expected = reference.model.rotary_emb(torch.zeros(1), positions)
+    for mine, theirs in zip((cos, sin), expected, strict=True):
+        half = theirs[0, :, : theirs.shape[-1] // 2]
+        assert torch.equal(mine[positions[0]], half)
