@@ -157,10 +157,17 @@ def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # malformed JSON or not UTF-8
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text.rstrip("\r\n"))
+            except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{path}:{number}: the line must be a JSON object in UTF-8, got {error}"
+                    f"{path}:{number}: the line must be a JSON object, got a mistake at column "
+                    f"{error.colno}: {error.msg}"
+                ) from error
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}:{number}: the line must be UTF-8, got byte "
+                    f"{line[error.start]:#04x} at column {error.start + 1}"
                 ) from error
             if not isinstance(row, dict):
                 raise ValueError(
@@ -180,9 +187,9 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:  # a damaged page is an OSError
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} must be a Parquet file, got: {reason}") from error
+        raise ValueError(f"{path} must be a readable Parquet file, got: {reason}") from error
 
 
 def _show(value: object) -> str:

@@ -61,16 +61,11 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as one text that ends where the assistant's answer begins.
 
-        Raises ValueError if there is no chat template, or if it refuses the messages (many refuse
-        a system message, or two turns of one role).
+        Needs `has_chat_template`. Raises ValueError if the template refuses the messages (many
+        refuse a system message, or two turns of one role).
         """
         from jinja2 import TemplateError
 
-        if not self.has_chat_template:
-            raise ValueError(
-                f"data.chat must be false for a tokenizer without a chat template, got true with "
-                f"{self.folder}"
-            )
         conversation = [dict(message) for message in messages]
         try:
             text = self._backend.apply_chat_template(
@@ -98,10 +93,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"the tokenizer folder must hold tokenizer.json (transformers writes it with "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)), got {str(path)!r} without"
         )
-    if "model" not in _read_object(path / "tokenizer.json"):
-        raise ValueError(
-            f"{path / 'tokenizer.json'} must be a tokenizer with a 'model' entry, got none"
-        )
+    model = _read_object(path / "tokenizer.json").get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise ValueError(f"{path / 'tokenizer.json'} must hold a model with a 'vocab', got none")
     if (path / "tokenizer_config.json").is_file():
         _read_object(path / "tokenizer_config.json")
 

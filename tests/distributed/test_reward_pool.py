@@ -57,7 +57,7 @@ PROMPT = Prompt(prompt_id=1, text="q", token_ids=(1, 2), fields={"value": 2.5})
 
 
 def config(**fields):
-    return RewardConfig(**{"functions": ["task"], "timeout_s": 2.0, **fields})
+    return RewardConfig(**{"functions": ["task"], "timeout_s": 1.5, **fields})
 
 
 def completions(*texts, prompt=PROMPT):
@@ -114,7 +114,7 @@ def test_every_failure_is_told_apart_and_the_rest_is_scored():
     assert 'File "task.py", line 5, in inner\n    raise LookupError' in raised.error
     assert invalid.status is ScoreStatus.INVALID
     assert hung.status is ScoreStatus.HUNG
-    assert "within 2 s (reward.timeout_s)" in hung.error
+    assert "within 1.5 s (reward.timeout_s)" in hung.error
     assert 'File "task.py", line 10 in reward' in hung.error
     for score in scores:
         assert math.isnan(score.reward) == (score.status is not ScoreStatus.OK)
@@ -122,12 +122,13 @@ def test_every_failure_is_told_apart_and_the_rest_is_scored():
 
 def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
     async def run():
-        async with running(RewardConfig(timeout_s=3.0), None) as pool:
+        async with running(RewardConfig(timeout_s=2.0), None) as pool:
             prompt = Prompt(prompt_id=1, text="q", token_ids=(), fields={"answer": "42"})
-            return await pool.score(completions("42", "9**9**9**9", "42", prompt=prompt))
+            return await pool.score(completions("42", "9**9**9**9", prompt=prompt))
 
-    first, hung, last = asyncio.run(run())
-    assert (first.reward, hung.status, last.reward) == (1.0, ScoreStatus.HUNG, 1.0)
+    first, hung = asyncio.run(run())
+    assert (first.reward, hung.status) == (1.0, ScoreStatus.HUNG)
+    assert "sympy" in hung.error
 
 
 def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():

@@ -74,8 +74,8 @@ def test_blank_lines_and_a_byte_order_mark_do_not_matter_and_keep_line_numbers(t
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"question": "a"', "must be a JSON object in UTF-8, got Expecting"),
-        (b'{"question": "\xff"}', "must be a JSON object in UTF-8, got 'utf-8' codec"),
+        (b'{"question": "a"', "must be a JSON object, got a mistake at column 17: Expecting"),
+        (b'{"question": "\xff"}', "must be UTF-8, got byte 0xff at column 15"),
         (b'["a"]', r'must be a JSON object, got \["a"\]'),
         (b'{"prompt": "a"}', r"'question' \(data.prompt_field\), got 'prompt'"),
         (b'{"question": 7}', "'question' must be text that is not blank, got 7"),
@@ -115,7 +115,7 @@ def test_a_file_that_is_missing_empty_or_no_prompt_file_is_named(tmp_path, plain
         "none.jsonl": "must exist",
         "none.csv": "must end in .jsonl or .parquet",
         "empty.jsonl": "at least one prompt, got an empty file",
-        "bad.parquet": "must be a Parquet file",
+        "bad.parquet": "must be a readable Parquet file",
     }.items():
         if not name.startswith("none"):
             (tmp_path / name).write_text("\n")
@@ -123,6 +123,17 @@ def test_a_file_that_is_missing_empty_or_no_prompt_file_is_named(tmp_path, plain
             read_prompts(tmp_path / name, config(), plain)
         assert str(tmp_path / name) in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_a_damaged_parquet_page_is_one_line_with_the_file(tmp_path, plain):
+    path = tmp_path / "p.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 100), path)
+    content = bytearray(path.read_bytes())
+    content[10:60] = b"\xff" * 50
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"p\.parquet must be a readable Parquet file") as error:
+        read_prompts(path, config(), plain)
+    assert "\n" not in str(error.value)
 
 
 def test_a_chat_recipe_without_a_chat_template_is_refused(tmp_path, plain):
