@@ -46,11 +46,11 @@ class ReferenceExecutor:
         self._config = config
         self._sampling = sampling
         self._storage = storage
+        self._compute = ComputeThread(f"reference-{rank}")
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
         """Load the model. ValueError if the checkpoint is missing or does not fit."""
-        self._compute = ComputeThread(f"reference-{self._rank}")
         await self._compute.run(self._build)
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -88,6 +89,8 @@ class TrainerExecutor:
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
         if needs_reference:
             self._columns.append(REF_LOGPROBS)
+        self._compute = ComputeThread(f"trainer-{rank}")
+        self._resources = ExitStack()  # what `close` gives back, however far `start` came
         self._turn = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._version = 0
         self._rows: list[BatchRow] = []  # of the current step, on all ranks
@@ -101,14 +104,12 @@ class TrainerExecutor:
 
         ValueError if the checkpoint is missing or does not fit.
         """
-        self._compute = ComputeThread(f"trainer-{self._rank}")
         await self._compute.run(self._build)
         self._idle_since_ns = time.monotonic_ns()
 
     async def close(self) -> None:
         """Leave the process group and end the compute thread."""
-        self._writer.close()
-        await self._compute.run(leave)
+        await self._compute.run(self._resources.close)
         self._compute.close()
 
     async def accumulate(self, batch: Batch) -> None:
@@ -179,9 +180,11 @@ class TrainerExecutor:
 
     def _build(self) -> None:
         mesh = join(self._rendezvous, self._rank, self._num_ranks)
+        self._resources.callback(leave)
         self.policy = Policy(self._checkpoint, mesh, self._config, self._seed)
         self._device = torch.device(mesh.device_type)
         self._writer = Writer(self._rank, this_host(), *shard_boxes(self.policy.parameters))
+        self._resources.callback(self._writer.close)
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
         """This rank's micro-batches without the rows that have no gradient.

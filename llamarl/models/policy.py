@@ -11,11 +11,13 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -78,7 +80,7 @@ class Policy:
     def save(self, folder: str, version: int) -> None:
         """Write weights, moments, RNG and `version`, each rank its shards, into `folder`.
 
-        OSError (ENOSPC) before anything is written if they would not fit.
+        OSError if the disk is full, before anything is written where that can be known.
         """
         state = self._state()
         state["version"].fill_(version)
@@ -87,17 +89,19 @@ class Policy:
         if free_bytes < num_bytes:
             message = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {num_bytes} bytes"
             raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free; checkpoint", folder)
-        dcp.save(state, checkpoint_id=folder)
+        with _first_failure("checkpoint could not be written", folder):
+            dcp.save(state, checkpoint_id=folder)
 
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under any number of ranks; returns the version.
 
-        ValueError if `folder` holds no checkpoint of this model.
+        ValueError if `folder` is no checkpoint, RuntimeError if it is one of another model.
         """
         if not (Path(folder) / ".metadata").is_file():
             raise ValueError(f"checkpoint.resume must name a complete checkpoint, got {folder}")
         state = self._state()
-        dcp.load(state, checkpoint_id=folder)
+        with _first_failure("checkpoint could not be loaded", folder):
+            dcp.load(state, checkpoint_id=folder)
         torch.set_rng_state(state["rng"])
         return int(state["version"])
 
@@ -128,6 +132,21 @@ class Policy:
             for key, value in self._optimizer.state[parameter].items():
                 state[f"optimizer.{name}.{key}"] = value
         return state
+
+
+@contextmanager
+def _first_failure(what: str, folder: str) -> Iterator[None]:
+    """Turn torch's collected failures (a BaseException of many lines) into one plain error."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        # On a disk that fills up meanwhile torch's zip writer hides the reason, so say how full.
+        free_bytes = shutil.disk_usage(folder).free
+        message = f"{what} by rank {rank}: {cause} ({free_bytes} bytes are free in {folder})"
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, message) from error
+        raise RuntimeError(message) from error
 
 
 def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:

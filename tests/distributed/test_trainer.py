@@ -191,6 +191,18 @@ def test_two_ranks_save_and_one_rank_takes_the_same_next_step(ranks, checkpoint,
         np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
 
 
+def test_the_checkpoint_of_another_model_is_refused_in_one_line(ranks, checkpoint, tmp_path):
+    cells, rows = make_rollouts(3)
+    steps = [[make_batch(rows, 1, 99)]]
+    (tmp_path / "saved").mkdir()
+    ranks(1).run(train, job(checkpoint, cells, steps, save=str(tmp_path / "saved")))
+    other = make_checkpoint(tmp_path / "other", hidden_size=32)
+    with pytest.raises(RuntimeError, match=r"RuntimeError: checkpoint could not .* Size mismatch"):
+        ranks(1).run(train, job(other, cells, steps, restore=str(tmp_path / "saved")))
+    with pytest.raises(RuntimeError, match=r"ValueError: checkpoint\.resume must name a complete"):
+        ranks(1).run(train, job(checkpoint, cells, steps, restore=str(tmp_path)))
+
+
 def test_ranks_listen_on_loopback_only(ranks, checkpoint):
     cells, rows = make_rollouts(4)
     seen = ranks(2).run(train, job(checkpoint, cells, [[make_batch(rows, 2, 40)]]))
