@@ -42,9 +42,8 @@ class Checkpoints:
         try:
             await trainer.save(str(folder))
             committed = await asyncio.to_thread(commit, folder, state)
-        except BaseException:
-            discard(folder)
-            raise
+        finally:
+            discard(folder)  # after a commit it has another name
         prune(self._run_dir, self._keep)
         return committed
 
