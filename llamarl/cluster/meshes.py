@@ -37,7 +37,7 @@ from llamarl.config import ClusterConfig
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 5.0  # for an executor's own clean-up
-STOP_LIMIT_S = 5.0  # for Monarch's
+STOP_LIMIT_S = 3.0  # for Monarch's
 START_LIMIT_S = 120.0  # for imports and an executor's constructor
 DIMENSION = "ranks"
 

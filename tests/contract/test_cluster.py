@@ -84,6 +84,7 @@ def test_an_exception_keeps_its_type_and_shows_where_it_was_raised(run) -> None:
     ("method", "text"),
     [
         ("raise_unpicklable", r"UnpicklableError: holds a lock \(3\)"),
+        ("raise_changed", "ChangedError: the real reason"),
         ("raise_exit", "SystemExit: 3"),
         ("raise_stop", "StopAsyncIteration"),
     ],

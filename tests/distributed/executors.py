@@ -25,6 +25,13 @@ class UnpicklableError(Exception):
         self.lock = threading.Lock()
 
 
+class ChangedError(Exception):
+    """Arrives as something else."""
+
+    def __reduce__(self):
+        return ValueError, ("something else",)
+
+
 class Probe:
     """Tells where it runs, and fails on request."""
 
@@ -55,6 +62,9 @@ class Probe:
 
     async def raise_unpicklable(self) -> None:
         raise UnpicklableError(3, "holds a lock")
+
+    async def raise_changed(self) -> None:
+        raise ChangedError("the real reason")
 
     async def raise_exit(self) -> None:
         sys.exit(3)

@@ -177,7 +177,7 @@ def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
         assert await group.first.echo("again") == "again"
 
     before = len(os.listdir("/proc/self/fd"))
-    for turn in range(4):
+    for turn in range(3):
         run(tmp_path, scenario)
         if turn == 0:
             before = len(os.listdir("/proc/self/fd"))
