@@ -162,4 +162,5 @@ def mark_retrieved(future: asyncio.Future[Any]) -> None:
 
 
 def last_line(error: BaseException) -> str:
+    """The cause in a Monarch error, whose text begins with the call."""
     return str(error).strip().splitlines()[-1].strip()

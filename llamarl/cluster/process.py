@@ -42,6 +42,7 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
 
 
 def log_path(folder: str, process: str) -> Path:
+    """Where a process's output goes."""
     return Path(folder) / f"{process}.log"
 
 
