@@ -34,6 +34,7 @@ from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.hf import check_checkpoint
+from llamarl.rewards.functions import check_answers, check_rewards
 from llamarl.staleness import Gate
 from llamarl.types import Prompt, Sampling
 from llamarl.weights.publish import Publisher
@@ -59,15 +60,13 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     architecture = check_checkpoint(checkpoint)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
-    prompts = (
-        read_prompts(_resolve(config, config.data.prompts), config.data, tokenizer)
-        if needs_prompts
-        else []
-    )
-    held_out = []
+    task_source = _task_source(config)
+    check_rewards(config.reward, task_source)
+    prompts, held_out = [], []
+    if needs_prompts:
+        prompts = _read_prompts(config, config.data.prompts, tokenizer)
     if config.data.held_out is not None:
-        path = _resolve(config, config.data.held_out)
-        held_out = read_prompts(path, config.data, tokenizer)
+        held_out = _read_prompts(config, config.data.held_out, tokenizer)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
     _check_lengths(config, architecture, prompts, held_out)
     return Inputs(
@@ -77,7 +76,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
-        task_source=_task_source(config),
+        task_source=task_source,
     )
 
 
@@ -190,21 +189,11 @@ def build_controller(
         on_lost=dispatch.lost,
     )
     ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
-    gate = Gate(
-        max_staleness=config.staleness.max_staleness,
-        groups_per_step=config.trainer.groups_per_step,
-        rollouts_per_group=config.sampling.rollouts_per_prompt,
-        late=config.staleness.late,
-        max_drops_in_row=config.algorithm.max_drops_in_row,
-        version=state.get("version", 0),
-        next_group_id=state.get("next_group_id", 0),
-        next_row_id=state.get("next_row_id", 0),
-    )
     controller = Controller(
         config=config,
         run_dir=run_dir,
         prompts=_backlog(config, inputs, state),
-        gate=gate,
+        gate=_gate(config, state),
         ledger=ledger,
         make_requests=partial(
             make_requests,
@@ -299,6 +288,19 @@ async def _spawn_reference(
     return await cluster.spawn("reference", ReferenceExecutor, kwargs)
 
 
+def _gate(config: Config, state: dict[str, Any]) -> Gate:
+    return Gate(
+        max_staleness=config.staleness.max_staleness,
+        groups_per_step=config.trainer.groups_per_step,
+        rollouts_per_group=config.sampling.rollouts_per_prompt,
+        late=config.staleness.late,
+        max_drops_in_row=config.algorithm.max_drops_in_row,
+        version=state.get("version", 0),
+        next_group_id=state.get("next_group_id", 0),
+        next_row_id=state.get("next_row_id", 0),
+    )
+
+
 def _backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
     stream = PromptStream(
         inputs.prompts,
@@ -312,6 +314,13 @@ def _backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
 
 def _resolve(config: Config, path: str) -> str:
     return os.path.abspath(Path(config.recipe_dir, path))
+
+
+def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Prompt]:
+    resolved = _resolve(config, path)
+    prompts = read_prompts(resolved, config.data, tokenizer)
+    check_answers(config.reward, prompts, resolved)
+    return prompts
 
 
 def _task_source(config: Config) -> str | None:

@@ -8,10 +8,13 @@ every token of an evaluation was written by the same version, else it raises; it
 
 from __future__ import annotations
 
+import asyncio
+
 from llamarl.data.seeds import rollout_seed
 from llamarl.experience.ledger import Ledger
-from llamarl.protocols import Generator, Storage
+from llamarl.protocols import Generator, Scorer, Storage
 from llamarl.types import (
+    RESPONSE_IDS,
     REWARD,
     Evaluation,
     Fate,
@@ -22,6 +25,34 @@ from llamarl.types import (
     Sampling,
     ScoreStatus,
 )
+
+
+async def evaluate_alone(
+    evaluator: Evaluator, generator: Generator, scorer: Scorer, ledger: Ledger
+) -> Evaluation:
+    """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
+
+    async def collect() -> None:
+        while True:
+            rows = await generator.collect()
+            for row in rows:
+                ledger.entries[row.row_id].learn_row(row)
+            ledger.mark([row.row_id for row in rows], RESPONSE_IDS)
+
+    async def score() -> None:
+        while True:
+            row_ids = await ledger.take("score")
+            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
+            for verdict in await scorer.score(pairs):
+                ledger.entries[verdict.row_id].learn_score(verdict)
+            ledger.mark(row_ids, REWARD)
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = [tasks.create_task(collect()), tasks.create_task(score())]
+        result = await evaluator.evaluate(0, tuple(range(len(evaluator.prompts))))
+        for task in serving:
+            task.cancel()
+    return result
 
 
 class Evaluator:

@@ -33,6 +33,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.dispatch import Dispatch
+from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.metrics.aggregate import LiveWaits, SpanTails
 from llamarl.metrics.console import Progress, render_summary
@@ -44,7 +45,7 @@ from llamarl.metrics.summary import summarize
 from llamarl.metrics.trace import merge
 from llamarl.models.hf import parameter_shapes
 from llamarl.protocols import Storage
-from llamarl.types import RESPONSE_IDS, REWARD, Evaluation, FinishReason
+from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
 
@@ -130,38 +131,15 @@ async def evaluate(config: Config, run_dir: str, console: Console) -> Evaluation
 
 
 async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
-    """The loop's collect and score stages, for evaluation rows only."""
     generators = {index: group.first for index, group in executors.generators.items()}
     dispatch = Dispatch(generators, executors.storage)
     ledger = Ledger(loop_stages(has_reference=False))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger)
     assert evaluator is not None
-
-    async def collect() -> None:
-        while True:
-            rows = await dispatch.collect()
-            for row in rows:
-                assert row.finish_reason is not FinishReason.SEGMENT, row
-                ledger.entries[row.row_id].learn_row(row)
-            ledger.mark([row.row_id for row in rows], RESPONSE_IDS)
-
-    async def score() -> None:
-        while True:
-            row_ids = await ledger.take("score")
-            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
-            for verdict in await executors.scorer.first.score(pairs):
-                ledger.entries[verdict.row_id].learn_score(verdict)
-            ledger.mark(row_ids, REWARD)
-
     try:
-        async with asyncio.TaskGroup() as tasks:
-            serving = [tasks.create_task(collect()), tasks.create_task(score())]
-            result = await evaluator.evaluate(0, tuple(range(len(inputs.held_out))))
-            for task in serving:
-                task.cancel()
+        return await evaluate_alone(evaluator, dispatch, executors.scorer.first, ledger)
     finally:
         await dispatch.close()
-    return result
 
 
 @contextlib.asynccontextmanager

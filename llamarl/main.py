@@ -168,7 +168,8 @@ def _first_cause(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
-    return lines[0] + (f" (key {key})" if key and key not in lines[0] else "")
+    words = " ".join(line for line in lines if not line.startswith(("full_key", "object_type")))
+    return words + (f" (key {key})" if key and key not in words else "")
 
 
 def _fail(message: str) -> Any:

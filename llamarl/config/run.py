@@ -35,13 +35,10 @@ class StalenessConfig:
 class WeightsConfig:
     """How a new version reaches the generators."""
 
-    transport: str = "shared_memory"
-    """shared_memory: trainers write straight into the replica's shadow arena on one host."""
     timeout_s: float = 60.0
     """Longest time one publish may take before the run stops."""
 
     def __post_init__(self) -> None:
-        require_choice("weights.transport", self.transport, ("shared_memory",))
         require(self.timeout_s > 0, "weights.timeout_s", "be above 0", self.timeout_s)
 
 

@@ -1,0 +1,145 @@
+"""Variants of the recipe in one process: every option is really taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "quickstart"
+SMALL = [
+    "cluster=inline",
+    "num_steps=2",
+    "trainer.groups_per_step=4",
+    "trainer.groups_per_part=0",
+    "trainer.warmup_steps=0",
+    "evaluation.max_prompts=16",
+    "evaluation.every_steps=0",
+    "checkpoint.export=false",
+]
+
+
+def llamarl(command: str, recipe: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "llamarl", command, f"--config-dir={recipe}", *overrides],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def archive(run_dir: Path) -> list[dict[str, object]]:
+    files = (run_dir / "archive").glob("rollouts-*.jsonl")
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=grpo", "experience.archive_tokens=true"],
+        ["sampling.segment_tokens=8", "staleness.late=mask", "staleness.max_staleness=2"],
+        ["staleness.max_staleness=0", "algorithm=gspo", "trainer.compute_dtype=bfloat16"],
+        ["generator.kv_after_flip=recompute", "generator.dtype=bfloat16", "algorithm=dapo"],
+    ],
+    ids=["grpo with a reference", "segments and masks", "on-policy gspo", "recompute in bf16"],
+)
+def test_variants_run(overrides: list[str], tmp_path: Path) -> None:
+    done = llamarl("train", RECIPE, *SMALL, *overrides, f"run_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 2
+    trained = [line for line in archive(tmp_path) if line["fate"] == "trained"]
+    assert len(trained) == 2 * 4 * 8
+    if "algorithm=grpo" in overrides:
+        assert all(line["ref_logprobs"] for line in trained)
+    if "staleness.max_staleness=0" in overrides:
+        assert summary["staleness_max"] == 0
+
+
+def test_evaluate_scores_a_checkpoint(tmp_path: Path) -> None:
+    done = llamarl(
+        "evaluate", RECIPE, "cluster=inline", "evaluation.max_prompts=32", f"run_dir={tmp_path}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("accuracy ")
+    assert "prompts 32" in done.stdout
+
+
+def test_multirun_makes_one_folder_per_combination(tmp_path: Path) -> None:
+    done = llamarl(
+        "train", RECIPE, *SMALL, "--multirun", "seed=0,1", f"run_dir={tmp_path}", "num_steps=1"
+    )
+    assert done.returncode == 0, done.stderr
+    for job in ("0", "1"):
+        assert json.loads((tmp_path / job / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_users_own_task_is_rewarded_by_its_code(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    recipe.mkdir()
+    (recipe / "task.py").write_text(
+        "def reward(prompt, completion):\n"
+        "    return float('Answer' in completion and len(completion) % 2 == 0)\n"
+    )
+    (recipe / "prompts.jsonl").write_text('{"question": "What is 5+8?", "answer": "13"}\n' * 3)
+    (recipe / "run.yaml").write_text(
+        "defaults: [config, {override /reward: task}, _self_]\n"
+        f"model: {{checkpoint: {RECIPE / 'checkpoint'}}}\n"
+        "data: {prompts: prompts.jsonl}\n"
+        "sampling: {max_tokens: 64}\n"
+        "generator: {max_context_tokens: 128}\n"
+        "algorithm: {drop_equal_rewards: false}\n"
+    )
+    done = llamarl("train", recipe, *SMALL, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    rewards = {line["reward"] for line in archive(tmp_path / "run")}
+    assert rewards <= {0.0, 1.0, None}
+    assert 1.0 in rewards
+
+
+def test_the_help_names_the_commands() -> None:
+    command = [sys.executable, "-m", "llamarl", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "train" in done.stdout
+    assert "evaluate" in done.stdout
+
+
+BAD_INPUTS = {
+    "unknown key": (["trainer.lrr=1"], "lrr"),
+    "wrong type": (["trainer.lr=fast"], "fast"),
+    "no checkpoint": (["model.checkpoint=nowhere"], "nowhere"),
+    "no prompts": (["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),
+    "context": (["generator.max_context_tokens=100"], "max_tokens"),
+    "too long": (["generator.max_context_tokens=100000"], "positions"),
+    "rho": (["algorithm.rho=0.5"], "algorithm.rho must be at least 1"),
+    "top-p": (["sampling.top_p=0.5"], "sampling.top_p must be 1"),
+    "parts": (["trainer.groups_per_part=7"], "groups_per_part"),
+    "resume": (["checkpoint.resume=/nowhere"], "checkpoint.resume"),
+    "task": (["reward=task"], "task.py"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+def test_bad_input_is_one_clear_line(overrides: list[str], words: str, tmp_path: Path) -> None:
+    done = llamarl("train", RECIPE, *overrides, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("llamarl: ")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert words in done.stderr
+    assert "starting" not in done.stdout
+
+
+def test_a_bad_command_or_recipe_is_one_clear_line(tmp_path: Path) -> None:
+    for arguments in (["trian"], ["train"], ["train", "--config-dir", str(tmp_path / "none")]):
+        command = [sys.executable, "-m", "llamarl", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
