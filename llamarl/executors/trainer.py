@@ -13,8 +13,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ from llamarl.weights.layout import Copy, Offer, RankLayout
 from llamarl.weights.shards import shard_boxes
 from llamarl.weights.shared_memory import this_host
 from llamarl.weights.writer import Writer
+
+T = TypeVar("T")
 
 SHOWN_ROWS = 8  # row ids named in an error
 
@@ -151,17 +154,17 @@ class TrainerExecutor:
     async def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists."""
         async with self._turn:
-            await self._compute.run(lambda: self.policy.save(folder, self._version))
+            await self._aside("save", lambda: self.policy.save(folder, self._version))
 
     async def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks; returns the version."""
         async with self._turn:
-            return await self._compute.run(lambda: self._restore(folder))
+            return await self._aside("restore", lambda: self._restore(folder))
 
     async def export(self, folder: str) -> None:
         """Write the weights in the Hugging Face layout."""
         async with self._turn:
-            await self._compute.run(lambda: self.policy.export(folder))
+            await self._aside("export", lambda: self.policy.export(folder))
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
@@ -275,10 +278,11 @@ class TrainerExecutor:
             num_tokens, len(self._rows), self._sampling.max_tokens, self._algorithm
         )
         lr = learning_rate(self._config, self._version, self._num_steps)
-        start_ns = time.monotonic_ns()
         with self._stable:
-            self._stable.wait_for(lambda: self._num_reading == 0)
-            self._waited("publish", start_ns)
+            start_ns = time.monotonic_ns()
+            if self._num_reading:
+                self._stable.wait_for(lambda: self._num_reading == 0)
+                self._waited("publish", start_ns)
             with self._spans.span("optimizer_step", version=self._version):
                 norm = self.policy.scale_gradients(divisor, self._config.max_grad_norm)
                 if not math.isfinite(norm):
@@ -320,6 +324,14 @@ class TrainerExecutor:
             with self._stable:
                 self._num_reading -= 1
                 self._stable.notify_all()
+
+    async def _aside(self, name: str, command: Callable[[], T]) -> T:
+        """Run a command that is neither training nor waiting for it."""
+        self._waited("batch", self._idle_since_ns)
+        with self._spans.span(name, "mark", version=self._version):
+            result = await self._compute.run(command)
+        self._idle_since_ns = time.monotonic_ns()
+        return result
 
     def _waited(self, name: str, since_ns: int) -> None:
         self._spans.record(name, since_ns, time.monotonic_ns(), "wait", version=self._version)

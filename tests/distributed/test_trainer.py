@@ -237,6 +237,18 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_step_and_rows(ranks, c
         ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 999)]]))
 
 
+def test_rows_without_a_gradient_cost_no_forward_and_change_nothing(ranks, checkpoint):
+    cells, rows = make_rollouts(5)
+    inert = tuple(dataclasses.replace(row, advantage=0.0) for row in rows)
+    steps = [[make_batch(rows, 2, 40)], [make_batch(inert, 2, 40, version=1)]]
+    once, twice = (ranks(2).run(train, job(checkpoint, cells, s)) for s in (steps[:1], steps))
+    assert [len(gradients) for gradients in twice[0]["gradients"]] == [21, 0]
+    assert twice[0]["stats"][1].version == 2
+    assert twice[0]["stats"][1].scalars["grad_norm"] == 0
+    for name, weights in once[0]["weights"].items():
+        np.testing.assert_array_equal(twice[0]["weights"][name], weights)
+
+
 def test_a_batch_for_another_version_is_refused(ranks, checkpoint):
     cells, rows = make_rollouts(3)
     with pytest.raises(RuntimeError, match="batch for version 1 came at 0"):

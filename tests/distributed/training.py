@@ -167,13 +167,18 @@ async def train(rank, num_ranks, job):
     seen = {"sockets": listening(), "version": 0, "stats": [], "gradients": []}
     if job.restore:
         seen["version"] = await executor.restore(job.restore)
+    parameters = executor.policy.parameters
     for number, batches in enumerate(job.steps):
         if job.save and number == len(job.steps) - 1:
             await executor.save(job.save)
         for batch in batches:
             await executor.accumulate(batch)
         seen["gradients"].append(
-            {n: p.grad.full_tensor().numpy().copy() for n, p in executor.policy.parameters.items()}
+            {
+                n: p.grad.full_tensor().numpy().copy()
+                for n, p in parameters.items()
+                if p.grad is not None
+            }
         )
         seen["logprobs"] = {
             row_id: cell[TRAINER_LOGPROBS]
@@ -182,12 +187,8 @@ async def train(rank, num_ranks, job):
         }
         seen["stats"].append(await executor.step())
     seen["layout"] = await executor.source_layout()
-    seen["shards"] = {
-        n: p.detach().to_local().numpy().copy() for n, p in executor.policy.parameters.items()
-    }
-    seen["weights"] = {
-        n: p.detach().full_tensor().numpy().copy() for n, p in executor.policy.parameters.items()
-    }
+    seen["shards"] = {n: p.detach().to_local().numpy().copy() for n, p in parameters.items()}
+    seen["weights"] = {n: p.detach().full_tensor().numpy().copy() for n, p in parameters.items()}
     if job.export:
         await executor.export(job.export)
     await executor.close()
