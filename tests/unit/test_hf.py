@@ -1,0 +1,414 @@
+"""Checkpoints in and out: what transformers reads, what one rank reads, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llamarl.models import hf
+from llamarl.models.parallelize import shard
+from llamarl.models.transformer import Transformer
+from tests.unit.reference_checkpoints import (
+    CASES,
+    LENGTHS,
+    load,
+    reference_logits,
+    token_ids,
+    write_reference,
+)
+from tests.unit.tokenizer_files import write_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    write_reference(folder, "qwen25")
+    return folder
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in load(folder).named_parameters()}
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_loads_in_transformers_with_equal_logits(tmp_path: Path, case: str) -> None:
+    source, folder = tmp_path / "source", tmp_path / "export"
+    reference = write_reference(source, case)
+    model = load(source)
+    with torch.no_grad():
+        theirs = dict(reference.named_parameters())
+        for name, mine in model.named_parameters():
+            mine.mul_(1.01)  # as training would, so that the source's weights cannot pass
+            theirs[name].mul_(1.01)
+    backwards = reversed(list(model.named_parameters()))
+    hf.save(folder, backwards, source_folder=source, dtype=torch.float32, max_shard_bytes=30_000)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(reference_logits(loaded), reference_logits(reference))
+    assert torch.equal(
+        load(folder).logits(token_ids(), LENGTHS), model.logits(token_ids(), LENGTHS)
+    )
+
+
+def test_files_stay_below_the_limit_and_the_index_is_true(checkpoint: Path, tmp_path: Path) -> None:
+    limit = 30_000
+    hf.save(
+        tmp_path / "out",
+        parameters(checkpoint).items(),
+        source_folder=checkpoint,
+        dtype=torch.float32,
+        max_shard_bytes=limit,
+    )
+    index = json.loads((tmp_path / "out" / hf.INDEX_FILE).read_text())
+    total = 0
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(path)
+        assert {name for name, file in index["weight_map"].items() if file == path.name} == set(
+            tensors
+        )
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert num_bytes <= limit or len(tensors) == 1
+        total += num_bytes
+    assert index["metadata"]["total_size"] == total
+
+
+def test_everything_else_of_the_source_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+    write_tokenizer(checkpoint, chat=True, generation_eos=[2, 5])
+    (checkpoint / "LICENSE").write_text("be kind")
+    (checkpoint / "prompts.jsonl").write_text("not ours to copy")
+    (checkpoint / "pytorch_model.bin").write_text("stale weights")
+
+    def add(values: dict[str, Any]) -> None:
+        values.pop("dtype")
+        values |= {"torch_dtype": "float32", "a_future_field": {"x": [1, None]}}
+
+    edit_config(checkpoint, add)
+    out = tmp_path / "out"
+    weights = parameters(checkpoint)
+    hf.save(out, weights.items(), source_folder=checkpoint, dtype=torch.bfloat16)
+    before = json.loads((checkpoint / "config.json").read_text())
+    after = json.loads((out / "config.json").read_text())
+    assert after == before | {"torch_dtype": "bfloat16"}
+    assert hf.check_checkpoint(out) == hf.check_checkpoint(checkpoint)
+    for name, tensor in safetensors.torch.load_file(out / hf.SINGLE_FILE).items():
+        assert torch.equal(tensor, weights[name].bfloat16()), name
+    names = {path.name for path in out.iterdir()}
+    assert {"LICENSE", "generation_config.json", "tokenizer.json"} <= names
+    assert not {"prompts.jsonl", "pytorch_model.bin", hf.INDEX_FILE} & names
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, out)]
+    assert tokenizers[0]("What is 5+8?").input_ids == tokenizers[1]("What is 5+8?").input_ids
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
+
+
+def test_a_failed_save_leaves_what_stood_there_and_nothing_else(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    weights = parameters(checkpoint)
+    hf.save(out, weights.items(), source_folder=checkpoint, dtype=torch.float32)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def breaking() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights.items())[:5]
+        raise OSError("the disk is gone")
+
+    def save(tensors: Any) -> None:
+        hf.save(out, tensors, source_folder=checkpoint, dtype=torch.float32)
+
+    first = next(iter(weights))
+    with pytest.raises(OSError, match="the disk is gone"):
+        save(breaking())
+    with pytest.raises(RuntimeError, match=r"lacks \['model.norm.weight'\]"):
+        save([item for item in weights.items() if item[0] != "model.norm.weight"])
+    with pytest.raises(ValueError, match="model's parameters, got 'other'"):
+        save([*weights.items(), ("other", torch.zeros(1))])
+    with pytest.raises(ValueError, match=f"{first} must have shape"):
+        save([*weights.items(), (first, torch.zeros(3, 3))])
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
+
+
+def test_a_good_save_replaces_the_folder_whole_even_its_own_source(checkpoint: Path) -> None:
+    doubled = {name: tensor * 2 for name, tensor in parameters(checkpoint).items()}
+    (checkpoint / "stale.safetensors").write_bytes(b"")
+    hf.save(checkpoint, doubled.items(), source_folder=checkpoint, dtype=torch.float32)
+    assert not (checkpoint / "stale.safetensors").exists()
+    for name, tensor in parameters(checkpoint).items():
+        assert torch.equal(tensor, doubled[name])
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
+
+
+def test_a_save_killed_between_its_renames_loses_nothing(checkpoint: Path) -> None:
+    out = checkpoint.with_name("out")
+    shutil.copytree(checkpoint, checkpoint.with_name(".out.replaced"))  # the state after the kill
+    with pytest.raises(ValueError, match="got 'unknown'"):
+        hf.save(out, [("unknown", torch.zeros(1))], source_folder=checkpoint, dtype=torch.float32)
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (checkpoint, out)]
+    assert names[0] == names[1]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(checkpoint)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    asked: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        asked.append("a tensor")
+        yield from parameters(checkpoint).items()
+
+    out = checkpoint.with_name("out")
+    with pytest.raises(
+        OSError, match=r"No space left on device: the weights need .* 1000 are free"
+    ):
+        hf.save(out, tensors(), source_folder=checkpoint, dtype=torch.float32)
+    assert not asked
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
+
+
+class Reads:
+    """Counts the bytes that a safetensors file is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes = 0
+        real, reads = hf.safe_open, self
+
+        class Slice:
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def __getitem__(self, box: Any) -> torch.Tensor:
+                out = self.inner[box]
+                reads.num_bytes += out.nbytes
+                return out
+
+        class File:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.inner = real(*args, **kwargs)
+
+            def __enter__(self) -> File:
+                self.inner = self.inner.__enter__()
+                return self
+
+            def __exit__(self, *args: Any) -> None:
+                self.inner.__exit__(*args)
+
+            def get_slice(self, name: str) -> Slice:
+                return Slice(self.inner.get_slice(name))
+
+        monkeypatch.setattr(hf, "safe_open", File)
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(1, 2), (2, 5), (39, 40)])
+def test_a_rank_reads_its_own_shards_only(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int, num_ranks: int
+) -> None:
+    whole = parameters(checkpoint)
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    try:
+        with torch.device("meta"):
+            model = Transformer(hf.check_checkpoint(checkpoint))
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        shard(model, mesh, compute_dtype=torch.float32, activation_checkpointing=False)
+        model.to_empty(device="cpu")
+        reads = Reads(monkeypatch)
+        hf.load_into(dict(model.named_parameters()), checkpoint)
+        held_bytes = 0
+        for name, parameter in model.named_parameters():
+            rows = -(-len(whole[name]) // num_ranks)  # FSDP2 cuts dimension 0 as torch.chunk does
+            mine = whole[name][rank * rows : (rank + 1) * rows]
+            local = parameter.to_local()
+            assert torch.equal(local, mine), name
+            held_bytes += local.nbytes
+        assert reads.num_bytes == held_bytes
+    finally:
+        dist.destroy_process_group()
+
+
+def truncate(folder: Path, num_bytes: int) -> None:
+    path = folder / hf.SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = safetensors.torch.load_file(folder / hf.SINGLE_FILE)
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / hf.SINGLE_FILE, {"format": "pt"})
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / hf.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def shift_header(folder: Path) -> None:
+    """Let one tensor's byte range overlap another's."""
+    path = folder / hf.SINGLE_FILE
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    name = next(name for name in header if name.endswith("q_proj.bias"))
+    header[name]["data_offsets"] = [value - 4 for value in header[name]["data_offsets"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+NORM = "model.norm.weight"
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights": (lambda f: (f / hf.SINGLE_FILE).unlink(), "must hold model.safetensors"),
+    "empty file": (lambda f: truncate(f, 0), "whole safetensors file, got 0 bytes"),
+    "cut in the header": (lambda f: truncate(f, 100), "whole safetensors file, got 100 bytes"),
+    "cut in the data": (lambda f: truncate(f, 90_000), "bytes long as its header says, got 90000"),
+    "Git LFS pointer": (
+        lambda f: (f / hf.SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "whole safetensors file",
+    ),
+    "overlap": (shift_header, "damaged header"),
+    "missing tensor": (
+        lambda f: rewrite(f, lambda t: t.pop(NORM)),
+        "must hold the tensor model.norm.weight",
+    ),
+    "extra tensor": (
+        lambda f: rewrite(f, lambda t: t.update({"model.x": torch.zeros(1)})),
+        "only the tensors that its config.json implies, got model.x",
+    ),
+    "wrong shape": (
+        lambda f: rewrite(f, lambda t: t.update({NORM: torch.zeros(47)})),
+        r"model.norm.weight in .* must have shape \(48,\) as config.json says, got \(47,\)",
+    ),
+    "wrong config": (
+        lambda f: edit_config(f, lambda c: c.update(vocab_size=98)),
+        r"embed_tokens.weight in .* must have shape \(98, 48\)",
+    ),
+    "quantised tensor": (
+        lambda f: rewrite(f, lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)})),
+        "must be one of F32, F16, BF16, got I8",
+    ),
+    "missing shard": (lambda f: write_index(f, {NORM: "model-9.safetensors"}), "model-9.safeten"),
+    "escaping shard": (lambda f: write_index(f, {NORM: "../x.safetensors"}), "files beside it"),
+    "no weight map": (lambda f: write_index(f, []), "must have a weight_map"),
+    "damaged index": (lambda f: (f / hf.INDEX_FILE).write_text("{"), "must be JSON"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_broken_checkpoint_is_refused_in_one_line(checkpoint: Path, damage: str) -> None:
+    weights = parameters(checkpoint)
+    breaks, message = BROKEN[damage]
+    breaks(checkpoint)
+    with pytest.raises(ValueError, match=message) as caught:
+        hf.check_checkpoint(checkpoint)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="must"):
+        hf.load_into(weights, checkpoint)
+
+
+def test_tensors_of_another_model_are_refused(checkpoint: Path) -> None:
+    weights = parameters(checkpoint)
+    with pytest.raises(ValueError, match=r"model.norm.weight of the model .* \(48,\), got None"):
+        hf.load_into({name: t for name, t in weights.items() if name != NORM}, checkpoint)
+    with pytest.raises(ValueError, match=r"other of the model .* None, got \(1,\)"):
+        hf.load_into(weights | {"other": torch.zeros(1)}, checkpoint)
+    with pytest.raises(ValueError, match=r"model.norm.weight of the model .* got \(47,\)"):
+        hf.load_into(weights | {NORM: torch.zeros(47)}, checkpoint)
+
+
+def test_constants_and_tied_heads_that_old_files_store_are_ignored(tmp_path: Path) -> None:
+    write_reference(tmp_path, "llama32")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    before = parameters(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(4), "lm_head.weight": torch.ones(2)}))
+    after = parameters(tmp_path)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+MEMORY_SCRIPT = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from llamarl.models import hf
+from llamarl.models.transformer import Transformer
+
+torch.set_num_threads(1)
+
+def anonymous_bytes():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+class Peak:
+    def __enter__(self):
+        self.start = self.peak = anonymous_bytes()
+        self.running = True
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+    def watch(self):
+        while self.running:
+            self.peak = max(self.peak, anonymous_bytes())
+            time.sleep(0.0005)
+    def __exit__(self, *error):
+        self.running = False
+        self.thread.join()
+        self.num_bytes = max(self.peak, anonymous_bytes()) - self.start
+
+with torch.device("meta"):
+    model = Transformer(hf.check_checkpoint(sys.argv[1]))
+with Peak() as load:
+    model.to_empty(device="cpu")
+    hf.load_into(dict(model.named_parameters()), sys.argv[1])
+with Peak() as save:
+    hf.save(sys.argv[2], model.named_parameters(), source_folder=sys.argv[1],
+            dtype=torch.bfloat16, max_shard_bytes=20_000_000)
+sizes = [p.nbytes for p in model.parameters()]
+print(load.num_bytes, save.num_bytes, sum(sizes), max(sizes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_and_saving_hold_the_model_and_at_most_one_more_tensor(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "vocab_size": 16_384,
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "num_attention_heads": 8,
+    }
+    edit_config(checkpoint, lambda c: c.update(changes, num_hidden_layers=4))
+    shapes = hf.parameter_shapes(hf.read_architecture(checkpoint))
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    safetensors.torch.save_file(tensors, checkpoint / hf.SINGLE_FILE, {"format": "pt"})
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(checkpoint), str(tmp_path / "out")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    load_bytes, save_bytes, model_bytes, tensor_bytes = map(int, result.stdout.split())
+    slack_bytes = 6 * 10**6
+    assert model_bytes > 4 * (tensor_bytes + slack_bytes), "else a whole copy would pass"
+    assert load_bytes <= model_bytes + tensor_bytes + slack_bytes
+    assert save_bytes <= tensor_bytes + slack_bytes
