@@ -11,6 +11,8 @@ residual sums inside the matrix products.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,120 +27,99 @@ from llamarl.models.transformer import rope_tables
 class Decoder:
     """Runs `weights` (set by the engine, replaced at a flip) over `cache`.
 
-    A row of the fused qkv product reads [kv_heads, group + 2, head_dim]: per kv head its queries,
-    the key, the value.
+    A row of the fused qkv product reads [heads + 2 * kv_heads, head_dim]: queries, keys, values.
     """
 
-    def __init__(self, architecture: Architecture, cache: KVCache, device: torch.device) -> None:
+    def __init__(self, architecture: Architecture, cache: KVCache) -> None:
         self.architecture = architecture
         self.cache = cache
         self.weights: Weights | None = None
-        self._group = architecture.num_heads // architecture.num_kv_heads
-        dtype = cache.store.dtype
-        self._cos, self._sin = _head_tables(architecture, cache.num_positions, dtype, device)
+        self._num_turned = architecture.num_heads + architecture.num_kv_heads
+        cos, sin = rope_tables(architecture, cache.num_positions)
+        # Both halves of a head, so that the rotation is x * cos + swap(x) * sin.
+        self._cos = torch.cat([cos, cos], dim=1).to(cache.device, cache.dtype)
+        self._sin = torch.cat([-sin, sin], dim=1).to(cache.device, cache.dtype)
+        width = architecture.hidden_size
+        self._norm_floor = torch.tensor((width * architecture.norm_eps) ** 0.5)
+        self._head_norm_floor = torch.tensor((architecture.head_dim * architecture.norm_eps) ** 0.5)
 
-    def prefill(self, sequences: list[tuple[int, list[int]]]) -> None:
-        """Compute keys and values of whole sequences: (slot, tokens) each, no logits.
+    def prefill(self, sequences: list[tuple[int, np.ndarray]]) -> None:
+        """Compute keys and values of whole sequences: (slot, int tokens [t]) each, no logits.
 
         Sequences of equal length share one attention call.
         """
         sequences = sorted(sequences, key=lambda item: len(item[1]))
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in sequences])
-        positions = np.concatenate([np.arange(len(ids), dtype=np.int64) for _, ids in sequences])
-        slots = np.repeat(
-            np.array([slot for slot, _ in sequences], dtype=np.int64),
-            [len(ids) for _, ids in sequences],
-        )
-        runs: list[tuple[int, int]] = []  # (sequences, length) of consecutive equal lengths
-        for _, ids in sequences:
-            if runs and runs[-1][1] == len(ids):
-                runs[-1] = (runs[-1][0] + 1, len(ids))
-            else:
-                runs.append((1, len(ids)))
-        weights = self._bound()
-        device = self.cache.store.device
-        x = weights.embedding[torch.from_numpy(tokens).to(device)]
+        lengths = [len(ids) for _, ids in sequences]
+        runs = [(len(list(same)), length) for length, same in itertools.groupby(lengths)]
+        tokens = np.concatenate([ids for _, ids in sequences])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        slots = np.repeat(np.array([slot for slot, _ in sequences]), lengths)
+        weights, device = self._bound(), self.cache.device
+        x = weights.embedding.index_select(0, torch.from_numpy(tokens).to(device))
         place = torch.from_numpy(positions).to(device)
-        cos, sin = self._cos[place], self._sin[place]
-        rows = self.cache.row_index(slots, positions)
+        cos, sin = self._cos[place].unsqueeze(1), self._sin[place].unsqueeze(1)
+        places = self.cache.places(slots, positions)
         for index, layer in enumerate(weights.layers):
-            last = index == len(weights.layers) - 1
-            qkv = self._qkv(layer, x, cos, sin)
-            self.cache.rows[index].index_put_((rows,), qkv[:, :, self._group :])
-            if last:  # only the cache is wanted; the last layer's output is not
-                return
-            attended = self._causal(qkv, runs)
-            self._finish_layer(layer, x, attended)
+            queries, keys, values = self._qkv(layer, x, cos, sin)
+            self.cache.write(index, places, keys, values)
+            if index < len(weights.layers) - 1:  # of the last layer only the cache is wanted
+                self._finish_layer(layer, x, self._causal(queries, keys, values, runs))
 
     def decode(
-        self, tokens: Tensor, positions: np.ndarray, groups: list[Group], mask: Tensor
+        self, tokens: Tensor, slots: np.ndarray, positions: np.ndarray, groups: list[Group]
     ) -> Tensor:
-        """Logits float32 [n, vocab] after one more token in each of slots 0..n-1.
+        """Logits float32 [n, vocab] after one more token in each of `slots`.
 
-        `tokens` int64 [n] go to `positions` int64 [n] of their slots. `groups` cut the slots for
-        attention; `mask` [slots, 1, context] is 0 up to each slot's position and -inf behind.
+        `tokens` int64 [n] go to `positions` int64 [n] of `slots` int64 [n]; `groups` is the cache's
+        plan for these rows.
         """
         weights = self._bound()
-        num_rows = len(positions)
         x = weights.embedding.index_select(0, tokens)
         place = torch.from_numpy(positions).to(x.device)
-        cos, sin = self._cos.index_select(0, place), self._sin.index_select(0, place)
-        rows = self.cache.row_index(np.arange(num_rows), positions)
-        heads = self.architecture.num_kv_heads
-        dim = self.architecture.head_dim
-        attended = x.new_empty(num_rows * heads, self._group, dim)
-        flat = attended.view(num_rows, -1)
+        # Written out for all heads once, so that every layer's rotation runs over plain memory.
+        shape = (len(positions), self._num_turned, self.architecture.head_dim)
+        cos = self._cos.index_select(0, place).unsqueeze(1).expand(shape).contiguous()
+        sin = self._sin.index_select(0, place).unsqueeze(1).expand(shape).contiguous()
+        places = self.cache.places(slots, positions)
         for index, layer in enumerate(weights.layers):
-            qkv = self._qkv(layer, x, cos, sin)
-            self.cache.rows[index].index_put_((rows,), qkv[:, :, self._group :])
-            queries = qkv.view(num_rows * heads, self._group + 2, dim)[:, : self._group]
-            keys, values = self.cache.key_batches[index], self.cache.value_batches[index]
-            for group in groups:
-                start, stop = group.start * heads, group.stop * heads
-                scores = torch.bmm(
-                    queries[start:stop], keys[start:stop, : group.length].transpose(1, 2)
-                )
-                if not group.is_even:
-                    rows_view = scores.view(group.stop - group.start, -1, group.length)
-                    rows_view.add_(mask[group.start : group.stop, :, : group.length])
-                probs = torch.softmax(scores, dim=-1)
-                torch.bmm(probs, values[start:stop, : group.length], out=attended[start:stop])
-            self._finish_layer(layer, x, flat)
-        x = self._norm(x, weights.norm)
-        return torch.mm(x, weights.head).float()
+            queries, keys, values = self._qkv(layer, x, cos, sin)
+            self.cache.write(index, places, keys, values)
+            self._finish_layer(layer, x, self.cache.attend(index, queries, groups))
+        return torch.mm(normalize(x, weights.norm, self._norm_floor), weights.head).float()
 
     def _bound(self) -> Weights:
         if self.weights is None:
             raise RuntimeError("weights must be bound before tokens are computed")
         return self.weights
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, (weight.shape[0],), weight, self.architecture.norm_eps)
-
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated queries (scaled by 1/sqrt(head_dim)), rotated keys, and values of each row."""
-        h = self._norm(x, layer.input_norm)
+    def _qkv(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv_heads, head_dim]."""
+        h = normalize(x, layer.input_norm, self._norm_floor)
         if layer.qkv_bias is None:
             qkv = torch.mm(h, layer.qkv)
         else:
             qkv = torch.addmm(layer.qkv_bias, h, layer.qkv)
-        group, dim = self._group, self.architecture.head_dim
-        qkv = qkv.view(x.shape[0], self.architecture.num_kv_heads, group + 2, dim)
+        num_heads, dim = self.architecture.num_heads, self.architecture.head_dim
+        qkv = qkv.view(x.shape[0], -1, dim)
+        heads = qkv[:, : self._num_turned]
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :, :group] = self._norm(qkv[:, :, :group], layer.q_norm)
-            qkv[:, :, group] = self._norm(qkv[:, :, group], layer.k_norm)
-        half = dim // 2
-        turned = qkv * cos
-        turned[:, :, : group + 1, :half].addcmul_(qkv[:, :, : group + 1, half:], sin, value=-1)
-        turned[:, :, : group + 1, half:].addcmul_(qkv[:, :, : group + 1, :half], sin)
-        return turned
+            floor = self._head_norm_floor
+            queries = normalize(heads[:, :num_heads], layer.q_norm, floor)
+            heads = torch.cat([queries, normalize(heads[:, num_heads:], layer.k_norm, floor)], 1)
+        turned = heads * cos
+        swapped = heads.unflatten(2, (2, dim // 2)).flip(2).view(turned.shape)
+        turned.addcmul_(swapped, sin)
+        return turned[:, :num_heads], turned[:, num_heads:], qkv[:, self._num_turned :]
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
         """Add the attention's output and the MLP to the residual stream `x`, in place."""
         torch.addmm(x, attended, layer.output, out=x)
         if layer.output_bias is not None:
             x.add_(layer.output_bias)
-        gate_up = torch.mm(self._norm(x, layer.mlp_norm), layer.gate_up)
+        h = normalize(x, layer.mlp_norm, self._norm_floor)
+        gate_up = torch.mm(h, layer.gate_up)
         if layer.gate_up_bias is not None:
             gate_up.add_(layer.gate_up_bias)
         gate, up = gate_up.chunk(2, dim=1)
@@ -146,39 +127,28 @@ class Decoder:
         if layer.down_bias is not None:
             x.add_(layer.down_bias)
 
-    def _causal(self, qkv: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-        """Causal attention inside each packed sequence: [N, heads * head_dim]."""
-        num_tokens, heads, dim = qkv.shape[0], qkv.shape[1], qkv.shape[3]
-        group = self._group
-        attended = qkv.new_empty(num_tokens, heads, group, dim)
+    def _causal(
+        self, queries: Tensor, keys: Tensor, values: Tensor, runs: list[tuple[int, int]]
+    ) -> Tensor:
+        """Causal attention inside each sequence, `runs` of (sequences, length): [N, width]."""
+        parts = []
         start = 0
         for count, length in runs:
-            stop = start + count * length
-            part = qkv[start:stop].view(count, length, heads, group + 2, dim)
-            q = part[:, :, :, :group].flatten(2, 3).transpose(1, 2)
-            k = part[:, :, :, group].repeat_interleave(group, dim=2).transpose(1, 2)
-            v = part[:, :, :, group + 1].repeat_interleave(group, dim=2).transpose(1, 2)
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
-            attended[start:stop] = out.transpose(1, 2).reshape(-1, heads, group, dim)
-            start = stop
-        return attended.view(num_tokens, -1)
+            q, k, v = (
+                part[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+                for part in (queries, keys, values)
+            )
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            parts.append(out.transpose(1, 2).reshape(count * length, -1))
+            start += count * length
+        return torch.cat(parts)
 
 
-def _head_tables(
-    architecture: Architecture, num_positions: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Rotation factors per position and head kind: cos [P, 1, group + 2, head_dim], sin [P, 1,
-    group + 1, head_dim / 2].
+def normalize(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * w, computed in float32.
 
-    Queries carry the attention's 1/sqrt(head_dim); values are multiplied by 1.
+    `weight` is w * sqrt(size), float32, and `floor` sqrt(size * eps): with these the quotient is
+    x / hypot(|x|, floor) * weight, few operations on small tensors.
     """
-    cos, sin = rope_tables(architecture, num_positions)
-    group = architecture.num_heads // architecture.num_kv_heads
-    half = architecture.head_dim // 2
-    scale = torch.ones(group + 2, 1)
-    scale[:group] = architecture.head_dim**-0.5
-    all_cos = torch.ones(num_positions, 1, group + 2, architecture.head_dim)
-    all_cos[:, 0, : group + 1] = torch.cat([cos[:, :half], cos[:, :half]], 1).unsqueeze(1)
-    all_cos *= scale
-    all_sin = sin[:, None, None, :half].float() * scale[: group + 1]
-    return all_cos.to(device, dtype), all_sin.contiguous().to(device, dtype)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return torch.div(x, torch.hypot(norm, floor, out=norm)).mul_(weight).to(x.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llamarl.config import GeneratorConfig
 from llamarl.generation.decoder import Decoder
-from llamarl.generation.kv_cache import Group, KVCache, group_slots, grouped_reads
+from llamarl.generation.kv_cache import PLAN_STEPS, Group, KVCache
 from llamarl.generation.parameters import DTYPES, arena_layout, bind
 from llamarl.generation.running import Running
 from llamarl.generation.sampling import SamplingRows, sample
@@ -35,8 +35,6 @@ from llamarl.models.architecture import Architecture
 from llamarl.types import FinishReason, Request
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
-SORT_EVERY_STEPS = 16  # how often the order of slots is reconsidered
-SORT_GAIN = 1.15  # slots are sorted by length if attention would read this much less
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,21 +72,20 @@ class Engine:
         self._cache = KVCache(
             num_layers=architecture.num_layers,
             num_slots=slots,
+            num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             num_positions=context,
             head_dim=architecture.head_dim,
             dtype=DTYPES[config.dtype],
             device=self._device,
         )
-        self._decoder = Decoder(architecture, self._cache, self._device)
-        self._running = Running(slots, context)
+        self._decoder = Decoder(architecture, self._cache)
+        self._running = Running(slots, context, self._device)
         self._queue = Queue()
         self._prefixes = PrefixIndex(slots)
-        self._mask = torch.full((slots, 1, context), -torch.inf, device=self._device)
-        self._mask = self._mask.to(DTYPES[config.dtype])
         self._done: list[Finished] = []
         self._must_recompute = False
-        self._regroup()
+        self._arrange()
 
     @property
     def num_running(self) -> int:
@@ -178,38 +175,36 @@ class Engine:
                 if p.source is not None and p.source != p.slot:
                     length = len(p.waiting.request.prompt_ids) - 1
                     self._cache.copy_prefix(p.source, p.slot, length)
-            self._steps_to_sort = 0
+            self._steps_left = 0
         return self.num_prefilled_tokens - before
 
     @torch.inference_mode()
     def decode(self) -> list[Finished]:
         """One token for every running rollout; returns what stopped since the last call."""
-        if self._steps_to_sort <= 0:
-            self._settle()
-        running, num_rows = self._running, self._num_rows
-        if num_rows:
-            positions = running.cached[:num_rows].copy()
-            rows = np.arange(num_rows)
-            tokens = torch.from_numpy(running.sequence[rows, positions].astype(np.int64))
-            uniform = torch.from_numpy(running.uniform[rows, positions + 1])
-            logits = self._decoder.decode(
-                tokens.to(self._device), positions, self._groups, self._mask
-            )
-            self._advance_groups()
-            ids, logprobs = sample(logits, self._sampling, uniform.to(self._device))
-            ended = running.append(ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        if self._steps_left == 0:
+            self._arrange()
+        running, slots = self._running, self._slots
+        if len(slots):
+            positions = running.cached[slots]
+            tokens = torch.from_numpy(running.sequence[slots, positions])
+            uniform = torch.from_numpy(running.uniform[slots, positions + 1])
+            logits = self._decoder.decode(tokens.to(self._device), slots, positions, self._groups)
+            ids, logprobs = sample(logits, self._sampling, uniform.to(self._device).unsqueeze(1))
+            self._steps_left -= 1
+            if self._steps_left:
+                self._lengthen(positions + 1)
+            ended = running.append(slots, ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
             if running.watches_text.any():
                 ended = self._stop_at_text(ended)
             for slot, reason in ended:
                 self._stop(slot, reason)
-            self._steps_to_sort -= 1
         done, self._done = self._done, []
         return done
 
     def _stop(self, slot: int, reason: FinishReason) -> None:
         # The slot stays a gap until the next step, so that a waiting rollout may take it first.
         request, written = self._running.release(slot)
-        self._steps_to_sort = 0
+        self._steps_left = 0
         self._done.append(Finished(request=request, written=written, reason=reason))
 
     def _stop_at_text(
@@ -233,7 +228,7 @@ class Engine:
 
     def _prefill(self, slots: list[int]) -> None:
         """Compute the keys and values of everything but the last token of these slots."""
-        pack: list[tuple[int, list[int]]] = []
+        pack: list[tuple[int, np.ndarray]] = []
         num_tokens = 0
         for slot in slots:
             length = int(self._running.cached[slot])
@@ -242,7 +237,7 @@ class Engine:
             if pack and num_tokens + length > PREFILL_TOKENS:
                 self._decoder.prefill(pack)
                 pack, num_tokens = [], 0
-            pack.append((slot, self._running.sequence[slot, :length].tolist()))
+            pack.append((slot, self._running.sequence[slot, :length]))
             num_tokens += length
             self.num_prefilled_tokens += length
         if pack:
@@ -258,54 +253,17 @@ class Engine:
             assert request is not None
             self._prefixes.put(slot, request.prompt_ids, self.version)
 
-    def _settle(self) -> None:
-        """Close gaps between occupied slots and keep rollouts of like length together."""
+    def _arrange(self) -> None:
+        """Recompute what the next decode steps need to know about the slots."""
         running = self._running
-        occupied = np.flatnonzero(running.occupied)
-        lengths = running.cached[occupied]
-        order = occupied[np.argsort(-lengths, kind="stable")]
-        has_gap = len(occupied) > 0 and occupied[-1] + 1 > len(occupied)
-        reads = grouped_reads(running.cached[: running.num_rows] + 1)
-        best = grouped_reads(np.sort(lengths)[::-1] + 1)
-        if reads > SORT_GAIN * best:
-            self._move(order.tolist(), list(range(len(order))))
-        elif has_gap:
-            holes = np.flatnonzero(~running.occupied[: len(occupied)]).tolist()
-            self._move(occupied[len(occupied) - len(holes) :].tolist(), holes)
-        self._regroup()
+        self._slots: np.ndarray = running.by_length()
+        lengths = running.cached[self._slots] + 1
+        self._groups: list[Group] = self._cache.plan(self._slots, lengths)
+        self._sampling: SamplingRows = running.sampling_rows(self._slots)
+        self._steps_left = PLAN_STEPS
 
-    def _move(self, sources: list[int], targets: list[int]) -> None:
-        """Move rollouts from `sources` to `targets`; slots they leave become free."""
-        pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s != t]
-        if not pairs:
-            return
-        running = self._running
-        moved_from, moved_to = [s for s, _ in pairs], [t for _, t in pairs]
-        length = int(running.cached[moved_from].max())
-        self._cache.move(moved_from, moved_to, length)
-        self._prefixes.move(moved_from, moved_to)
-        left = sorted(set(moved_from) - set(moved_to))
-        running.move(moved_from, moved_to)
-        for slot in left:
-            running.clear(slot)
-
-    def _regroup(self) -> None:
-        """Recompute what a decode step needs to know about the slots."""
-        running = self._running
-        self._num_rows: int = running.num_rows
-        lengths = running.cached[: self._num_rows] + 1
-        self._groups: list[Group] = group_slots(lengths)
-        visible = torch.from_numpy(np.arange(self._mask.shape[2]) < lengths[:, None])
-        rows = self._mask[: self._num_rows, 0]
-        rows.fill_(-torch.inf).masked_fill_(visible.to(self._device), 0)
-        self._sampling: SamplingRows = running.sampling_rows(self._num_rows)
-        self._steps_to_sort = SORT_EVERY_STEPS
-
-    def _advance_groups(self) -> None:
-        """Every slot is one token longer."""
+    def _lengthen(self, positions: np.ndarray) -> None:
+        """Let every row also see its next position."""
+        index = torch.from_numpy(positions).to(self._device)[:, None, None]
         for group in self._groups:
-            group.length += 1
-        if any(not group.is_even for group in self._groups):
-            num_rows = self._num_rows
-            place = torch.from_numpy(self._running.cached[:num_rows] + 1).to(self._device)
-            self._mask[:num_rows, 0].scatter_(1, place.unsqueeze(1), 0)
+            group.mask.scatter_(2, index[group.start : group.stop], 0)

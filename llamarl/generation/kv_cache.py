@@ -1,8 +1,14 @@
-"""Keys and values of all running rollouts.
+"""Keys and values of all running rollouts, and how a decode step reads them.
 
-Owns: the two cache tensors, copies between slots, and the grouping of slots by length that keeps
-one long rollout from making every short one pay. Does not own: which rollout sits in which slot
-(`engine.py`). Invariant: allocated once; position p of slot s is written before it is read.
+Owns: the two cache tensors, copies between slots, and the reading plan. Does not own: which
+rollout sits in which slot (`engine.py`). Invariant: allocated once; position p of a slot is written
+before it is read, or read under a mask.
+
+A decode step reads with `embedding_bag`, whose kernel is a weighted sum of table rows picked by
+index: it walks any rows in any order, so slots need not be neighbours, and every rollout costs its
+own length, not the longest one's. Values lie as table rows of head_dim numbers: the attention's
+output is the sum of the rows of one head weighted by its probabilities. Keys lie transposed, in
+blocks of 64 positions: a block's scores are the sum of its head_dim rows weighted by the query.
 """
 
 from __future__ import annotations
@@ -12,88 +18,174 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-GROUP_FILL = 0.8  # a slot joins a group if it is at least this full relative to the longest
-MIN_GROUP = 4  # smaller groups cost more in calls than they save in reads
+BLOCK = 64  # positions per key block: rows of four vector registers
+PLAN_STEPS = 8  # decode steps that one plan serves
+CALL_COST = 500  # positions one could read in the time that one more group of calls takes
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where one token per row goes: key block [n, heads], place in it [n, 1], value row."""
+
+    block: Tensor
+    column: Tensor
+    row: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Slots `start:stop`, read up to the longest of them; `is_even`: all have equal lengths."""
+    """Rows `start:stop` of the batch, of similar length: all are read up to `length`."""
 
     start: int
     stop: int
     length: int
-    is_even: bool
+    num_blocks: int
+    key_index: Tensor
+    key_bags: Tensor
+    value_index: Tensor
+    value_bags: Tensor
+    mask: Tensor  # [rows, 1, length]: 0 up to each row's last position, -inf behind
 
 
-def group_slots(lengths: np.ndarray) -> list[Group]:
-    """Cut slots (their `lengths` int [n], in slot order) into runs of similar length."""
-    groups: list[Group] = []
-    start, longest, shortest = 0, 0, 0
-    for slot, length in enumerate(lengths.tolist()):
-        low, high = min(shortest, length), max(longest, length)
-        if slot - start >= MIN_GROUP and low < GROUP_FILL * high:
-            groups.append(Group(start, slot, longest, shortest == longest))
-            start, low, high = slot, length, length
-        elif slot == start:
-            low, high = length, length
-        longest, shortest = high, low
-    if len(lengths):
-        groups.append(Group(start, len(lengths), longest, shortest == longest))
-    return groups
+def cut(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Cut `lengths` (int [n], falling) into runs that each read their first one's length.
 
-
-def grouped_reads(lengths: np.ndarray) -> int:
-    """Positions that attention reads per head with these `lengths` in this order."""
-    return sum((g.stop - g.start) * g.length for g in group_slots(lengths))
+    A run ends where reading too far would cost more than the calls of another run.
+    """
+    runs: list[tuple[int, int]] = []
+    start, wasted = 0, 0
+    values = lengths.tolist()
+    for row, length in enumerate(values):
+        wasted += values[start] - length
+        if wasted > CALL_COST:
+            runs.append((start, row))
+            start, wasted = row, 0
+    if values:
+        runs.append((start, len(values)))
+    return runs
 
 
 class KVCache:
-    """`keys` and `values`: [layers, slots, kv_heads, context, head_dim]."""
+    """Keys [layers, slots * kv_heads * blocks, head_dim, BLOCK], values [layers, slots * kv_heads *
+    positions, head_dim]; `num_positions` is rounded up to whole blocks."""
 
     def __init__(
         self,
         *,
         num_layers: int,
         num_slots: int,
+        num_heads: int,
         num_kv_heads: int,
         num_positions: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_positions = num_positions
-        self.num_kv_heads = num_kv_heads
-        # One allocation for both, so that one indexed write stores keys and values together.
-        shape = (num_layers, 2, num_slots, num_kv_heads, num_positions, head_dim)
-        self.store = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys = self.store[:, 0]
-        self.values = self.store[:, 1]
-        # Rows of head_dim numbers, for indexed writes; and one [slots * kv_heads] batch per layer.
-        self.rows = [layer.view(-1, head_dim) for layer in self.store]
-        batch = (num_slots * num_kv_heads, num_positions, head_dim)
-        self.key_batches = [layer.view(batch) for layer in self.keys]
-        self.value_batches = [layer.view(batch) for layer in self.values]
-        heads = np.arange(num_kv_heads, dtype=np.int64)[None, :, None] * num_positions
-        kind = np.arange(2, dtype=np.int64)[None, None, :]
-        kind = kind * num_slots * num_kv_heads * num_positions
-        self._offsets = heads + kind
+        self.num_slots, self.num_heads, self.num_kv_heads = num_slots, num_heads, num_kv_heads
+        self.head_dim, self.dtype, self.device = head_dim, dtype, device
+        self.num_blocks = -(-num_positions // BLOCK)
+        self.num_positions = self.num_blocks * BLOCK
+        num = num_slots * num_kv_heads
+        keys = (num_layers, num * self.num_blocks, head_dim, BLOCK)
+        values = (num_layers, num * self.num_positions, head_dim)
+        self.keys = torch.zeros(keys, dtype=dtype, device=device)
+        self.values = torch.zeros(values, dtype=dtype, device=device)
+        self._key_tables = [layer.view(-1, BLOCK) for layer in self.keys]
+        self._value_tables = list(self.values)
 
-    def row_index(self, slots: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Rows of keys and values of (slot, position) pairs: int64 [n, kv_heads, 2]."""
-        first = slots * (self.num_kv_heads * self.num_positions) + positions
-        index = torch.from_numpy(first[:, None, None] + self._offsets)
-        return index.to(self.store.device)
+    def places(self, slots: np.ndarray, positions: np.ndarray) -> Places:
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go."""
+        first = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
+        block = first * self.num_blocks + positions[:, None] // BLOCK
+        row = first * self.num_positions + positions[:, None]
+        return Places(
+            block=torch.from_numpy(block).to(self.device),
+            column=torch.from_numpy(positions[:, None] % BLOCK).to(self.device),
+            row=torch.from_numpy(row).to(self.device),
+        )
+
+    def write(self, layer: int, places: Places, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [n, kv_heads, head_dim] of one layer."""
+        self.keys[layer][places.block, :, places.column] = keys
+        self._value_tables[layer].index_put_((places.row,), values)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
-        self.store[:, :, target, :, :length] = self.store[:, :, source, :, :length]
+        whole = -(-length // BLOCK)
+        shape = (len(self.keys), self.num_slots, self.num_kv_heads, self.num_blocks, -1)
+        keys = self.keys.view(shape)
+        keys[:, target, :, :whole] = keys[:, source, :, :whole]
+        shape = (len(self.keys), self.num_slots, self.num_kv_heads, self.num_positions, -1)
+        values = self.values.view(shape)
+        values[:, target, :, :length] = values[:, source, :, :length]
 
-    def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Move slots (any permutation) layer by layer; `length`: the longest of them."""
-        source = torch.tensor(sources, device=self.store.device)
-        target = torch.tensor(targets, device=self.store.device)
-        for layer in self.store:
-            live = layer[:, :, :, :length]
-            live[:, target] = live[:, source]
+    def plan(self, slots: np.ndarray, lengths: np.ndarray) -> list[Group]:
+        """How to read `slots` (int64 [n]) with `lengths` (int64 [n], falling) for PLAN_STEPS steps.
+
+        `lengths` count the positions visible in the first of these steps.
+        """
+        groups = []
+        for start, stop in cut(lengths):
+            length = min(int(lengths[start]) + PLAN_STEPS - 1, self.num_positions)
+            blocks = -(-length // BLOCK)
+            part = torch.from_numpy(slots[start:stop]).to(self.device)
+            heads = torch.arange(self.num_kv_heads, device=self.device)
+            first = (part[:, None] * self.num_kv_heads + heads)[:, :, None, None]
+            group = self.num_heads // self.num_kv_heads
+            rows = torch.arange(blocks * self.head_dim, device=self.device)
+            key_index = self._index(first * (self.num_blocks * self.head_dim) + rows, group)
+            rows = torch.arange(length, device=self.device)
+            value_index = self._index(first * self.num_positions + rows, group)
+            seen = torch.from_numpy(np.arange(length) < lengths[start:stop, None, None])
+            mask = torch.full(seen.shape, -torch.inf, dtype=self.dtype)
+            groups.append(
+                Group(
+                    start=start,
+                    stop=stop,
+                    length=length,
+                    num_blocks=blocks,
+                    key_index=key_index,
+                    key_bags=self._bags(key_index, self.head_dim),
+                    value_index=value_index,
+                    value_bags=self._bags(value_index, length),
+                    mask=mask.masked_fill_(seen, 0).to(self.device),
+                )
+            )
+        return groups
+
+    def attend(self, layer: int, queries: Tensor, groups: list[Group]) -> Tensor:
+        """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""
+        parts = [self._attend_group(layer, queries[g.start : g.stop], g) for g in groups]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(queries.shape[0], -1)
+
+    def _attend_group(self, layer: int, queries: Tensor, group: Group) -> Tensor:
+        num_rows, num_heads, dim = queries.shape
+        weights = queries.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
+        scores = functional.embedding_bag(
+            group.key_index,
+            self._key_tables[layer],
+            group.key_bags,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        ).view(num_rows, num_heads, -1)
+        # mask + scores / sqrt(head_dim), and the cut to `length`, in one pass.
+        scores = torch.add(group.mask, scores[:, :, : group.length], alpha=dim**-0.5)
+        return functional.embedding_bag(
+            group.value_index,
+            self._value_tables[layer],
+            group.value_bags,
+            mode="sum",
+            per_sample_weights=torch.softmax(scores, dim=-1).view(-1),
+            include_last_offset=True,
+        )
+
+    def _index(self, rows: Tensor, group: int) -> Tensor:
+        """int32 table rows [n, kv_heads, 1, rows], repeated for each query head of a kv head."""
+        return rows.to(torch.int32).expand(-1, -1, group, -1).reshape(-1)
+
+    def _bags(self, index: Tensor, size: int) -> Tensor:
+        return torch.arange(0, len(index) + 1, size, dtype=torch.int32, device=self.device)

@@ -24,7 +24,8 @@ class Running:
     tokens whose keys and values are stored: always all but the last one.
     """
 
-    def __init__(self, num_slots: int, num_positions: int) -> None:
+    def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
+        self._device = device
         wide = (num_slots, num_positions)
         self.requests: list[Request | None] = [None] * num_slots
         self.sequence = np.zeros(wide, np.int32)
@@ -43,10 +44,10 @@ class Running:
         self.watches_text = np.zeros(num_slots, bool)
         self.occupied = np.zeros(num_slots, bool)
 
-    @property
-    def num_rows(self) -> int:
-        """Slots up to the last occupied one: the rows of a decode step."""
-        return int(np.flatnonzero(self.occupied)[-1]) + 1 if self.occupied.any() else 0
+    def by_length(self) -> np.ndarray:
+        """Occupied slots, the longest rollout first: int64 [n]."""
+        occupied = np.flatnonzero(self.occupied)
+        return occupied[np.argsort(-self.cached[occupied], kind="stable")]
 
     def start(self, slot: int, waiting: Waiting) -> None:
         """Put a rollout into `slot`."""
@@ -93,65 +94,38 @@ class Running:
             logprobs=self.logprobs[slot, part].copy(),
             versions=self.versions[slot, part].copy(),
         )
-        self.clear(slot)
+        self.requests[slot] = None
+        self.occupied[slot] = self.watches_text[slot] = False
         return request, written
 
-    def clear(self, slot: int) -> None:
-        """Mark `slot` empty; among occupied slots it costs one position and asks for nothing."""
-        self.requests[slot] = None
-        self.occupied[slot] = self.greedy[slot] = self.watches_text[slot] = False
-        self.temperature[slot], self.top_k[slot], self.top_p[slot] = 1.0, 0, 1.0
-        self.cached[slot] = 0
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Move rollouts between slots (any permutation of slots)."""
-        for array in vars(self).values():
-            if isinstance(array, np.ndarray):
-                array[targets] = array[sources]
-        held = [self.requests[slot] for slot in sources]
-        for target, request in zip(targets, held, strict=True):
-            self.requests[target] = request
-
-    def sampling_rows(self, num_rows: int) -> SamplingRows:
-        """Sampling parameters of slots 0..num_rows-1, only those that some rollout uses."""
-        temperature, greedy = self.temperature[:num_rows], self.greedy[:num_rows]
-        top_k, top_p = self.top_k[:num_rows], self.top_p[:num_rows]
+    def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
+        """Sampling parameters of `slots`, only those that some rollout uses."""
+        temperature, greedy = self.temperature[slots], self.greedy[slots]
+        top_k, top_p = self.top_k[slots], self.top_p[slots]
 
         def column(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array.copy()).unsqueeze(1)
+            return torch.from_numpy(array).unsqueeze(1).to(self._device)
 
         return SamplingRows(
             temperature=column(temperature) if (temperature != 1).any() else None,
-            greedy=torch.from_numpy(greedy.copy()) if greedy.any() else None,
+            greedy=column(greedy) if greedy.any() else None,
             top_k=column(top_k) if (top_k > 0).any() else None,
             top_p=column(top_p) if (top_p < 1).any() else None,
         )
 
     def append(
-        self, ids: np.ndarray, logprobs: np.ndarray, version: int
+        self, slots: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int
     ) -> list[tuple[int, FinishReason]]:
-        """Add one token to each of slots 0..n-1; returns which of them stopped, and why."""
-        num_rows = len(ids)
-        rows = np.arange(num_rows)
-        self.cached[:num_rows] += 1
-        place = self.cached[:num_rows]
-        self.sequence[rows, place] = ids
-        self.logprobs[rows, place] = logprobs
-        self.versions[rows, place] = version
-        stopped = (self.stop_ids[:num_rows] == ids[:, None]).any(axis=1)
-        total = place + 1
-        full = total >= self.limit[:num_rows]
-        ended = (stopped | full | (total >= self.segment_end[:num_rows])) & self.occupied[:num_rows]
-        if not ended.any():
-            return []
-        return [
-            (
-                slot,
-                FinishReason.STOP
-                if stopped[slot]
-                else FinishReason.LENGTH
-                if full[slot]
-                else FinishReason.SEGMENT,
-            )
-            for slot in np.flatnonzero(ended).tolist()
-        ]
+        """Add one token to each of `slots`; returns which of them stopped, and why."""
+        place = self.cached[slots] + 1
+        self.cached[slots] = place
+        self.sequence[slots, place] = ids
+        self.logprobs[slots, place] = logprobs
+        self.versions[slots, place] = version
+        stopped = (self.stop_ids[slots] == ids[:, None]).any(axis=1)
+        full = place + 1 >= self.limit[slots]
+        cut = place + 1 >= self.segment_end[slots]
+        reasons = [(FinishReason.SEGMENT, cut), (FinishReason.LENGTH, full)]
+        reasons.append((FinishReason.STOP, stopped))  # the last one that holds is the reason
+        ended = {slot: reason for reason, holds in reasons for slot in slots[holds].tolist()}
+        return list(ended.items())

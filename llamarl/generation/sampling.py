@@ -32,8 +32,8 @@ def uniforms(seed: int, num_tokens: int) -> np.ndarray:
     """One number in [0, 1) per token index: float32 [num_tokens], from (seed, index) alone."""
     start = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
     words = _mix(start + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
-    # 24 bits are all that float32 holds below 1, so the largest value stays below 1.
-    return ((words >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+    # 23 bits: times any float32 total, even the largest is still below the total.
+    return ((words >> np.uint64(41)).astype(np.float32)) * np.float32(2.0**-23)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class SamplingRows:
     """Sampling parameters of the batch, one entry per row; None where no row needs them."""
 
     temperature: Tensor | None  # float32 [n, 1], 1 for greedy rows; None if all are 1
-    greedy: Tensor | None  # bool [n]
+    greedy: Tensor | None  # bool [n, 1]
     top_k: Tensor | None  # int64 [n, 1], 0 is off
     top_p: Tensor | None  # float32 [n, 1], 1 is off
 
@@ -68,7 +68,7 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tens
 def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the distribution function at `uniform`.
 
-    `logits` float32 [n, V] (overwritten), `uniform` float32 [n]. Returns ids int64 [n] and
+    `logits` float32 [n, V] (overwritten), `uniform` float32 [n, 1]. Returns ids int64 [n] and
     log-probs float32 [n].
     """
     if rows.temperature is not None:
@@ -76,9 +76,9 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor,
     if rows.top_k is not None or rows.top_p is not None:
         logits = truncate(logits, rows.top_k, rows.top_p)
     probs = torch.softmax(logits, dim=-1)
-    ids = _invert(probs, uniform.unsqueeze(1))
+    ids = _invert(probs, uniform)
     if rows.greedy is not None:
-        ids = torch.where(rows.greedy.unsqueeze(1), logits.argmax(dim=-1, keepdim=True), ids)
+        ids = torch.where(rows.greedy, logits.argmax(dim=-1, keepdim=True), ids)
     return ids.squeeze(1), probs.gather(1, ids).log_().squeeze(1)
 
 
@@ -96,17 +96,13 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
     sums = blocks.sum(dim=-1)
     cumulative = sums.cumsum(dim=-1)
     # Rounding may leave the total a little off 1: scale, so that the last token is not favoured.
-    # Kept below the total, or the search would run past the last token that has any probability.
-    target = torch.minimum(uniform * cumulative[:, -1:], _just_below(cumulative[:, -1:]))
+    target = uniform * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, target, right=True)
     before = cumulative.gather(1, chosen) - sums.gather(1, chosen)
     inner = blocks.gather(1, chosen.unsqueeze(2).expand(-1, 1, block)).squeeze(1)
     inner_cumulative = inner.cumsum(dim=-1)
+    # Rounding must not carry the rest out of the block's mass, where tokens have probability 0.
     rest = (target - before).clamp_(min=0)
-    rest = torch.minimum(rest, _just_below(inner_cumulative[:, -1:]))
+    rest = torch.minimum(rest, inner_cumulative[:, -1:] * (1 - 2.0**-23))
     offset = torch.searchsorted(inner_cumulative, rest, right=True)
     return chosen.mul_(block).add_(offset)
-
-
-def _just_below(total: Tensor) -> Tensor:
-    return torch.nextafter(total, torch.zeros_like(total))

@@ -108,12 +108,6 @@ class PrefixIndex:
             if self._versions[slot] == version and held == prompt
         ]
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """The caches of `sources` were moved to `targets`."""
-        held = [(self._prompts[s], self._versions[s]) for s in sources]
-        for target, (prompt, version) in zip(targets, held, strict=True):
-            self._prompts[target], self._versions[target] = prompt, version
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
