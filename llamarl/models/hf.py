@@ -262,8 +262,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     folder = folder.absolute()
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     replaced = folder.with_name(f".{folder.name}.replaced")
-    if replaced.exists() and not folder.exists():
-        replaced.rename(folder)  # a save was killed between the two renames below
+    _put_back(replaced, folder)  # a save may have been killed between the two renames below
     for stale in (unfinished, replaced):
         shutil.rmtree(stale, ignore_errors=True)
     try:
@@ -273,6 +272,12 @@ def _replacing(folder: Path) -> Iterator[Path]:
             folder.rename(replaced)
         unfinished.rename(folder)
     except BaseException:
+        _put_back(replaced, folder)
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put_back(replaced: Path, folder: Path) -> None:
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)

@@ -163,6 +163,25 @@ def test_a_good_save_replaces_the_folder_whole_even_its_own_source(checkpoint: P
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
 
 
+def test_a_failed_rename_puts_the_old_folder_back(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if "unfinished" in self.name:
+            raise PermissionError("the file system says no")
+        return rename(self, target)
+
+    weights = parameters(checkpoint)
+    names = sorted(path.name for path in checkpoint.iterdir())
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(PermissionError):
+        hf.save(checkpoint, weights.items(), source_folder=checkpoint, dtype=torch.float32)
+    assert sorted(path.name for path in checkpoint.iterdir()) == names
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
+
+
 def test_a_save_killed_between_its_renames_loses_nothing(checkpoint: Path) -> None:
     out = checkpoint.with_name("out")
     shutil.copytree(checkpoint, checkpoint.with_name(".out.replaced"))  # the state after the kill

@@ -13,6 +13,7 @@ import torch
 from llamarl.models import attention, head
 from llamarl.models.architecture import Architecture
 from llamarl.models.transformer import Layer, Transformer, rope_tables
+from tests.allocation import LargestAllocation
 from tests.unit.reference_checkpoints import (
     CASES,
     LENGTHS,
@@ -259,25 +260,13 @@ def test_the_head_equals_plain_log_softmax_in_any_chunk_size(
 
 
 def test_the_head_never_holds_all_logits() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        num_elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    self.num_elements = max(self.num_elements, tensor.numel())
-            return out
-
     num_tokens, vocab_size = 600, 50_000
     hidden = torch.randn(num_tokens, 8, requires_grad=True)
     weight = torch.randn(vocab_size, 8, requires_grad=True)
-    with Largest() as largest:
+    with LargestAllocation() as largest:
         stats = head.token_stats(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64), 1.0)
         stats.logprobs.sum().backward()
-    assert largest.num_elements <= head.CHUNK_ELEMENTS < num_tokens * vocab_size
+    assert largest.num_bytes <= 4 * head.CHUNK_ELEMENTS < 4 * num_tokens * vocab_size
 
 
 def test_softmax_is_float32_under_bfloat16_compute() -> None:
