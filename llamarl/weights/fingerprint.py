@@ -50,8 +50,7 @@ def finish(name: str, total: int) -> int:
 def tile_sum(tile: Tensor, row: int, column: int) -> int:
     """Keyed sum over one tile of shape [], [C] or [R, C], before the key of the name."""
     bits = tile.view(_BITS[tile.element_size()])
-    wide = bits.to(torch.int64, memory_format=torch.contiguous_format)
-    wide = wide.reshape(-1, tile.shape[-1] if tile.ndim else 1)
+    wide = bits.to(torch.int64).reshape(-1, tile.shape[-1] if tile.ndim else 1)
     rows = torch.mv(wide, _keys(_COLUMN_SALT, column, wide.shape[1]))
     return int(torch.dot(rows, _keys(_ROW_SALT, row, wide.shape[0])))
 

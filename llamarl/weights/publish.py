@@ -59,8 +59,8 @@ class Publisher:
     """Publishes versions from `sender` to `receivers` (by replica number).
 
     `timeout_s` is the longest time one call may take. `version` is the last version published, -1
-    before the first. `on_flip(replica, version)` hears of each flip at once, `on_lost(replica,
-    why)` of each replica given up.
+    before the first. `on_flip(replica, version)` hears of each flip, `on_lost(replica, why)` of
+    each replica given up, both while the other replicas may still be busy.
     """
 
     def __init__(
@@ -74,8 +74,6 @@ class Publisher:
         on_lost: Callable[[int, Exception], None] = lambda replica, why: None,
     ) -> None:
         self.version = -1
-        self._on_flip = on_flip
-        self._on_lost = on_lost
         self._sender = sender
         self._waiting = dict(receivers)
         self._receivers: dict[int, Receiver] = {}
@@ -160,11 +158,9 @@ class Publisher:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         lost = {at: result for at, result in results.items() if isinstance(result, ReplicaLost)}
         if len(lost) == len(tasks):
-            raise RuntimeError(f"no generator took version {version}") from next(
-                iter(lost.values())
-            )
-        for replica, why in lost.items():
-            self._on_lost(replica, why)
+            first = next(iter(lost.values()))
+            raise RuntimeError(f"no generator took version {version}") from first
+        for replica in lost:
             await self.drop(replica)
         return {at: result for at, result in results.items() if isinstance(result, int)}, lost
 
@@ -181,11 +177,12 @@ class Publisher:
             finally:
                 if not is_verified:
                     await self._attempt(receiver.discard(version), DISCARD_S)
-            num_running = max(await self._ask(replica, receiver.flip(version), "flip"))
-            self._on_flip(replica, version)
-            return num_running
+            num_running = await self._ask(replica, receiver.flip(version), "flip")
         except ReplicaLost as lost:
+            self._on_lost(replica, lost)
             return lost
+        self._on_flip(replica, version)
+        return max(num_running)
 
     async def _ask(self, replica: int, call: Coroutine[Any, Any, T], step: str) -> T:
         """The answer of a receiver; whatever else happens makes the replica lost."""

@@ -1,11 +1,13 @@
 """The two-phase protocol on fakes: order of calls, and what each failing step leaves behind."""
 
 import asyncio
+import gc
 import json
 
 import pytest
 
 from llamarl.metrics.span import Spans
+from llamarl.weights import publish
 from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout
 from llamarl.weights.publish import FingerprintMismatch, Publisher, ReplicaLost, compare
 
@@ -268,6 +270,43 @@ def test_a_silent_trainer_ends_the_run_in_time() -> None:
             await world.publisher.publish(0)
         assert [r.version for r in world.receivers.values()] == [-1, -1]
         assert {r.offered for r in world.receivers.values()} == {None}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("failure", ["hang", OSError("too")])
+def test_a_discard_that_fails_does_not_hide_or_delay_the_error(
+    failure, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(publish, "DISCARD_S", 0.05)
+
+    async def run():
+        world = World(num_replicas=1, timeout_s=60.0)
+        await world.connect()
+        world.journal.failures["trainer", "write"] = MemoryError("a trainer's own")
+        world.journal.failures[0, "discard"] = failure
+        with pytest.raises(MemoryError):
+            await asyncio.wait_for(world.publisher.publish(0), timeout=5)
+        assert world.of(0) == ["offer", "discard"]
+
+    asyncio.run(run())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_loss_is_heard_of_while_other_replicas_are_busy() -> None:
+    async def run():
+        world = World()
+        await world.connect()
+        world.journal.failures[1, "offer"] = ConnectionError("gone")
+        world.journal.failures[0, "flip"] = "hang"
+        task = asyncio.create_task(world.publisher.publish(0))
+        while not world.heard:
+            await asyncio.sleep(0.01)
+        assert world.heard[0][0] == 1
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
 

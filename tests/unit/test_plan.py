@@ -120,6 +120,38 @@ def filled(layouts, sizes, weights):
 @given(sides(), st.integers(0, 10**6))
 def test_copies_equal_gather_and_slice_and_write_every_element_once(sides, seed) -> None:
     shapes, (source, source_sizes), (target, target_sizes) = sides
+    check(shapes, source, source_sizes, target, target_sizes)
+    rng = random.Random(seed)
+    copies = plan(source, target)
+    assert plan(rng.sample(source, len(source)), rng.sample(target, len(target))) == copies
+
+
+def grid(num_rows, num_columns, num_copies):
+    """A (6, 8) parameter on a grid of ranks, all of it `num_copies` times."""
+    layouts, sizes = [], []
+    for rank in range(num_rows * num_columns * num_copies):
+        row, column = rank // num_columns % num_rows, rank % num_columns
+        start = (row * 6 // num_rows, column * 8 // num_columns)
+        stop = ((row + 1) * 6 // num_rows, (column + 1) * 8 // num_columns)
+        memory = Memory("flat")
+        boxes = (memory.place(start, stop, (rank % 2, 1 - rank % 2), rank),)
+        parameters = {"w": ParameterLayout(shape=(6, 8), dtype="float32", boxes=boxes)}
+        layouts.append(RankLayout(rank=rank, host="h", parameters=parameters))
+        sizes.append(memory.size)
+    return layouts, sizes
+
+
+GRIDS = [(1, 1, 1), (1, 1, 3), (4, 1, 1), (1, 3, 1), (2, 2, 1), (3, 2, 2)]
+
+
+@pytest.mark.parametrize("to", GRIDS)
+@pytest.mark.parametrize("of", GRIDS)
+def test_every_grid_of_ranks_turns_into_every_other(of, to) -> None:
+    check({"w": (6, 8)}, *grid(*of), *grid(*to))
+
+
+def check(shapes, source, source_sizes, target, target_sizes):
+    """The planned copies on real buffers, against slices of the whole parameters."""
     first = 0
     weights = {}
     for name, shape in shapes.items():
@@ -145,8 +177,6 @@ def test_copies_equal_gather_and_slice_and_write_every_element_once(sides, seed)
         assert np.array_equal(found, wanted)
         assert np.array_equal(writes, wanted != GAP)
     assert num_bytes(copies) == 4 * sum(map(np.sum, num_writes))
-    rng = random.Random(seed)
-    assert plan(rng.sample(source, len(source)), rng.sample(target, len(target))) == copies
 
 
 def whole(rank, shapes, dtype="float32"):
@@ -181,6 +211,12 @@ def test_replicated_sources_send_equal_shares(num_sources) -> None:
     ]
     assert sum(shares) == 4 * sum(map(math.prod, shapes.values()))
     assert max(shares) - min(shares) <= 4 * 72 * 17, "no more than one small parameter apart"
+
+
+def test_large_boxes_are_shared_out_before_small_ones() -> None:
+    shapes = {f"p{i}": (100,) for i in range(160)} | {"z": (MIN_SPLIT_ELEMENTS - 384,)}
+    copies = plan([whole(rank, shapes) for rank in range(2)], [whole(0, shapes)])
+    assert num_bytes(copy for copy in copies if copy.source_rank == 0) == 4 * 16000
 
 
 def test_small_replicated_boxes_are_not_cut() -> None:
