@@ -36,7 +36,7 @@ class Decoder:
         self.weights: Weights | None = None
         self._num_turned = architecture.num_heads + architecture.num_kv_heads
         cos, sin = rope_tables(architecture, cache.num_positions)
-        # Both halves of a head, so that the rotation is x * cos + swap(x) * sin.
+        # Both halves of a head, so that the rotation is x * cos + roll(x) * sin.
         self._cos = torch.cat([cos, cos], dim=1).to(cache.device, cache.dtype)
         self._sin = torch.cat([-sin, sin], dim=1).to(cache.device, cache.dtype)
         width = architecture.hidden_size
@@ -108,9 +108,7 @@ class Decoder:
             floor = self._head_norm_floor
             queries = normalize(heads[:, :num_heads], layer.q_norm, floor)
             heads = torch.cat([queries, normalize(heads[:, num_heads:], layer.k_norm, floor)], 1)
-        turned = heads * cos
-        swapped = heads.unflatten(2, (2, dim // 2)).flip(2).view(turned.shape)
-        turned.addcmul_(swapped, sin)
+        turned = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin)
         return turned[:, :num_heads], turned[:, num_heads:], qkv[:, self._num_turned :]
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from llamarl.models.architecture import Architecture
-from llamarl.models.hf import load_into, parameter_shapes
+from llamarl.models.hf import load_into
+from llamarl.models.inventory import parameter_shapes
 from llamarl.weights.layout import Box, ParameterLayout
 
 BUFFER = "arena"

@@ -1,0 +1,453 @@
+"""The engine against transformers and against the trainer's own model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.config import GeneratorConfig
+from llamarl.generation.engine import Engine, Finished
+from llamarl.generation.kv_cache import CALL_COST, cut
+from llamarl.generation.scheduler import Written
+from llamarl.models.architecture import Architecture, RopeScaling
+from llamarl.models.transformer import Transformer
+from llamarl.types import FinishReason, Purpose, Request, Sampling
+
+LLAMA = Architecture(
+    model_type="llama",
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=512,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
+VARIANTS = {
+    "llama": LLAMA,
+    "untied, llama3 rope, all biases": replace(
+        LLAMA,
+        tie_embeddings=False,
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32
+        ),
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen2": replace(LLAMA, model_type="qwen2", attention_bias=True, num_kv_heads=6),
+    "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=24, num_kv_heads=1),
+}
+
+
+def make_model(architecture: Architecture, seed: int) -> Transformer:
+    """Random weights, large enough that the logits differ clearly."""
+    torch.manual_seed(seed)
+    model = Transformer(architecture)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.25)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return model
+
+
+def flat_weights(engine: Engine, model: torch.nn.Module) -> torch.Tensor:
+    flat = torch.zeros(engine.layout.num_elements, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        engine.layout.parameter(flat, name).copy_(parameter.detach())
+    return flat
+
+
+def make_engine(model: Transformer, *, slots: int = 4, **kwargs) -> Engine:
+    config = GeneratorConfig(max_running=slots, max_context_tokens=160, **kwargs.pop("config", {}))
+    engine = Engine(model.architecture, config, **kwargs)
+    engine.flip(flat_weights(engine, model), 0)
+    return engine
+
+
+def make_request(row_id: int, prompt: tuple[int, ...], max_tokens: int = 20, **kwargs) -> Request:
+    names = ("temperature", "top_k", "top_p", "stop_token_ids", "stop_strings")
+    sampling = {name: kwargs.pop(name) for name in names if name in kwargs}
+    return Request(
+        row_id=row_id,
+        prompt_ids=prompt,
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+        seed=kwargs.pop("seed", row_id),
+        **kwargs,
+    )
+
+
+def random_prompts(num: int, longest: int = 40) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(0, 96, rng.integers(1, longest)).tolist()) for _ in range(num)]
+
+
+def finish(engine: Engine) -> dict[int, Finished]:
+    done: dict[int, Finished] = {}
+    while engine.has_work:
+        for item in engine.step():
+            assert item.request.row_id not in done
+            done[item.request.row_id] = item
+    return done
+
+
+def model_logprobs(model: Transformer, item: Finished, temperature: float = 1.0) -> np.ndarray:
+    """The trainer's log-probs of the response tokens."""
+    prompt, ids = item.request.prompt_ids, item.written.ids.tolist()
+    tokens = torch.tensor([*prompt, *ids])
+    targets = torch.tensor([*prompt[1:], *ids, 0])
+    with torch.no_grad():
+        stats = model(tokens, [len(tokens)], targets, temperature)
+    return stats.logprobs[len(prompt) - 1 : -1].numpy()
+
+
+def test_greedy_rollouts_equal_those_of_transformers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    a = LLAMA
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.intermediate_size,
+        num_hidden_layers=a.num_layers,
+        num_attention_heads=a.num_heads,
+        num_key_value_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        rms_norm_eps=a.norm_eps,
+        tie_word_embeddings=True,
+        initializer_range=0.25,
+    )
+    reference = LlamaForCausalLM(config).eval()
+    engine = Engine(a, GeneratorConfig(max_running=4, max_context_tokens=160))
+    engine.flip(flat_weights(engine, reference), 0)
+    prompts = random_prompts(9)
+    for row, prompt in enumerate(prompts):
+        engine.submit(make_request(row, prompt, 5 + 10 * row, temperature=0.0))
+    done = finish(engine)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=5 + 10 * row,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert done[row].written.ids.tolist() == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logprobs_equal_the_trainers_model(name: str) -> None:
+    model = make_model(VARIANTS[name], 1)
+    engine = make_engine(model)
+    for row, prompt in enumerate(random_prompts(9)):
+        engine.submit(make_request(row, prompt, 3 + 12 * row, temperature=0.7 + 0.1 * row))
+    for item in finish(engine).values():
+        expected = model_logprobs(model, item, item.request.sampling.temperature)
+        np.testing.assert_allclose(item.written.logprobs, expected, rtol=1e-5, atol=1e-5)
+        assert expected.std() > 0.1
+
+
+def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
+    model = make_model(LLAMA, 1)
+    engine = Engine(LLAMA, GeneratorConfig(max_running=4, max_context_tokens=160, dtype="bfloat16"))
+    engine.flip(flat_weights(engine, model).bfloat16(), 0)
+    for row, prompt in enumerate(random_prompts(6)):
+        engine.submit(make_request(row, prompt))
+    for item in finish(engine).values():
+        error = np.abs(item.written.logprobs - model_logprobs(model, item))
+        assert np.median(error) < 0.1
+
+
+def test_a_rollout_alone_equals_the_same_rollout_in_a_full_batch() -> None:
+    model = make_model(LLAMA, 1)
+    full = make_engine(model, slots=7)
+    requests = [
+        make_request(row, prompt, 30, top_k=0 if row % 2 else 20, top_p=0.9 if row % 3 else 1.0)
+        for row, prompt in enumerate(random_prompts(20))
+    ]
+    for request in requests:
+        full.submit(request)
+    together = finish(full)
+    alone = make_engine(model, slots=1)
+    for request in requests:
+        alone.submit(request)
+        (item,) = finish(alone).values()
+        assert item.written.ids.tolist() == together[request.row_id].written.ids.tolist()
+        np.testing.assert_allclose(
+            item.written.logprobs, together[request.row_id].written.logprobs, atol=1e-5
+        )
+
+
+def test_sampled_first_tokens_have_the_models_frequencies() -> None:
+    model = make_model(LLAMA, 1)
+    prompt, num = (3, 1, 4, 1, 5), 4000
+    engine = make_engine(model, slots=256)
+    for row in range(num):
+        engine.submit(make_request(row, prompt, 1, temperature=1.3, seed=row + 7))
+    counts = np.zeros(LLAMA.vocab_size)
+    for item in finish(engine).values():
+        counts[item.written.ids[0]] += 1
+    with torch.no_grad():
+        logits = model.logits(torch.tensor(prompt), [len(prompt)])[-1] / 1.3
+    expected = torch.softmax(logits, 0).numpy() * num
+    common = expected > 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    freedom = len(wanted) - 1
+    assert freedom > 10
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def run_with_flip(engine: Engine, requests: list[Request], flat: torch.Tensor, at: int):
+    for request in requests:
+        engine.submit(request)
+    for _ in range(at):
+        assert engine.step() == []
+    assert engine.flip(flat, 1) == len(requests)
+    return finish(engine)
+
+
+def test_a_flip_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    def build(seed: int) -> LlamaForCausalLM:
+        torch.manual_seed(seed)
+        a = LLAMA
+        config = LlamaConfig(
+            vocab_size=a.vocab_size,
+            hidden_size=a.hidden_size,
+            intermediate_size=a.intermediate_size,
+            num_hidden_layers=a.num_layers,
+            num_attention_heads=a.num_heads,
+            num_key_value_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            rms_norm_eps=a.norm_eps,
+            tie_word_embeddings=True,
+            initializer_range=0.25,
+        )
+        return LlamaForCausalLM(config).eval()
+
+    models = [build(0), build(1)]
+    engine = Engine(LLAMA, GeneratorConfig(max_running=4, max_context_tokens=160))
+    engine.flip(flat_weights(engine, models[0]), 0)
+    requests = [make_request(r, p, 25, temperature=0.0) for r, p in enumerate(random_prompts(4))]
+    done = run_with_flip(engine, requests, flat_weights(engine, models[1]), at=9)
+    for request in requests:
+        cache, tokens, ids = DynamicCache(), torch.tensor([request.prompt_ids]), []
+        with torch.no_grad():
+            for index in range(25):
+                logits = models[index >= 9](tokens, past_key_values=cache).logits[0, -1]
+                ids.append(int(logits.argmax()))
+                tokens = torch.tensor([ids[-1:]])
+        item = done[request.row_id]
+        assert item.written.ids.tolist() == ids
+        assert item.written.versions.tolist() == [0] * 9 + [1] * 16
+
+
+def test_a_flip_that_recomputes_gives_the_trainers_logprobs_of_each_version() -> None:
+    models = [make_model(LLAMA, 1), make_model(LLAMA, 2)]
+    engine = make_engine(models[0], config={"kv_after_flip": "recompute"})
+    requests = [make_request(r, p, 25) for r, p in enumerate(random_prompts(4))]
+    done = run_with_flip(engine, requests, flat_weights(engine, models[1]), at=9)
+    for item in done.values():
+        before, after = (model_logprobs(model, item) for model in models)
+        np.testing.assert_allclose(item.written.logprobs[:9], before[:9], atol=1e-5)
+        np.testing.assert_allclose(item.written.logprobs[9:], after[9:], atol=1e-5)
+        assert np.abs(before - after).max() > 0.1
+        assert item.written.versions.tolist() == [0] * 9 + [1] * 16
+
+
+def test_rollouts_of_one_prompt_share_one_prefill_per_version() -> None:
+    models = [make_model(LLAMA, 1), make_model(LLAMA, 2)]
+    engine = make_engine(models[0], slots=4)
+    prompt = random_prompts(1, 40)[0] + tuple(range(40))
+    for row in range(10):
+        engine.submit(make_request(row, prompt, 3 + row))
+    finish(engine)
+    assert engine.num_prefilled_tokens == len(prompt) - 1
+    engine.flip(flat_weights(engine, models[1]), 1)
+    for row in range(10):
+        engine.submit(make_request(row, prompt, 3 + row))
+    done = finish(engine)
+    assert engine.num_prefilled_tokens == 2 * (len(prompt) - 1)
+    for item in done.values():
+        expected = model_logprobs(models[1], item)
+        np.testing.assert_allclose(item.written.logprobs, expected, atol=1e-5)
+
+
+def test_a_new_rollout_never_reads_a_running_siblings_older_prefix() -> None:
+    models = [make_model(LLAMA, 1), make_model(LLAMA, 2)]
+    engine = make_engine(models[0], slots=4)
+    prompt = tuple(range(40))
+    engine.submit(make_request(0, prompt, 60))
+    for _ in range(5):
+        engine.step()
+    engine.flip(flat_weights(engine, models[1]), 1)
+    engine.submit(make_request(1, prompt, 20))
+    item = finish(engine)[1]
+    np.testing.assert_allclose(item.written.logprobs, model_logprobs(models[1], item), atol=1e-5)
+
+
+def test_a_cut_and_resumed_rollout_equals_the_uncut_one_and_keeps_what_it_had() -> None:
+    model = make_model(LLAMA, 1)
+    uncut = make_engine(model)
+    requests = [make_request(r, p, 23) for r, p in enumerate(random_prompts(5))]
+    for request in requests:
+        uncut.submit(request)
+    whole = finish(uncut)
+    for request in requests:
+        written: Written | None = None
+        reasons = []
+        while not reasons or reasons[-1] is FinishReason.SEGMENT:
+            engine = make_engine(model)
+            engine.version = len(reasons)
+            cut_request = replace(request, segment_tokens=8, resume=bool(reasons))
+            engine.submit(cut_request, written)
+            (item,) = finish(engine).values()
+            if written is not None:
+                kept = len(written.ids)
+                assert item.written.ids[:kept].tolist() == written.ids.tolist()
+                assert item.written.logprobs[:kept].tobytes() == written.logprobs.tobytes()
+            written = item.written
+            reasons.append(item.reason)
+        assert reasons == [FinishReason.SEGMENT, FinishReason.SEGMENT, FinishReason.LENGTH]
+        expected = whole[request.row_id].written
+        assert written.ids.tolist() == expected.ids.tolist()
+        np.testing.assert_allclose(written.logprobs, expected.logprobs, atol=1e-5)
+        assert written.versions.tolist() == [0] * 8 + [1] * 8 + [2] * 7
+
+
+def test_stop_ids_end_a_rollout_and_are_part_of_it() -> None:
+    model = make_model(LLAMA, 1)
+    free, stopped = make_engine(model), make_engine(model)
+    prompts = random_prompts(8)
+    for row, prompt in enumerate(prompts):
+        free.submit(make_request(row, prompt, 40))
+        stopped.submit(make_request(row, prompt, 40, stop_token_ids=(7, 11, 30, 31)))
+    whole, done = finish(free), finish(stopped)
+    reasons = set()
+    for row in done:
+        ids = whole[row].written.ids.tolist()
+        ends = [i for i, token in enumerate(ids) if token in (7, 11, 30, 31)]
+        expected = ids[: ends[0] + 1] if ends else ids
+        assert done[row].written.ids.tolist() == expected
+        reasons.add(done[row].reason)
+        assert done[row].reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+    assert FinishReason.STOP in reasons
+
+
+def test_stop_strings_end_a_rollout_at_the_token_that_completes_them() -> None:
+    def decode(ids) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    model = make_model(LLAMA, 1)
+    free = make_engine(model)
+    free.submit(make_request(0, (1, 2, 3), 40))
+    ids = finish(free)[0].written.ids.tolist()
+    text = decode(ids)
+    stop = text[17:20]
+    engine = make_engine(model, decode_text=decode)
+    engine.submit(make_request(0, (1, 2, 3), 40, stop_strings=("@@", stop)))
+    item = finish(engine)[0]
+    assert item.reason is FinishReason.STOP
+    assert item.written.ids.tolist() == ids[: text.index(stop) + 3]
+
+
+def test_a_prompt_never_completes_a_stop_string() -> None:
+    model = make_model(LLAMA, 1)
+    engine = make_engine(model, decode_text=lambda ids: "".join(f"<{i}>" for i in ids))
+    engine.submit(make_request(0, (1, 2, 3), 6, stop_strings=("<3>",)))
+    item = finish(engine)[0]
+    assert 3 not in item.written.ids
+    assert (len(item.written.ids), item.reason) == (6, FinishReason.LENGTH)
+
+
+def test_aborted_rollouts_come_back_with_what_they_had_and_free_their_slots() -> None:
+    model = make_model(LLAMA, 1)
+    engine = make_engine(model, slots=2)
+    for row in range(4):
+        engine.submit(make_request(row, (1, 2, row), 50))
+    for _ in range(6):
+        engine.step()
+    engine.abort([1, 3, 99])
+    done = finish(engine)
+    assert [done[row].reason for row in range(4)] == [
+        FinishReason.LENGTH,
+        FinishReason.ABORTED,
+        FinishReason.LENGTH,
+        FinishReason.ABORTED,
+    ]
+    assert [len(done[row].written.ids) for row in range(4)] == [50, 6, 50, 0]
+
+
+def test_a_rollout_waits_for_its_minimum_version_without_holding_up_others() -> None:
+    model = make_model(LLAMA, 1)
+    engine = make_engine(model, slots=1)
+    engine.submit(make_request(0, (1,), 5, min_version=1))
+    engine.submit(make_request(1, (1,), 5))
+    assert list(finish(engine)) == [1]
+    assert engine.num_waiting == 1
+    engine.flip(flat_weights(engine, model), 1)
+    assert finish(engine)[0].written.versions.tolist() == [1] * 5
+
+
+def test_evaluation_starts_before_training() -> None:
+    engine = make_engine(make_model(LLAMA, 1), slots=1)
+    for row in range(3):
+        engine.submit(make_request(row, (1,), 5))
+    engine.submit(make_request(3, (1,), 5, purpose=Purpose.EVALUATE))
+    assert list(finish(engine)) == [3, 0, 1, 2]
+
+
+def test_the_context_window_ends_a_rollout() -> None:
+    engine = make_engine(make_model(LLAMA, 1))
+    engine.submit(make_request(0, tuple(range(90)), 100))
+    item = finish(engine)[0]
+    assert (len(item.written.ids), item.reason) == (70, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [((), "1 to 159 tokens"), ((1,) * 160, "1 to 159 tokens"), ((96,), "vocabulary size 96")],
+)
+def test_an_impossible_prompt_is_refused(prompt: tuple[int, ...], words: str) -> None:
+    engine = make_engine(make_model(LLAMA, 1))
+    with pytest.raises(ValueError, match=words):
+        engine.submit(make_request(0, prompt))
+
+
+def test_nothing_starts_before_weights_are_bound() -> None:
+    engine = Engine(LLAMA, GeneratorConfig(max_running=2, max_context_tokens=32))
+    engine.submit(make_request(0, (1,)))
+    assert not engine.has_work
+    assert engine.step() == []
+
+
+def test_reading_groups_waste_little_and_cover_every_row_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        lengths = -np.sort(-rng.integers(1, 600, rng.integers(1, 65)))
+        runs = cut(lengths)
+        assert [row for start, stop in runs for row in range(start, stop)] == list(
+            range(len(lengths))
+        )
+        for start, stop in runs:
+            assert (lengths[start] - lengths[start:stop]).sum() <= CALL_COST
