@@ -26,18 +26,25 @@ from llamarl.data.requests import make_requests
 from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.dispatch import Dispatch
 from llamarl.evaluate import Evaluator
-from llamarl.executors.scorer import ScorerExecutor
-from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.experience.store import Store
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
-from llamarl.models.hf import check_checkpoint
+from llamarl.models.inventory import check_checkpoint
 from llamarl.rewards.functions import check_answers, check_rewards
 from llamarl.staleness import Gate
 from llamarl.types import Prompt, Sampling
 from llamarl.weights.publish import Publisher
+
+# By name: this process never loads torch, which would cost every start two seconds.
+EXECUTORS = {
+    "generator": "llamarl.executors.generator:GeneratorExecutor",
+    "trainer": "llamarl.executors.trainer:TrainerExecutor",
+    "reference": "llamarl.executors.reference:ReferenceExecutor",
+    "scorer": "llamarl.executors.scorer:ScorerExecutor",
+    "storage": "llamarl.executors.storage:StorageExecutor",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +136,7 @@ async def spawn_executors(
         *(
             cluster.spawn(
                 f"storage-{unit}",
-                StorageExecutor,
+                EXECUTORS["storage"],
                 {
                     "unit": unit,
                     "archive_folder": f"{run_dir}/archive",
@@ -147,7 +154,7 @@ async def spawn_executors(
         "task_source": inputs.task_source,
         "storage": storage,
     }
-    spawns = [cluster.spawn("scorer", ScorerExecutor, scorer_kwargs)]
+    spawns = [cluster.spawn("scorer", EXECUTORS["scorer"], scorer_kwargs)]
     spawns += [_spawn_generator(config, inputs, cluster, storage, i, not trains) for i in replicas]
     if trains:
         spawns.append(_spawn_trainer(config, inputs, cluster, storage, run_dir))
@@ -239,8 +246,6 @@ def build_evaluator(
 async def _spawn_generator(
     config: Config, inputs: Inputs, cluster: Cluster, storage: Store, index: int, loads: bool
 ) -> ExecutorGroup:
-    from llamarl.executors.generator import GeneratorExecutor
-
     kwargs = {
         "replica": index,
         "checkpoint": inputs.checkpoint,
@@ -250,14 +255,12 @@ async def _spawn_generator(
         "tokenizer": inputs.tokenizer_folder,
         "run_id": str(os.getpid()),
     }
-    return await cluster.spawn(f"generator-{index}", GeneratorExecutor, kwargs)
+    return await cluster.spawn(f"generator-{index}", EXECUTORS["generator"], kwargs)
 
 
 async def _spawn_trainer(
     config: Config, inputs: Inputs, cluster: Cluster, storage: Store, run_dir: str
 ) -> ExecutorGroup:
-    from llamarl.executors.trainer import TrainerExecutor
-
     rendezvous = Path(run_dir) / f".rendezvous-{os.getpid()}"
     rendezvous.unlink(missing_ok=True)
     kwargs = {
@@ -271,21 +274,19 @@ async def _spawn_trainer(
         "storage": storage,
         "needs_reference": config.algorithm.kl_coefficient > 0,
     }
-    return await cluster.spawn("trainer", TrainerExecutor, kwargs, config.trainer.num_ranks)
+    return await cluster.spawn("trainer", EXECUTORS["trainer"], kwargs, config.trainer.num_ranks)
 
 
 async def _spawn_reference(
     config: Config, inputs: Inputs, cluster: Cluster, storage: Store
 ) -> ExecutorGroup:
-    from llamarl.executors.reference import ReferenceExecutor
-
     kwargs = {
         "checkpoint": inputs.checkpoint,
         "config": config.trainer,
         "sampling": config.sampling,
         "storage": storage,
     }
-    return await cluster.spawn("reference", ReferenceExecutor, kwargs)
+    return await cluster.spawn("reference", EXECUTORS["reference"], kwargs)
 
 
 def _gate(config: Config, state: dict[str, Any]) -> Gate:

@@ -43,7 +43,7 @@ from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trace import merge
-from llamarl.models.hf import parameter_shapes
+from llamarl.models.inventory import parameter_shapes
 from llamarl.protocols import Storage
 from llamarl.types import RESPONSE_IDS, Evaluation
 

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from llamarl.cluster import GroupLost
 from llamarl.config import Config
 from llamarl.metrics.provenance import record_provenance
 
+VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
 
 SCHEMAS: dict[tuple[str | None, str], type] = {
@@ -100,17 +102,28 @@ def main() -> None:
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """Tell the config where the recipe lies, so that relative paths start there."""
-    for index, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name in ("--config-dir", "-cd"):
-            folder = Path(value or (arguments + [""])[index + 1])
-            if not folder.is_dir():
-                _fail(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
-            return [*arguments, f"recipe_dir='{folder.resolve()}'"]
-    if "--config-path" in arguments or "-cp" in arguments:
-        return arguments
-    return _fail("--config-dir must name a recipe's folder, such as recipes/quickstart")
+    """Flags first, then overrides, as Hydra's parser wants them; the recipe's folder among them."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    previous = ""
+    for argument in arguments:
+        is_flag = argument.startswith("-") or previous in VALUE_FLAGS
+        (flags if is_flag else overrides).append(argument)
+        previous = argument
+    folder = next((Path(v) for f, v in _flag_values(flags) if f in ("--config-dir", "-cd")), None)
+    if folder is None and {"--help", "-h"} & set(flags):
+        return ["--config-name=config", "--help"]
+    if folder is None:
+        return _fail("--config-dir must name a recipe's folder, such as recipes/quickstart")
+    if not folder.is_dir():
+        return _fail(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
+    return [*flags, f"recipe_dir='{folder.resolve()}'", *overrides]
+
+
+def _flag_values(flags: list[str]) -> list[tuple[str, str]]:
+    """`--config-dir=x` and `--config-dir x` alike."""
+    joined = [flag.partition("=") for flag in flags if "=" in flag]
+    return [(flag, value) for flag, _, value in joined] + list(pairwise(flags))
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -168,7 +181,9 @@ def _first_cause(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
-    words = " ".join(line for line in lines if not line.startswith(("full_key", "object_type")))
+    words = " ".join(
+        line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))
+    )
     return words + (f" (key {key})" if key and key not in words else "")
 
 

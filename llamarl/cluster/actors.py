@@ -18,7 +18,7 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from llamarl.cluster.errors import GroupLost, RemoteError
-from llamarl.cluster.group import process_name
+from llamarl.cluster.group import Factory, process_name, resolve
 from llamarl.cluster.outcome import Outcome, attempt, failure
 from llamarl.cluster.process import redirect_output
 from llamarl.metrics.span import Spans
@@ -38,7 +38,12 @@ class ExecutorActor(Actor):
 
     @concurrent_endpoint
     async def construct(
-        self, name: str, num_ranks: int, factory: type, kwargs: Any, folders: tuple[str | None, str]
+        self,
+        name: str,
+        num_ranks: int,
+        factory: Factory,
+        kwargs: Any,
+        folders: tuple[str | None, str],
     ) -> Outcome:
         rank = current_rank().rank
         spans_folder, logs_folder = folders
@@ -46,7 +51,8 @@ class ExecutorActor(Actor):
         try:
             redirect_output(logs_folder, self._where)
             self._spans = Spans(self._where, spans_folder)
-            self._executor = factory(rank=rank, num_ranks=num_ranks, spans=self._spans, **kwargs)
+            maker = resolve(factory)
+            self._executor = maker(rank=rank, num_ranks=num_ranks, spans=self._spans, **kwargs)
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             return failure(error, self._where, rank)
         return Outcome(rank, os.getpid())

@@ -6,7 +6,21 @@ behaviour. Invariant: code above `cluster/` needs nothing but these.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, Protocol
+
+Factory = type | str
+"""An executor class, or "module:Class": the caller then need not load what the module imports."""
+
+
+def resolve(factory: Factory) -> type:
+    """The class that a factory names."""
+    if isinstance(factory, type):
+        return factory
+    module, _, name = factory.partition(":")
+    found = getattr(import_module(module), name)
+    assert isinstance(found, type), factory
+    return found
 
 
 class ExecutorGroup(Protocol):
@@ -41,7 +55,7 @@ class Cluster(Protocol):
     """All executor processes of one run."""
 
     async def spawn(
-        self, name: str, factory: type, kwargs: dict[str, Any], num_ranks: int = 1
+        self, name: str, factory: Factory, kwargs: dict[str, Any], num_ranks: int = 1
     ) -> ExecutorGroup:
         """Start `num_ranks` processes; construct `factory(rank=, num_ranks=, spans=, **kwargs)`.
 

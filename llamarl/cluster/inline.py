@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from llamarl.cluster.group import ExecutorGroup, process_name
+from llamarl.cluster.group import ExecutorGroup, Factory, process_name, resolve
 from llamarl.cluster.outcome import attempt, failure
 from llamarl.metrics.span import Spans
 
@@ -30,7 +30,7 @@ class InlineCluster:
         self._stopped = asyncio.Event()
 
     async def spawn(
-        self, name: str, factory: type, kwargs: dict[str, Any], num_ranks: int = 1
+        self, name: str, factory: Factory, kwargs: dict[str, Any], num_ranks: int = 1
     ) -> ExecutorGroup:
         if name in self._groups:
             raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
@@ -41,7 +41,7 @@ class InlineCluster:
             spans = Spans(where, self._spans_folder)
             group.spans.append(spans)
             try:
-                executor = factory(rank=rank, num_ranks=num_ranks, spans=spans, **kwargs)
+                executor = resolve(factory)(rank=rank, num_ranks=num_ranks, spans=spans, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised again in the shape all calls use
                 failure(error, where, rank).result()
             group.executors.append(executor)

@@ -30,7 +30,7 @@ from llamarl.cluster.actors import (
     send,
 )
 from llamarl.cluster.errors import GroupLost
-from llamarl.cluster.group import ExecutorGroup, process_name
+from llamarl.cluster.group import ExecutorGroup, Factory, process_name
 from llamarl.cluster.process import end_marked, environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 
@@ -73,7 +73,7 @@ class MonarchGroup:
         self,
         host: HostMesh,
         config: ClusterConfig,
-        executor: tuple[type, dict[str, Any]],
+        executor: tuple[Factory, dict[str, Any]],
         spans_folder: str | None,
     ) -> None:
         """Start the processes and construct the executors; raises what a constructor raises."""
@@ -195,7 +195,7 @@ class MonarchCluster:
         self._is_stopped = False
 
     async def spawn(
-        self, name: str, factory: type, kwargs: dict[str, Any], num_ranks: int = 1
+        self, name: str, factory: Factory, kwargs: dict[str, Any], num_ranks: int = 1
     ) -> ExecutorGroup:
         if name in self._groups:
             raise ValueError(f"executor name must be new in its cluster, got {name!r} again")

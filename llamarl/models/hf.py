@@ -1,9 +1,9 @@
 """Checkpoints in the Hugging Face layout, in and out.
 
-Owns: which tensors a checkpoint must hold, the checks before a run, streaming them into memory
-(whole or one shard of each) and back to disk. Does not own: the bytes of one file
-(`safetensors_file.py`) or config.json's meaning (`architecture.py`). Invariant: no more memory than
-the target plus one tensor; a folder under its final name is complete.
+Owns: streaming weights into memory (whole or one shard of each) and back to disk. Does not own:
+which tensors there must be (`inventory.py`) or the bytes of one file (`safetensors_file.py`).
+Invariant: no more memory than the target plus one tensor; a folder under its final name is
+complete.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from llamarl.models.architecture import Architecture, read_architecture, read_object
-from llamarl.models.safetensors_file import DTYPES, Entry, FileWriter, read_header
+from llamarl.models.architecture import read_architecture, read_object
+from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_shapes
+from llamarl.models.safetensors_file import FileWriter
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old Llama files store this constant
 MAX_SHARD_BYTES = 4 * 10**9
 COPIED = (
     "generation_config.json",
@@ -41,53 +39,6 @@ COPIED = (
     "NOTICE*",
 )
 """What an export takes over from the checkpoint it started from, beside config.json."""
-
-
-def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, in the order of the layers."""
-    hidden_size, vocab_size = architecture.hidden_size, architecture.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, hidden_size)}
-    for i in range(architecture.num_layers):
-        for name, shape in _layer_shapes(architecture).items():
-            shapes[f"model.layers.{i}.{name}"] = shape
-    shapes["model.norm.weight"] = (hidden_size,)
-    if not architecture.tie_embeddings:
-        shapes["lm_head.weight"] = (vocab_size, hidden_size)
-    return shapes
-
-
-def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    a = architecture
-    q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    linears = {
-        "self_attn.q_proj": (q_size, a.hidden_size, a.attention_bias),
-        "self_attn.k_proj": (kv_size, a.hidden_size, a.attention_bias),
-        "self_attn.v_proj": (kv_size, a.hidden_size, a.attention_bias),
-        "self_attn.o_proj": (a.hidden_size, q_size, a.output_bias),
-        "mlp.gate_proj": (a.intermediate_size, a.hidden_size, a.mlp_bias),
-        "mlp.up_proj": (a.intermediate_size, a.hidden_size, a.mlp_bias),
-        "mlp.down_proj": (a.hidden_size, a.intermediate_size, a.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (a.hidden_size,)}
-    for name, (num_out, num_in, has_bias) in linears.items():
-        shapes[f"{name}.weight"] = (num_out, num_in)
-        if has_bias:
-            shapes[f"{name}.bias"] = (num_out,)
-    if a.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (a.head_dim,)
-    shapes["post_attention_layernorm.weight"] = (a.hidden_size,)
-    return shapes
-
-
-def check_checkpoint(folder: str | Path) -> Architecture:
-    """Check everything that file headers tell, without reading weights: before a run starts.
-
-    Returns the architecture. Raises ValueError naming the file or tensor if a file is missing,
-    truncated or quantised, or if names or shapes do not fit config.json.
-    """
-    architecture = read_architecture(folder)
-    _locate(Path(folder), parameter_shapes(architecture), architecture)
-    return architecture
 
 
 @torch.no_grad()
@@ -107,7 +58,7 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
                 f"{expected.get(name)}, got {shapes.get(name)}"
             )
     names_by_file: dict[Path, list[str]] = {}
-    for name, path in _locate(Path(folder), expected, architecture).items():
+    for name, path in locate(Path(folder), expected, architecture).items():
         names_by_file.setdefault(path, []).append(name)
     for path, names in names_by_file.items():
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -128,57 +79,6 @@ def _copy(target: torch.Tensor, source: object) -> None:
             for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
         )
         local.copy_(source[box])  # type: ignore[index]
-
-
-def _locate(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], architecture: Architecture
-) -> dict[str, Path]:
-    """Parameter name -> its file, after every check that headers allow."""
-    entries: dict[str, tuple[Path, Entry]] = {}
-    for path in _weight_files(folder):
-        for name, entry in read_header(path).items():
-            entries[name] = (path, entry)
-    ignored = {"lm_head.weight"} if architecture.tie_embeddings else set()
-    extra = [
-        name
-        for name in entries.keys() - expected.keys() - ignored
-        if not name.endswith(IGNORED_SUFFIX)
-    ]
-    if extra:
-        raise ValueError(
-            f"{folder} must hold only the tensors that its config.json implies, got {min(extra)} "
-            f"({len(extra)} such tensors)"
-        )
-    for name, shape in expected.items():
-        if name not in entries:
-            raise ValueError(f"{folder} must hold the tensor {name}, got files without it")
-        path, entry = entries[name]
-        if entry.shape != shape:
-            raise ValueError(
-                f"{name} in {path} must have shape {shape} as config.json says, got {entry.shape}"
-            )
-        if entry.dtype not in DTYPES:
-            raise ValueError(
-                f"{name} in {path} must be one of {', '.join(DTYPES)}, got {entry.dtype}"
-            )
-    return {name: entries[name][0] for name in expected}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX_FILE).is_file():
-        index = read_object(folder / INDEX_FILE)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / INDEX_FILE} must have a weight_map, got {weight_map!r}")
-        names = sorted({str(name) for name in weight_map.values()})
-    else:
-        names = [SINGLE_FILE]
-    for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{folder / INDEX_FILE} must name files beside it, got {name!r}")
-        if not (folder / name).is_file():
-            raise ValueError(f"the checkpoint {folder} must hold {name}, got a folder without it")
-    return [folder / name for name in names]
 
 
 def save(

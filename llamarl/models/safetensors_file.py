@@ -1,7 +1,7 @@
-"""The safetensors format: a header read and checked, a file written at known offsets.
+"""Writes one safetensors file at known offsets.
 
-Owns: bytes of one file. Does not own: which tensors a model needs (`hf.py`). Invariant: a writer
-holds no tensor; whatever comes goes straight to its place in the file.
+Owns: bytes of one file. Does not own: which tensors a model needs (`inventory.py`). Invariant: a
+writer holds no tensor; whatever comes goes straight to its place in the file.
 """
 
 from __future__ import annotations
@@ -11,78 +11,13 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 PAGE_BYTES = 2**24
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file: `dtype` in the format's spelling, byte range within the data part."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors in a safetensors file, by name, without reading their data.
-
-    Raises ValueError if the file is no safetensors file or is shorter or longer than its header
-    says (a broken download, a Git LFS pointer).
-    """
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= size <= min(MAX_HEADER_BYTES, num_bytes - 8):
-            raise ValueError(
-                f"{path} must be a whole safetensors file, got {num_bytes} bytes without a valid "
-                "header: fetch it again"
-            )
-        text = file.read(size)
-    try:
-        values = json.loads(text)
-        values.pop("__metadata__", None)
-        entries = {
-            name: Entry(
-                value["dtype"],
-                tuple(value["shape"]),
-                value["data_offsets"][0],
-                value["data_offsets"][1],
-            )
-            for name, value in values.items()
-        }
-        expected = 8 + size + _data_bytes(entries)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be a safetensors file, got a damaged header") from error
-    if num_bytes != expected:
-        raise ValueError(
-            f"{path} must be {expected} bytes long as its header says, got {num_bytes}: fetch it "
-            "again"
-        )
-    return entries
-
-
-def _data_bytes(entries: Mapping[str, Entry]) -> int:
-    """Bytes of all tensors; ValueError unless they lie end to end and fit their shapes."""
-    position = 0
-    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
-        size = entry.stop - entry.start
-        if entry.dtype in DTYPES and size != math.prod(entry.shape) * DTYPES[entry.dtype].itemsize:
-            raise ValueError("a tensor's byte range does not fit its shape")
-        if entry.start != position or size < 0:
-            raise ValueError("tensors overlap or leave a gap")
-        position = entry.stop
-    return position
 
 
 class FileWriter:

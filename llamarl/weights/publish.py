@@ -202,11 +202,9 @@ class Publisher:
         """Wait for the call at most so long, then give it up; its outcome is left in the task."""
         task = asyncio.ensure_future(call)
         try:
-            done, _ = await asyncio.wait({task}, timeout=timeout_s)
-            if done and not task.cancelled():
-                task.exception()  # seen: asyncio need not warn that nobody asked
+            await asyncio.wait({task}, timeout=timeout_s)
         finally:
-            task.cancel()
+            task.cancel()  # of a finished one: asyncio need not warn if nobody asks how it ended
         return task
 
     async def _within(self, call: Coroutine[Any, Any, T], what: str) -> T:

@@ -18,7 +18,7 @@ from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
-from llamarl.models.hf import parameter_shapes
+from llamarl.models.inventory import parameter_shapes
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,

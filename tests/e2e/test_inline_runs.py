@@ -123,7 +123,7 @@ BAD_INPUTS = {
     "top-p": (["sampling.top_p=0.5"], "sampling.top_p must be 1"),
     "parts": (["trainer.groups_per_part=7"], "groups_per_part"),
     "resume": (["checkpoint.resume=/nowhere"], "checkpoint.resume"),
-    "task": (["reward=task"], "task.py"),
+    "task": (["reward.functions=[task]"], "task.py"),
 }
 
 

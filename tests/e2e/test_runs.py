@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -247,7 +248,9 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 def test_a_dead_trainer_ends_the_run_with_its_name(tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400")
     wait_for_step(command, tmp_path, 2)
-    victims = [pid for pid in command.family() if "trainer" in environ(pid)]
+    victims = [
+        pid for pid in command.family() if re.search("LLAMARL_GROUP=[^\\0]*trainer", environ(pid))
+    ]
     assert victims
     os.kill(victims[0], signal.SIGKILL)
     code, _, err = finish(command, 30.0)

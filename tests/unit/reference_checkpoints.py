@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llamarl.models import hf
+from llamarl.models import hf, inventory
 from llamarl.models.transformer import Transformer
 
 LENGTHS = (120, 7, 1, 33, 60)
@@ -98,7 +98,7 @@ def reference_logits(model: PreTrainedModel) -> torch.Tensor:
 def load(folder: Path) -> Transformer:
     """Our model of the checkpoint in `folder`."""
     with torch.device("meta"):
-        model = Transformer(hf.check_checkpoint(folder))
+        model = Transformer(inventory.check_checkpoint(folder))
     model.to_empty(device="cpu")
     hf.load_into(dict(model.named_parameters()), folder)
     return model

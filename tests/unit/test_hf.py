@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llamarl.models import hf
+from llamarl.models import hf, inventory
 from llamarl.models.parallelize import shard
 from llamarl.models.transformer import Transformer
 from tests.unit.reference_checkpoints import (
@@ -114,7 +114,7 @@ def test_everything_else_of_the_source_is_kept(checkpoint: Path, tmp_path: Path)
     before = json.loads((checkpoint / "config.json").read_text())
     after = json.loads((out / "config.json").read_text())
     assert after == before | {"torch_dtype": "bfloat16"}
-    assert hf.check_checkpoint(out) == hf.check_checkpoint(checkpoint)
+    assert inventory.check_checkpoint(out) == inventory.check_checkpoint(checkpoint)
     for name, tensor in safetensors.torch.load_file(out / hf.SINGLE_FILE).items():
         assert torch.equal(tensor, weights[name].bfloat16()), name
     names = {path.name for path in out.iterdir()}
@@ -252,7 +252,7 @@ def test_a_rank_reads_its_own_shards_only(
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         with torch.device("meta"):
-            model = Transformer(hf.check_checkpoint(checkpoint))
+            model = Transformer(inventory.check_checkpoint(checkpoint))
         mesh = init_device_mesh("cpu", (num_ranks,))
         shard(model, mesh, compute_dtype=torch.float32, activation_checkpointing=False)
         model.to_empty(device="cpu")
@@ -341,7 +341,7 @@ def test_a_broken_checkpoint_is_refused_in_one_line(checkpoint: Path, damage: st
     breaks, message = BROKEN[damage]
     breaks(checkpoint)
     with pytest.raises(ValueError, match=message) as caught:
-        hf.check_checkpoint(checkpoint)
+        inventory.check_checkpoint(checkpoint)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="must"):
         hf.load_into(weights, checkpoint)
@@ -371,7 +371,7 @@ MEMORY_SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from llamarl.models import hf
+from llamarl.models import hf, inventory
 from llamarl.models.transformer import Transformer
 
 torch.set_num_threads(1)
@@ -398,7 +398,7 @@ class Peak:
         self.num_bytes = max(self.peak, anonymous_bytes()) - self.start
 
 with torch.device("meta"):
-    model = Transformer(hf.check_checkpoint(sys.argv[1]))
+    model = Transformer(inventory.check_checkpoint(sys.argv[1]))
 with Peak() as load:
     model.to_empty(device="cpu")
     hf.load_into(dict(model.named_parameters()), sys.argv[1])
@@ -421,7 +421,7 @@ def test_loading_and_saving_hold_the_model_and_at_most_one_more_tensor(
         "num_attention_heads": 8,
     }
     edit_config(checkpoint, lambda c: c.update(changes, num_hidden_layers=4))
-    shapes = hf.parameter_shapes(hf.read_architecture(checkpoint))
+    shapes = inventory.parameter_shapes(hf.read_architecture(checkpoint))
     tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     safetensors.torch.save_file(tensors, checkpoint / hf.SINGLE_FILE, {"format": "pt"})
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(checkpoint), str(tmp_path / "out")]

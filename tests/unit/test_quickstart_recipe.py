@@ -16,7 +16,7 @@ import yaml
 from llamarl.config import DataConfig, RewardConfig
 from llamarl.data.prompts import read_prompts
 from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
-from llamarl.models.hf import check_checkpoint
+from llamarl.models.inventory import check_checkpoint
 from llamarl.rewards import exact
 
 ROOT = Path(__file__).resolve().parents[2]
