@@ -8,6 +8,7 @@ storage. Does not own: the engine's maths or who asks for rollouts. Invariant: a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -74,18 +75,19 @@ class GeneratorExecutor:
         self._error: BaseException | None = None
         self._idle_since_ns: int | None = None
         self._is_built = False
+        self._exit = contextlib.ExitStack()
 
     async def start(self) -> None:
         """Allocate arena and KV cache, load the weights; ValueError if the checkpoint is bad."""
         self._loop = asyncio.get_running_loop()
         self._has_news = asyncio.Event()
         self._compute = ComputeThread(f"generator-{self._replica}", self._work, self._fail)
+        self._exit.callback(self._compute.close)
         await self._compute.run(self._build)
 
     async def close(self) -> None:
         """Stop the engine and free the arena."""
-        self._compute.close()
-        self._arena.close()
+        self._exit.close()
         self._end_idle()
 
     # Generator
@@ -171,6 +173,8 @@ class GeneratorExecutor:
             rank=self._rank,
             run_id=self._run_id,
         )
+        # Closed before the thread ends: tensors handed out stay valid.
+        self._exit.callback(self._arena.close)
         if self._load_weights:
             load_checkpoint(layout, self._arena.live, self._checkpoint)
             self._arena.version = 0

@@ -85,6 +85,7 @@ class Engine:
         self._prefixes = PrefixIndex(slots)
         self._done: list[Finished] = []
         self._must_recompute = False
+        self._may_start = False  # something changed since the queue was last asked
         self._arrange()
 
     @property
@@ -113,6 +114,7 @@ class Engine:
         self._decoder.weights = bind(self.layout, self.architecture, flat)
         self.version = version
         self._must_recompute = self.config.kv_after_flip == "recompute"
+        self._may_start = True
         return self.num_running
 
     def submit(self, request: Request, written: Written | None = None) -> None:
@@ -136,6 +138,7 @@ class Engine:
         if request.sampling.stop_strings and self.decode_text is None:
             raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
         self._queue.add(Waiting(request=request, written=written or nothing_written()))
+        self._may_start = True
 
     def abort(self, row_ids: Sequence[int]) -> None:
         """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
@@ -164,18 +167,8 @@ class Engine:
         before = self.num_prefilled_tokens
         if self._must_recompute:
             self._recompute()
-        free = set(np.flatnonzero(~self._running.occupied).tolist())
-        starting = self._queue.take(self.version, len(free)) if free and len(self._queue) else []
-        if starting:
-            placements = place(starting, free, self._prefixes, self.version)
-            for placement in placements:
-                self._running.start(placement.slot, placement.waiting)
-            self._prefill([p.slot for p in placements if p.source is None])
-            for p in placements:
-                if p.source is not None and p.source != p.slot:
-                    length = len(p.waiting.request.prompt_ids) - 1
-                    self._cache.copy_prefix(p.source, p.slot, length)
-            self._steps_left = 0
+        if self._may_start:
+            self._start_waiting()
         return self.num_prefilled_tokens - before
 
     @torch.inference_mode()
@@ -201,10 +194,28 @@ class Engine:
         done, self._done = self._done, []
         return done
 
+    def _start_waiting(self) -> None:
+        """Fill the free slots from the queue."""
+        self._may_start = False
+        free = set(np.flatnonzero(~self._running.occupied).tolist())
+        starting = self._queue.take(self.version, len(free))
+        if not starting:
+            return
+        placements = place(starting, free, self._prefixes, self.version)
+        for placement in placements:
+            self._running.start(placement.slot, placement.waiting)
+        self._prefill([p.slot for p in placements if p.source is None])
+        for p in placements:
+            if p.source is not None and p.source != p.slot:
+                length = len(p.waiting.request.prompt_ids) - 1
+                self._cache.copy_prefix(p.source, p.slot, length)
+        self._steps_left = 0
+
     def _stop(self, slot: int, reason: FinishReason) -> None:
         # The slot stays a gap until the next step, so that a waiting rollout may take it first.
         request, written = self._running.release(slot)
         self._steps_left = 0
+        self._may_start = True
         self._done.append(Finished(request=request, written=written, reason=reason))
 
     def _stop_at_text(
