@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl import checkpoint
@@ -79,14 +79,16 @@ class Controller:
             await self.trainer.export(f"{self.run_dir}/export")
 
     async def _admit_stage(self) -> None:
-        """Prompts enter one by one, when the trainer is close enough behind."""
+        """Prompts enter when the trainer is close enough behind."""
         while True:
             with self.spans.span("gate", "wait"):
-                group = await self.gate.admit(self.prompts)
-            requests = self.make_requests(group)
-            for request in requests:
+                groups = await self.gate.admit(self.prompts)
+            requests = [
+                (request, group) for group in groups for request in self.make_requests(group)
+            ]
+            for request, group in requests:
                 self.ledger.add(request, group.prompt, group)
-            await self.generator.submit(requests)
+            await self.generator.submit([request for request, _ in requests])
 
     async def _collect_stage(self) -> None:
         """Hear which rollouts stopped; cut ones go on, wherever there is room."""
@@ -145,7 +147,7 @@ class Controller:
 
     async def _train_stage(self) -> None:
         """One optimizer step per batch; its parts are trained as they become ready."""
-        publishing: Awaitable[None] | None = None
+        publishing = self._start(asyncio.sleep(0))  # nothing to wait for yet
         for version in range(self.gate.version, self.config.num_steps):
             groups: list[Group] = []
             while missing := self.config.trainer.groups_per_step - len(groups):
@@ -156,8 +158,7 @@ class Controller:
                     self.make_batch(part, version, self.gate.oldest_version(version))
                 )
                 groups += part
-            if publishing is not None:
-                await publishing  # the weights change next, so their copies must have ended
+            await publishing  # the weights change next, so their copies must have ended
             stats = await self.trainer.step()
             oldest = self.gate.oldest_version(version)
             await self.journal.step(stats, groups)
@@ -166,8 +167,7 @@ class Controller:
             if self._is_due(self.config.checkpoint.every_steps, stats.version):
                 await self._save(stats.version)
             publishing = self._start(self._publish(stats.version))
-        if publishing is not None:
-            await publishing
+        await publishing
 
     async def _publish(self, version: int) -> None:
         """Give `version` to the generators, after the evaluation that needs the one before."""

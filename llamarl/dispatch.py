@@ -60,18 +60,23 @@ class Dispatch:
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best."""
+        shares: dict[int, list[Request]] = {}
         for _, run in groupby(requests, key=lambda request: request.prompt_ids):
             group = list(run)
             index = self._choose(max(request.min_version for request in group))
-            replica = self.replicas[index]
             for request in group:
-                replica.hold(request)
-            if index not in self._collectors:
-                self._collectors[index] = asyncio.create_task(self._collect_from(index))
-            try:
-                await replica.generator.submit(group)
-            except GroupLost as error:
-                await self._bury(index, error)
+                self.replicas[index].hold(request)
+            shares.setdefault(index, []).extend(group)
+        await asyncio.gather(*(self._hand_over(index, share) for index, share in shares.items()))
+
+    async def _hand_over(self, index: int, requests: list[Request]) -> None:
+        """One call for all that goes to a replica."""
+        if index not in self._collectors:
+            self._collectors[index] = asyncio.create_task(self._collect_from(index))
+        try:
+            await self.replicas[index].generator.submit(requests)
+        except GroupLost as error:
+            await self._bury(index, error)
 
     async def collect(self) -> list[Row]:
         """Rows that stopped on any replica. RuntimeError when the last replica is lost."""

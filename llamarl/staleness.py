@@ -94,24 +94,14 @@ class Gate:
         first, self.next_row_id = self.next_row_id, self.next_row_id + count
         return tuple(range(first, first + count))
 
-    async def admit(self, prompts: Iterator[Prompt]) -> Group:
-        """Wait for a free slot, then open a group for the next prompt.
+    async def admit(self, prompts: Iterator[Prompt]) -> list[Group]:
+        """Wait for a free slot, then open a group for one prompt per free slot.
 
-        The prompt is drawn only now, so what was drawn is always either open or done.
+        Prompts are drawn only now, so what was drawn is always either open or done.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_open < self.capacity)
-            step = self.version + self._num_open // self._groups_per_step
-            group = Group(
-                group_id=self.next_group_id,
-                prompt=next(prompts),
-                row_ids=self.allocate_rows(self._rollouts_per_group),
-                step=step,
-                min_version=max(0, step - self._max_staleness),
-            )
-            self.next_group_id += 1
-            self._waiting[group.group_id] = group
-            return group
+            return [self._open(next(prompts)) for _ in range(self.capacity - self._num_open)]
 
     async def settle(self, group: Group) -> None:
         """The group is scored and trainable: it may be consumed when its turn comes."""
@@ -163,6 +153,19 @@ class Gate:
     @property
     def _num_open(self) -> int:
         return len(self._waiting) + len(self._consumed)
+
+    def _open(self, prompt: Prompt) -> Group:
+        step = self.version + self._num_open // self._groups_per_step
+        group = Group(
+            group_id=self.next_group_id,
+            prompt=prompt,
+            row_ids=self.allocate_rows(self._rollouts_per_group),
+            step=step,
+            min_version=max(0, step - self._max_staleness),
+        )
+        self.next_group_id += 1
+        self._waiting[group.group_id] = group
+        return group
 
     def _takeable(self, at_most: int) -> list[Group]:
         groups: list[Group] = []
