@@ -35,6 +35,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.types import FinishReason, Request
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
+START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,9 +196,11 @@ class Engine:
         return done
 
     def _start_waiting(self) -> None:
-        """Fill the free slots from the queue."""
-        self._may_start = False
+        """Fill the free slots from the queue, once there are enough to be worth a prefill."""
         free = set(np.flatnonzero(~self._running.occupied).tolist())
+        if len(free) < min(self.config.max_running // START_SHARE, len(self._queue)):
+            return
+        self._may_start = False
         starting = self._queue.take(self.version, len(free))
         if not starting:
             return
