@@ -22,7 +22,7 @@ from llamarl.controller import Controller
 from llamarl.data.backlog import Backlog
 from llamarl.data.batch import make_batch
 from llamarl.data.prompts import PromptStream, read_prompts
-from llamarl.data.requests import make_requests
+from llamarl.data.requests import make_requests, read_lengths
 from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.dispatch import Dispatch
 from llamarl.evaluate import Evaluator
@@ -58,6 +58,7 @@ class Inputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     task_source: str | None
+    replay_lengths: list[int]
 
 
 def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
@@ -84,6 +85,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         task_source=task_source,
+        replay_lengths=_replay_lengths(config),
     )
 
 
@@ -207,6 +209,7 @@ def build_controller(
             sampling=train_sampling(config, inputs),
             seed=config.seed,
             segment_tokens=config.sampling.segment_tokens,
+            replay_lengths=inputs.replay_lengths,
         ),
         generator=dispatch,
         scorer=executors.scorer.first,
@@ -322,6 +325,13 @@ def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Promp
     prompts = read_prompts(resolved, config.data, tokenizer)
     check_answers(config.reward, prompts, resolved)
     return prompts
+
+
+def _replay_lengths(config: Config) -> list[int]:
+    if config.sampling.replay_lengths is None:
+        return []
+    path = _resolve(config, config.sampling.replay_lengths)
+    return read_lengths(path, config.sampling.max_tokens)
 
 
 def _task_source(config: Config) -> str | None:

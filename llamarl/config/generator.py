@@ -26,6 +26,9 @@ class SamplingConfig:
     """Texts that end a completion, besides the tokenizer's end-of-sequence token."""
     segment_tokens: int = 0
     """Cut a running rollout after this many new tokens and resume it on any replica; 0 never."""
+    replay_lengths: str | None = None
+    """JSON file with a list of lengths: rollout after rollout writes exactly that many tokens, so
+    that two systems can be timed on one workload; None lets rollouts end by themselves."""
 
     def __post_init__(self) -> None:
         require(

@@ -3,22 +3,62 @@ group after a resume asks for the same rollouts."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 from llamarl.data.seeds import rollout_seed
 from llamarl.types import Group, Request, Sampling
 
 
 def make_requests(
-    group: Group, *, sampling: Sampling, seed: int, segment_tokens: int
+    group: Group,
+    *,
+    sampling: Sampling,
+    seed: int,
+    segment_tokens: int,
+    replay_lengths: Sequence[int] = (),
 ) -> list[Request]:
-    """One request per row of `group`, alike but for row id and seed."""
-    return [
-        Request(
-            row_id=row_id,
-            prompt_ids=group.prompt.token_ids,
-            sampling=sampling,
-            seed=rollout_seed(seed, group.prompt, index),
-            min_version=group.min_version,
-            segment_tokens=segment_tokens,
+    """One request per row of `group`, alike but for row id and seed.
+
+    With `replay_lengths`, rollout i of group g writes exactly the (g * n + i)-th length, modulo
+    their number: nothing but that ends it.
+    """
+    requests = []
+    for index, row_id in enumerate(group.row_ids):
+        if replay_lengths:
+            place = (group.group_id * len(group.row_ids) + index) % len(replay_lengths)
+            sampling = replace(
+                sampling, max_tokens=replay_lengths[place], stop_token_ids=(), stop_strings=()
+            )
+        requests.append(
+            Request(
+                row_id=row_id,
+                prompt_ids=group.prompt.token_ids,
+                sampling=sampling,
+                seed=rollout_seed(seed, group.prompt, index),
+                min_version=group.min_version,
+                segment_tokens=segment_tokens,
+            )
         )
-        for index, row_id in enumerate(group.row_ids)
-    ]
+    return requests
+
+
+def read_lengths(path: str | Path, max_tokens: int) -> list[int]:
+    """The lengths to replay; ValueError unless they are whole numbers from 1 to `max_tokens`."""
+    try:
+        lengths = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"sampling.replay_lengths must be a JSON file with a list of lengths, got {error}"
+        ) from error
+    if not isinstance(lengths, list):
+        raise ValueError(f"{path} must hold a list of lengths, got {type(lengths).__name__}")
+    wrong = [n for n in lengths if type(n) is not int or not 1 <= n <= max_tokens]
+    if wrong or not lengths:
+        raise ValueError(
+            f"{path} must list lengths from 1 to sampling.max_tokens ({max_tokens}), "
+            f"got {wrong[0] if wrong else 'none'}"
+        )
+    return lengths

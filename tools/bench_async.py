@@ -1,0 +1,154 @@
+"""Asynchronous against synchronous training: the same program, the same recipe, equal rollouts.
+
+    python tools/bench_async.py --seeds 3 --steps 20 --json FILE
+
+Two workloads: the quickstart recipe as it stands, and the same recipe with a pinned long tail of
+lengths (log-normal, fixed seed, 99th percentile six times the mean, cap eight times), replayed
+token for token, with rewards drawn from the text so that every rollout is trained.
+
+Synchronous means `staleness.max_staleness=0`. It is given its best of three shapes: one thread per
+executor; two threads per executor; two trainer ranks and two replicas. Asynchronous is staleness 1
+with one thread per executor. Modes take turns within a seed; a ratio compares the medians over
+seeds of the seconds from the first step's start to the last one's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "quickstart"
+MODES = {
+    "sync, 1 thread": ["staleness.max_staleness=0"],
+    "sync, 2 threads": ["staleness.max_staleness=0", "cluster.threads_per_process=2"],
+    "sync, 2 ranks": [
+        "staleness.max_staleness=0",
+        "trainer.num_ranks=2",
+        "generator.num_replicas=2",
+    ],
+    "async": ["staleness.max_staleness=1"],
+}
+MEAN_TOKENS = 24
+TASK = '''"""Rewards drawn from the text: half of them 1, so that every group trains."""
+
+import zlib
+
+
+def reward(prompt, completion):
+    return float(zlib.crc32(completion.encode()) & 1)
+'''
+
+
+def long_tail(num: int, seed: int = 0) -> list[int]:
+    """Lengths whose mean is MEAN_TOKENS, whose p99 is six times and whose cap eight times that.
+
+    A log-normal's p99 over its mean is exp(2.326 s - s^2 / 2); six at s = 1.14 or so.
+    """
+    sigma = float(np.roots([0.5, -2.3263, np.log(6.0)]).min())
+    rng = np.random.default_rng(seed)
+    draws = rng.lognormal(np.log(MEAN_TOKENS) - sigma**2 / 2, sigma, num)
+    return np.clip(np.round(draws), 1, 8 * MEAN_TOKENS).astype(int).tolist()
+
+
+def write_long_tail_recipe(folder: Path) -> None:
+    """The quickstart with replayed lengths and rewards that never agree."""
+    folder.mkdir()
+    for name in ("checkpoint", "prompts.jsonl"):
+        (folder / name).symlink_to(RECIPE / name)
+    (folder / "task.py").write_text(TASK)
+    (folder / "lengths.json").write_text(json.dumps(long_tail(1 << 16)))
+    text = (
+        (RECIPE / "run.yaml").read_text().replace("{override /algorithm: aipo}, _self_", "_self_")
+    )
+    (folder / "base.yaml").write_text(text)
+    (folder / "run.yaml").write_text(
+        "defaults: [base, _self_]\n"
+        "data: {held_out: null}\n"
+        "reward: {functions: [task]}\n"
+        f"sampling: {{max_tokens: {8 * MEAN_TOKENS}, replay_lengths: lengths.json}}\n"
+        "generator: {max_context_tokens: 256}\n"
+    )
+
+
+def run(recipe: Path, run_dir: Path, num_steps: int, seed: int, mode: str) -> dict[str, float]:
+    """Train once; returns seconds, rollouts and the final accuracy (NaN without held-out)."""
+    command = [
+        *(sys.executable, "-m", "llamarl", "train", f"--config-dir={recipe}"),
+        *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={num_steps}"),
+        *("evaluation.every_steps=0", "metrics.live=false", "checkpoint.export=false"),
+        *MODES[mode],
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(line["time/step_s"] for line in lines if "time/step_s" in line)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {
+        "seconds": seconds,
+        "rollouts": summary["rollouts_trained"],
+        "accuracy": summary["accuracy_after"] or float("nan"),
+        "both_busy_share": summary["both_busy_share"],
+    }
+
+
+def bench(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, list]:
+    """All modes, all seeds, interleaved."""
+    results: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    for seed in range(args.seeds):
+        for mode in MODES:
+            run_dir = folder / f"{workload}-{seed}-{len(results[mode])}-{mode.replace(' ', '_')}"
+            result = run(recipe, run_dir, args.steps, seed, mode)
+            results[mode].append(result)
+            print(
+                f"{workload:<11}seed {seed}  {mode:<16}{result['seconds']:7.1f} s"
+                f"  {result['rollouts'] / result['seconds']:7.0f} rollouts/s"
+                f"  accuracy {result['accuracy']:.3f}"
+                f"  both busy {result['both_busy_share']:.0%}",
+                flush=True,
+            )
+    assert len({r["rollouts"] for rows in results.values() for r in rows}) == 1
+    return results
+
+
+def median(results: dict[str, list], mode: str, key: str) -> float:
+    return statistics.median(row[key] for row in results[mode])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    figures: dict[str, object] = {"seeds": args.seeds, "steps": args.steps}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_long_tail_recipe(folder / "recipe")
+        for workload, recipe in (("quickstart", RECIPE), ("long_tail", folder / "recipe")):
+            results = bench(workload, recipe, folder, args)
+            seconds = {mode: median(results, mode, "seconds") for mode in MODES}
+            best = min((mode for mode in MODES if mode != "async"), key=seconds.__getitem__)
+            figures[f"ratio_{workload}"] = seconds[best] / seconds["async"]
+            figures[f"seconds_{workload}"] = seconds
+            if workload == "quickstart":
+                figures["accuracy_sync"] = median(results, best, "accuracy")
+                figures["accuracy_async"] = median(results, "async", "accuracy")
+            ratio = figures[f"ratio_{workload}"]
+            print(f"{workload}: async is {ratio:.2f}x the best synchronous run ({best})\n")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
