@@ -282,14 +282,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     details: dict[str, dict[str, float | str]] = {}
-    for dtype in arguments.dtypes:
-        for batch in (64, 8):
-            details[f"{dtype}, batch {batch}"] = bench_batch(dtype, batch, arguments.repeats)
-        details[f"{dtype}, long tail"] = bench_long_tail(dtype, max(arguments.repeats // 2, 1))
-    for name, figures in details.items():
+
+    def record(name: str, figures: dict[str, float | str]) -> None:
+        details[name] = figures
         print(name)
         for key, value in figures.items():
-            print(f"    {key:28} {value if isinstance(value, str) else f'{value:.3f}'}")
+            print(f"    {key:28} {value if isinstance(value, str) else f'{value:.3f}'}", flush=True)
+
+    for dtype in arguments.dtypes:
+        for batch in (64, 8):
+            record(f"{dtype}, batch {batch}", bench_batch(dtype, batch, arguments.repeats))
+        record(f"{dtype}, long tail", bench_long_tail(dtype, max(arguments.repeats // 2, 1)))
 
     def lowest(part: str, key: str) -> float:
         return min(float(f[key]) for name, f in details.items() if name.endswith(part) and key in f)
