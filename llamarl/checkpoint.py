@@ -26,26 +26,20 @@ _UNFINISHED = "unfinished-"
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
-class Checkpoints:
-    """Saves a run's checkpoints and keeps the newest `keep` of them (0: all)."""
+async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], keep: int) -> Path:
+    """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
-    def __init__(self, run_dir: str | Path, keep: int) -> None:
-        self._run_dir = run_dir
-        self._keep = keep
-
-    async def save(self, trainer: Trainer, state: Mapping[str, Any]) -> Path:
-        """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
-
-        Whatever fails, no unfinished folder stays behind to keep a full disk full.
-        """
-        folder = begin(self._run_dir, state["version"])
-        try:
-            await trainer.save(str(folder))
-            committed = await asyncio.to_thread(commit, folder, state)
-        finally:
-            discard(folder)  # after a commit it has another name
-        prune(self._run_dir, self._keep)
-        return committed
+    The newest `keep` checkpoints stay (0: all). Whatever fails, no unfinished folder stays behind
+    to keep a full disk full.
+    """
+    folder = begin(run_dir, state["version"])
+    try:
+        await trainer.save(str(folder))
+        committed = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
+    finally:
+        discard(folder)  # after a commit it has another name
+    prune(run_dir, keep)
+    return committed
 
 
 def begin(run_dir: str | Path, version: int) -> Path:

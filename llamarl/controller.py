@@ -25,8 +25,6 @@ from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
 from llamarl.staleness import Gate
 from llamarl.types import (
     REF_LOGPROBS,
-    RESPONSE_IDS,
-    REWARD,
     Batch,
     Fate,
     FinishReason,
@@ -95,13 +93,11 @@ class Controller:
         while True:
             written, cut = [], []
             for row in await self.generator.collect():
-                entry = self.ledger.entries[row.row_id]
                 if row.finish_reason is FinishReason.SEGMENT:
-                    cut.append(replace(entry.request, resume=True))
+                    cut.append(replace(self.ledger.entries[row.row_id].request, resume=True))
                 elif row.finish_reason is not FinishReason.ABORTED:
-                    entry.learn_row(row)
-                    written.append(row.row_id)
-            self.ledger.mark(written, RESPONSE_IDS)
+                    written.append(row)
+            self.ledger.learn_rows(written)
             await self.generator.submit(cut)
 
     async def _score_stage(self) -> None:
@@ -111,11 +107,8 @@ class Controller:
                 calls.create_task(self._score(await self.ledger.take("score")))
 
     async def _score(self, row_ids: list[int]) -> None:
-        entries = self.ledger.entries
-        scores = await self.scorer.score([(row_id, entries[row_id].prompt) for row_id in row_ids])
-        for score in scores:
-            entries[score.row_id].learn_score(score)
-        self.ledger.mark(row_ids, REWARD)
+        pairs = [(row_id, self.ledger.entries[row_id].prompt) for row_id in row_ids]
+        self.ledger.learn_scores(await self.scorer.score(pairs))
 
     async def _infer_stage(self) -> None:
         """Log-probs of the frozen model, if the algorithm has a KL term."""
@@ -172,7 +165,8 @@ class Controller:
     async def _publish(self, version: int) -> None:
         """Give `version` to the generators, after the evaluation that needs the one before."""
         await self._evaluation
-        self.journal.publish(await self.publisher.publish(version))
+        stats = await self.publisher.publish(version)
+        self.journal.publish(stats.seconds)
         await self.gate.publish(version)
         if self._is_due(self.config.evaluation.every_steps, version):
             self._evaluation = self._start(self._evaluate(version))
@@ -185,10 +179,8 @@ class Controller:
     async def _save(self, version: int) -> None:
         state = {"version": version, **self.prompts.state(), **self.gate.state()}
         with self.spans.span("checkpoint", "mark", version=version):
-            folder = checkpoint.begin(self.run_dir, version)
-            await self.trainer.save(str(folder))
-            checkpoint.commit(folder, state)
-            checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
+            keep = self.config.checkpoint.keep
+            await checkpoint.save(self.run_dir, self.trainer, state, keep)
 
     async def _retire(self, groups: list[Group], fate: Fate) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]

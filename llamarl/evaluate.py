@@ -14,7 +14,6 @@ from llamarl.data.seeds import rollout_seed
 from llamarl.experience.ledger import Ledger
 from llamarl.protocols import Generator, Scorer, Storage
 from llamarl.types import (
-    RESPONSE_IDS,
     REWARD,
     Evaluation,
     Fate,
@@ -34,18 +33,13 @@ async def evaluate_alone(
 
     async def collect() -> None:
         while True:
-            rows = await generator.collect()
-            for row in rows:
-                ledger.entries[row.row_id].learn_row(row)
-            ledger.mark([row.row_id for row in rows], RESPONSE_IDS)
+            ledger.learn_rows(await generator.collect())
 
     async def score() -> None:
         while True:
             row_ids = await ledger.take("score")
             pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
-            for verdict in await scorer.score(pairs):
-                ledger.entries[verdict.row_id].learn_score(verdict)
-            ledger.mark(row_ids, REWARD)
+            ledger.learn_scores(await scorer.score(pairs))
 
     async with asyncio.TaskGroup() as tasks:
         serving = [tasks.create_task(collect()), tasks.create_task(score())]

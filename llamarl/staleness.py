@@ -1,7 +1,8 @@
 """The gate: how many groups may be in flight, in what order they are trained, and why that bounds
 the age of every trained token.
 
-Owns: admission, the order of consumption, and the bound. Does not own: rewards or rollouts.
+Owns: admission, the order of consumption, the bound, and the numbers of groups and rows. Does not
+own: rewards or rollouts.
 
 Words: P groups make a step, S is the largest staleness, v is the last *published* version. A group
 is *open* from its admission until the version its step produced is published, or until it is
@@ -71,18 +72,14 @@ class Gate:
         """Most groups open at once: (S+1)P."""
         return (self._max_staleness + 1) * self._groups_per_step
 
-    @property
-    def pending(self) -> list[Group]:
-        """Groups admitted and not yet consumed, in admission order."""
-        return list(self._waiting.values())
-
     def oldest_version(self, version: int) -> int:
         """The oldest version whose tokens trainer version `version` may learn from."""
         return version - self._max_staleness
 
     def state(self) -> dict[str, object]:
-        """What a resumed run needs: the open prompts in order, and the next free ids."""
-        pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in self.pending]
+        """What a resumed run needs: the prompts of the groups admitted and not yet consumed, in
+        order, as [epoch, prompt_id]; and the next free ids."""
+        pending = [[g.prompt.epoch, g.prompt.prompt_id] for g in self._waiting.values()]
         return {
             "pending": pending,
             "next_group_id": self.next_group_id,
@@ -143,10 +140,9 @@ class Gate:
     async def publish(self, version: int) -> None:
         """`version` is live in the generators: the slots of the step that made it are free."""
         async with self._changed:
-            assert version > self.version, (version, self.version)
-            done = (version - self.version) * self._groups_per_step
-            assert len(self._consumed) >= done, "published a version before its batch was consumed"
-            del self._consumed[:done]
+            assert version == self.version + 1, (version, self.version)
+            assert len(self._consumed) >= self._groups_per_step, "published before its batch"
+            del self._consumed[: self._groups_per_step]
             self.version = version
             self._changed.notify_all()
 
@@ -155,13 +151,12 @@ class Gate:
         return len(self._waiting) + len(self._consumed)
 
     def _open(self, prompt: Prompt) -> Group:
-        step = self.version + self._num_open // self._groups_per_step
+        step = self.version + self._num_open // self._groups_per_step  # used then at the latest
         group = Group(
             group_id=self.next_group_id,
             prompt=prompt,
             row_ids=self.allocate_rows(self._rollouts_per_group),
-            step=step,
-            min_version=max(0, step - self._max_staleness),
+            min_version=max(0, self.oldest_version(step)),
         )
         self.next_group_id += 1
         self._waiting[group.group_id] = group

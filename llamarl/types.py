@@ -67,6 +67,11 @@ class FinishReason(StrEnum):
 FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumerate(FinishReason)}
 
 
+def finish_reason(sampling: np.ndarray) -> FinishReason:
+    """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
+    return tuple(FinishReason)[int(sampling[-1])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One tokenized question.
@@ -170,22 +175,17 @@ class Score:
 class Group:
     """The rollouts of one admitted prompt.
 
-    `group_id` counts admissions, so it is also the order of consumption. `step` is the version at
-    which the group is used at the latest, `min_version` = step - max_staleness.
+    `group_id` counts admissions, so it is also the order of consumption. No rollout may start on a
+    version below `min_version`. `advantages` has one entry per row once the group is settled.
     """
 
     group_id: int
     prompt: Prompt
     row_ids: tuple[int, ...]
-    step: int
     min_version: int
     rows: dict[int, Row] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
-
-    @property
-    def is_scored(self) -> bool:
-        return len(self.rows) == len(self.row_ids) == len(self.scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

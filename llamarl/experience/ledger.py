@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.types import (
@@ -39,18 +39,6 @@ class Entry:
     score: Score | None = None
     ready: set[str] = field(default_factory=set)
 
-    def learn_row(self, row: Row) -> None:
-        """The rollout is written."""
-        self.row = row
-        if self.group is not None:
-            self.group.rows[row.row_id] = row
-
-    def learn_score(self, score: Score) -> None:
-        """The rollout is scored."""
-        self.score = score
-        if self.group is not None:
-            self.group.scores[score.row_id] = score
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -75,7 +63,7 @@ class Ledger:
     """Entries by row id, and one queue of takeable rows per stage.
 
     Example: with `stages={"score": Stage(needs=frozenset({"response_ids"}))}`, a row added and then
-    marked "response_ids" comes out of `take("score", 10)` once.
+    marked "response_ids" comes out of `take("score")` once.
     """
 
     def __init__(self, stages: dict[str, Stage]) -> None:
@@ -94,6 +82,25 @@ class Ledger:
         if request.row_id in self.entries:
             raise ValueError(f"row id must be new, got {request.row_id}")
         self.entries[request.row_id] = Entry(request=request, prompt=prompt, group=group)
+
+    def learn_rows(self, rows: Sequence[Row]) -> None:
+        """These rollouts are written, so their RESPONSE_IDS are ready."""
+        for row in rows:
+            entry = self.entries[row.row_id]
+            entry.row = row
+            if entry.group is not None:
+                entry.group.rows[row.row_id] = row
+        self.mark([row.row_id for row in rows], RESPONSE_IDS)
+
+    def learn_scores(self, scores: Sequence[Score]) -> None:
+        """These rollouts are scored; a failed score makes REWARD ready too, though no cell of it
+        exists then."""
+        for score in scores:
+            entry = self.entries[score.row_id]
+            entry.score = score
+            if entry.group is not None:
+                entry.group.scores[score.row_id] = score
+        self.mark([score.row_id for score in scores], REWARD)
 
     def mark(self, row_ids: Iterable[int], column: str) -> None:
         """Say that `column` of these rows is ready; rows meanwhile forgotten are ignored."""

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from llamarl.metrics.aggregate import LiveWaits
 from llamarl.metrics.console import Progress
@@ -20,13 +19,6 @@ from llamarl.metrics.span import Spans
 from llamarl.types import Evaluation, Group, StepStats
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
-
-
-class Published(Protocol):
-    """A finished publish."""
-
-    @property
-    def seconds(self) -> float: ...
 
 
 @dataclass(kw_only=True)
@@ -57,9 +49,9 @@ class Journal:
         """`group` will not be trained."""
         self._dropped[reason].append(group)
 
-    def publish(self, published: Published) -> None:
-        """A version is live on the generators."""
-        self._seconds["publish"] = published.seconds
+    def publish(self, seconds: float) -> None:
+        """A version is live on the generators after `seconds`."""
+        self._seconds["publish"] = seconds
 
     def evaluation(self, evaluated: Evaluation) -> None:
         """A held-out evaluation is finished."""

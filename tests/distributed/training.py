@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from llamarl.checkpoint import Checkpoints
+from llamarl import checkpoint
 from llamarl.config import AIPOConfig, SamplingConfig, TrainerConfig
 from llamarl.data.packing import pack
 from llamarl.executors.reference import ReferenceExecutor
@@ -272,11 +272,10 @@ async def save_for_ever(rank, num_ranks, job, run_dir):
     """Commits one checkpoint after another until killed."""
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
-    checkpoints = Checkpoints(run_dir, keep=2)
     for batches in job.steps:
         await executor.accumulate(batches[0])
         stats = await executor.step()
-        await checkpoints.save(executor, {"version": stats.version})
+        await checkpoint.save(run_dir, executor, {"version": stats.version}, keep=2)
 
 
 def listening():

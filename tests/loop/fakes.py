@@ -240,7 +240,7 @@ class FakeJournal:
     def drop(self, group: object, reason: str) -> None:
         self.drops.append(reason)
 
-    def publish(self, stats: object) -> None: ...
+    def publish(self, seconds: float) -> None: ...
 
     def evaluation(self, evaluation: object) -> None:
         self.evaluations.append(evaluation)

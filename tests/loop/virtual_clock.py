@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+THREAD_S = 2.0  # what a thread may still be doing when all tasks wait
+
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
     """`asyncio.sleep(3600)` costs nothing; a deadlock raises instead of waiting for ever."""
@@ -17,7 +19,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
         def jump(timeout: float | None) -> Any:
             if timeout is None:
-                events = select(0)
+                events = select(THREAD_S)
                 if not events:
                     raise RuntimeError("deadlock: every task waits and no timer is set")
                 return events

@@ -11,8 +11,8 @@ from collections import namedtuple
 
 import pytest
 
+from llamarl import checkpoint
 from llamarl.checkpoint import (
-    Checkpoints,
     begin,
     commit,
     discard,
@@ -130,12 +130,11 @@ class Saver:
 
 
 def test_a_disk_that_fills_up_during_a_save_leaves_only_the_good_checkpoint(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    good = asyncio.run(checkpoints.save(Saver(), {"version": 1}))
+    good = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 1}, keep=1))
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(checkpoints.save(FullDisk(), {"version": 2}))
+        asyncio.run(checkpoint.save(tmp_path, FullDisk(), {"version": 2}, keep=1))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good.name]
-    newer = asyncio.run(checkpoints.save(Saver(), {"version": 3}))
+    newer = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 3}, keep=1))
     assert list((tmp_path / "checkpoints").iterdir()) == [newer]
     assert json.loads((newer / "controller.json").read_text()) == {"version": 3}
 

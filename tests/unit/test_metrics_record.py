@@ -51,7 +51,6 @@ def make_group(group_id: int, rows: list[Row], rewards: list[float | None]) -> G
         group_id=group_id,
         prompt=Prompt(prompt_id=group_id, text=f"question {group_id}", token_ids=(1,)),
         row_ids=tuple(row.row_id for row in rows),
-        step=5,
         min_version=3,
         rows={row.row_id: row for row in rows},
         scores=scores,
@@ -236,11 +235,6 @@ def test_metrics_load_neither_torch_nor_tensorflow():
 
 
 @dataclass(frozen=True)
-class FinishedPublish:
-    seconds: float = 0.25
-
-
-@dataclass(frozen=True)
 class FinishedEvaluation:
     version: int = 6
     accuracy: float = 0.625
@@ -270,7 +264,7 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
         )
         journal.begin(5)
         journal.drop(DROPPED, "equal_rewards")
-        journal.publish(FinishedPublish())
+        journal.publish(0.25)
         asyncio.run(journal.step(STATS, [TRAINED]))
         journal.evaluation(FinishedEvaluation())
         asyncio.run(journal.step(StepStats(version=7, scalars={}), [TRAINED]))

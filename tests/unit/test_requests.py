@@ -16,7 +16,7 @@ SAMPLING = Sampling(max_tokens=9, stop_token_ids=(2,))
 def group(group_id: int, first_row: int) -> Group:
     prompt = Prompt(prompt_id=7, text="q", token_ids=(1, 2, 3), epoch=1)
     row_ids = tuple(range(first_row, first_row + 3))
-    return Group(group_id=group_id, prompt=prompt, row_ids=row_ids, step=4, min_version=3)
+    return Group(group_id=group_id, prompt=prompt, row_ids=row_ids, min_version=3)
 
 
 def test_the_same_prompt_draws_the_same_rollouts_after_a_resume() -> None:

@@ -1,0 +1,250 @@
+"""The gate: how many groups may be open, in which order they are trained, what a resume needs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.data.backlog import Backlog
+from llamarl.data.prompts import PromptStream
+from llamarl.staleness import Gate
+from llamarl.types import Group, Prompt
+
+PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
+
+
+def make_gate(
+    max_staleness: int = 1,
+    groups_per_step: int = 2,
+    late: str = "wait",
+    max_drops_in_row: int = 4,
+    **start: int,
+) -> Gate:
+    return Gate(
+        max_staleness=max_staleness,
+        groups_per_step=groups_per_step,
+        rollouts_per_group=3,
+        late=late,
+        max_drops_in_row=max_drops_in_row,
+        **start,
+    )
+
+
+def make_backlog(state: dict[str, list[list[int]]] | None = None, position: int = 0) -> Backlog:
+    stream = PromptStream(PROMPTS, seed=3, shuffle=True, position=position)
+    first = [(epoch, number) for epoch, number in (state or {}).get("pending", [])]
+    first += [(epoch, number) for epoch, number in (state or {}).get("backlog", [])]
+    return Backlog(stream, PROMPTS, first)
+
+
+async def must_wait(call: object) -> None:
+    """The call is still waiting after the event loop had time to go on with it."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(call, 0.005)  # type: ignore[arg-type]
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+async def settle(gate: Gate, groups: list[Group]) -> None:
+    for group in groups:
+        await gate.settle(group)
+
+
+def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_publish() -> None:
+    async def scenario() -> None:
+        gate, prompts = make_gate(max_staleness=1, groups_per_step=2), make_backlog()
+        groups = await gate.admit(prompts)
+        assert ids(groups) == [0, 1, 2, 3]
+        assert [group.row_ids for group in groups[:2]] == [(0, 1, 2), (3, 4, 5)]
+        await settle(gate, groups)
+        assert ids(await gate.take(2, 2)) == [0, 1]
+        await must_wait(gate.admit(prompts))  # consumed, but not yet published
+        await gate.publish(1)
+        assert ids(await gate.admit(prompts)) == [4, 5]
+
+    asyncio.run(scenario())
+
+
+def test_a_group_names_the_oldest_version_that_may_write_it() -> None:
+    async def scenario() -> None:
+        gate, prompts = make_gate(max_staleness=2, groups_per_step=1), make_backlog()
+        assert [group.min_version for group in await gate.admit(prompts)] == [0, 0, 0]
+        gate = make_gate(max_staleness=2, groups_per_step=1, version=5)
+        assert [group.min_version for group in await gate.admit(prompts)] == [3, 4, 5]
+        assert gate.oldest_version(5) == 3
+
+    asyncio.run(scenario())
+
+
+def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
+    async def scenario() -> None:
+        gate = make_gate()
+        groups = await gate.admit(make_backlog())
+        await settle(gate, [groups[1], groups[3]])
+        await must_wait(gate.take(1, 2))
+        await gate.settle(groups[0])
+        assert ids(await gate.take(1, 4)) == [0, 1]
+        await gate.settle(groups[2])
+        assert ids(await gate.take(1, 1)) == [2]
+
+    asyncio.run(scenario())
+
+
+def test_late_mask_passes_over_a_group_that_is_not_ready_and_takes_it_later() -> None:
+    async def scenario() -> None:
+        gate = make_gate(late="mask")
+        groups = await gate.admit(make_backlog())
+        await settle(gate, groups[1:3])
+        assert ids(await gate.take(2, 2)) == [1, 2]
+        await settle(gate, [groups[3], groups[0]])
+        assert ids(await gate.take(2, 2)) == [0, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_part_takes_what_is_ready_between_its_two_limits() -> None:
+    async def scenario() -> None:
+        gate = make_gate(max_staleness=0, groups_per_step=4)
+        groups = await gate.admit(make_backlog())
+        await settle(gate, groups[:3])
+        assert ids(await gate.take(1, 2)) == [0, 1]
+        await must_wait(gate.take(2, 2))
+        await gate.settle(groups[3])
+        assert ids(await gate.take(2, 2)) == [2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_drop_frees_its_slot_at_once_and_lets_the_next_group_come_forward() -> None:
+    async def scenario() -> None:
+        gate, prompts = make_gate(max_staleness=0, groups_per_step=2), make_backlog()
+        groups = await gate.admit(prompts)
+        admitting = asyncio.create_task(gate.admit(prompts))
+        await asyncio.sleep(0)
+        assert not admitting.done()
+        await gate.drop(groups[0], "equal_rewards")
+        (new,) = await asyncio.wait_for(admitting, 1)
+        assert (new.group_id, new.min_version) == (2, 0)
+        await settle(gate, [groups[1], new])
+        assert ids(await gate.take(2, 2)) == [1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_too_many_drops_in_a_row_stop_the_run_with_their_reasons() -> None:
+    async def scenario() -> None:
+        gate, prompts = make_gate(max_staleness=1, groups_per_step=4), make_backlog()
+        groups = await gate.admit(prompts)
+        for group in groups[:3]:
+            await gate.drop(group, "equal_rewards")
+        await gate.settle(groups[3])  # one trainable group begins the count anew
+        for group in groups[4:7]:
+            await gate.drop(group, "failed_reward")
+        with pytest.raises(RuntimeError, match=r"among the last 4 \(3 x failed_reward, 1 x equal"):
+            await gate.drop(groups[7], "equal_rewards")
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    max_staleness=st.integers(0, 3),
+    groups_per_step=st.integers(1, 4),
+    late=st.sampled_from(["wait", "mask"]),
+    seed=st.integers(0, 2**32),
+)
+def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_too_late(
+    max_staleness: int, groups_per_step: int, late: str, seed: int
+) -> None:
+    async def scenario() -> None:
+        chosen = random.Random(seed)
+        gate = make_gate(max_staleness, groups_per_step, late, max_drops_in_row=10**6)
+        prompts = make_backlog()
+        unsettled: list[Group] = []
+        num_open, consumed = 0, []
+        for version in range(12):
+            batch: list[Group] = []
+            while len(batch) < groups_per_step:
+                if num_open < (max_staleness + 1) * groups_per_step:
+                    new = await gate.admit(prompts)
+                    unsettled += new
+                    num_open += len(new)
+                assert num_open == (max_staleness + 1) * groups_per_step
+                while unsettled and chosen.random() < 0.7:
+                    group = unsettled.pop(chosen.randrange(len(unsettled)))
+                    if chosen.random() < 0.3:
+                        await gate.drop(group, "equal_rewards")
+                        num_open -= 1
+                    else:
+                        await gate.settle(group)
+                batch += await gate.take(0, groups_per_step - len(batch))
+            for group in batch:
+                if late == "wait":
+                    assert group.min_version >= version - max_staleness
+            consumed += batch
+            await gate.publish(version + 1)
+            num_open -= groups_per_step
+        if late == "wait":
+            assert ids(consumed) == sorted(ids(consumed))
+        assert len(set(ids(consumed))) == len(consumed) == 12 * groups_per_step
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_killed_twice", [False, True])
+def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
+    is_killed_twice: bool,
+) -> None:
+    def resume(state: dict, max_staleness: int) -> tuple[Gate, Backlog]:
+        state = json.loads(json.dumps(state))  # as a checkpoint keeps it
+        ids = {name: state[name] for name in ("next_group_id", "next_row_id")}
+        gate = make_gate(max_staleness=max_staleness, version=1, **ids)
+        return gate, make_backlog(state, state["position"])
+
+    async def scenario() -> None:
+        gate, prompts = make_gate(), make_backlog()
+        groups = await gate.admit(prompts)
+        await settle(gate, groups)
+        await gate.take(2, 2)
+        gate.allocate_rows(5)  # an evaluation's
+        await gate.publish(1)
+        await gate.admit(prompts)
+        state = {**gate.state(), **prompts.state()}
+        if is_killed_twice:  # before all of the open prompts were admitted again
+            gate, prompts = resume(state, max_staleness=0)
+            assert len(await gate.admit(prompts)) == 2
+            state = {**gate.state(), **prompts.state()}
+        gate, prompts = resume(state, max_staleness=1)
+        again = await gate.admit(prompts)
+        first_id = 8 if is_killed_twice else 6
+        assert [again[0].group_id, again[0].row_ids[0]] == [first_id, first_id * 3 + 5]
+        seen = [group.prompt for group in groups[:2] + again]
+        seen += itertools.islice(prompts, 8)
+        undisturbed = list(itertools.islice(make_backlog(), len(seen)))
+        assert seen == undisturbed
+
+    asyncio.run(scenario())
+
+
+def test_a_backlog_half_walked_keeps_its_rest_in_its_state() -> None:
+    whole = list(itertools.islice(make_backlog(), 10))
+    first = [[prompt.epoch, prompt.prompt_id] for prompt in whole[:4]]
+    backlog = make_backlog({"pending": first}, position=4)
+    assert [next(backlog), next(backlog)] == whole[:2]
+    state = backlog.state()
+    assert state == {"position": 4, "backlog": first[2:]}
+    resumed = make_backlog({"backlog": first[2:]}, position=4)
+    assert list(itertools.islice(resumed, 8)) == whole[2:10]
+
+
+def test_a_prompt_that_left_the_file_is_named() -> None:
+    with pytest.raises(ValueError, match="got no line 99"):
+        make_backlog({"pending": [[0, 99]]})
