@@ -8,6 +8,9 @@ from llamarl.types import Prompt
 
 
 def rollout_seed(run_seed: int, prompt: Prompt, index: int) -> int:
-    """63-bit seed of rollout `index` of `prompt`: the same after a resume and on any replica."""
+    """53-bit seed of rollout `index` of `prompt`: the same after a resume and on any replica.
+
+    No wider, because the float64 column `sampling` must keep it exactly.
+    """
     key = f"{run_seed}/{prompt.epoch}/{prompt.prompt_id}/{index}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11

@@ -19,7 +19,6 @@ from llamarl.metrics.span import Spans
 from llamarl.protocols import Storage
 from llamarl.rewards.pool import Completion, RewardPool
 from llamarl.types import (
-    FINISH_CODES,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
@@ -27,11 +26,11 @@ from llamarl.types import (
     Prompt,
     Score,
     ScoreStatus,
+    finish_reason,
 )
 
 logger = logging.getLogger(__name__)
 
-FINISH_CODE = 5  # place of the finish code in the SAMPLING column
 RATE_WINDOW = 1000  # rewards over which the failure rate is taken
 RATE_MINIMUM = 50  # rewards before it is judged
 
@@ -107,7 +106,7 @@ class ScorerExecutor:
                 row_id=row_id,
                 prompt=prompt,
                 text=self._tokenizer.decode(response_ids),
-                finished=int(sampling[FINISH_CODE]) == FINISH_CODES[FinishReason.STOP],
+                finished=finish_reason(sampling) is FinishReason.STOP,
             )
             for (row_id, prompt), (response_ids, sampling) in zip(rollouts, pairs, strict=True)
         ]

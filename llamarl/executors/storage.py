@@ -18,7 +18,6 @@ import numpy as np
 from llamarl.experience.store import Parcel
 from llamarl.metrics.span import Spans
 from llamarl.types import (
-    FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     REF_LOGPROBS,
@@ -28,7 +27,9 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
     Columns,
+    Fate,
     FinishReason,
+    finish_reason,
 )
 
 DTYPES = {
@@ -42,8 +43,6 @@ DTYPES = {
     TRAINER_LOGPROBS: np.dtype(np.float32),
 }
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, REF_LOGPROBS, TRAINER_LOGPROBS)
-FINISH_REASONS = {code: reason for reason, code in FINISH_CODES.items()}
-SEGMENT = FINISH_CODES[FinishReason.SEGMENT]
 
 Cells = dict[str, np.ndarray]
 
@@ -101,7 +100,7 @@ class StorageExecutor:
         with self._spans.span("read_rows", rows=len(row_ids)):
             return Parcel({name: [self._cell(i, name).copy() for i in row_ids] for name in names})
 
-    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+    async def retire(self, row_ids: list[int], fate: Fate) -> None:
         """Archive these rows with `fate` (its key "fate" says what became of them), free them.
 
         Rows that hold nothing, never written or retired before, are passed over. OSError if the
@@ -152,7 +151,7 @@ class StorageExecutor:
             raise KeyError(f"row {row_id} has no column {name}, only {sorted(row)}")
         return row[name]
 
-    def _line(self, row_id: int, row: Cells, fate: dict[str, str | int | float]) -> str:
+    def _line(self, row_id: int, row: Cells, fate: Fate) -> str:
         empty = np.empty(0)
         line: dict[str, Any] = {
             "row_id": row_id,
@@ -167,8 +166,8 @@ class StorageExecutor:
         if REWARD in row and math.isfinite(row[REWARD][0]):
             line["reward"] = float(row[REWARD][0])
         if SAMPLING in row:
-            temperature, top_k, top_p, max_tokens, seed, code = row[SAMPLING].tolist()
-            line["finish"] = str(FINISH_REASONS[int(code)])
+            temperature, top_k, top_p, max_tokens, seed, _ = row[SAMPLING].tolist()
+            line["finish"] = str(finish_reason(row[SAMPLING]))
             line["sampling"] = {
                 "temperature": temperature,
                 "top_k": int(top_k),
@@ -202,7 +201,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _is_partial(row: Cells) -> bool:
-    return SAMPLING in row and int(row[SAMPLING][-1]) == SEGMENT
+    return SAMPLING in row and finish_reason(row[SAMPLING]) is FinishReason.SEGMENT
 
 
 def _runs(versions: np.ndarray) -> list[list[int]]:

@@ -32,7 +32,6 @@ from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.protocols import Storage
 from llamarl.types import (
-    FINISH_CODES,
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     REF_LOGPROBS,
@@ -45,6 +44,7 @@ from llamarl.types import (
     Columns,
     FinishReason,
     StepStats,
+    finish_reason,
 )
 from llamarl.weights.layout import Copy, Offer, RankLayout
 from llamarl.weights.shards import shard_boxes
@@ -262,13 +262,12 @@ class TrainerExecutor:
         self, rows: Sequence[BatchRow], columns: Columns, indices: range
     ) -> torch.Tensor:
         """float32 [T]: 0 for tokens that are too stale, or truncated and to be masked."""
-        length = FINISH_CODES[FinishReason.LENGTH]
         masks = []
         for i in indices:
-            is_fresh = columns[TOKEN_VERSIONS][i] >= rows[i].oldest_version
-            if self._algorithm.mask_truncated and columns[SAMPLING][i][-1] == length:
-                is_fresh = np.zeros_like(is_fresh)
-            masks.append(is_fresh)
+            is_trained = columns[TOKEN_VERSIONS][i] >= rows[i].oldest_version
+            if self._algorithm.mask_truncated:
+                is_trained &= finish_reason(columns[SAMPLING][i]) is not FinishReason.LENGTH
+            masks.append(is_trained)
         return torch.from_numpy(np.concatenate(masks).astype(np.float32)).to(self._device)
 
     def _update(self) -> StepStats:
@@ -340,6 +339,6 @@ class TrainerExecutor:
 def _check(rows: Sequence[BatchRow], columns: Columns) -> None:
     """The stored rollouts must be those the controller heard of, token for token."""
     for i, row in enumerate(rows):
-        lengths = [len(columns[name][i]) for name in columns if name not in (PROMPT_IDS, SAMPLING)]
-        assert len(columns[PROMPT_IDS][i]) == row.num_prompt_tokens, (row, "prompt ids")
-        assert set(lengths) == {row.num_tokens}, (row, dict(zip(columns, lengths, strict=False)))
+        lengths = {name: len(cells[i]) for name, cells in columns.items() if name != SAMPLING}
+        assert lengths.pop(PROMPT_IDS) == row.num_prompt_tokens, (row, PROMPT_IDS)
+        assert set(lengths.values()) == {row.num_tokens}, (row, lengths)

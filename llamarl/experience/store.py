@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.protocols import Storage
-from llamarl.types import Columns
+from llamarl.types import Columns, Fate
 
 Message = dict[str, tuple[np.ndarray, np.ndarray]]
 """Column name -> (the rows' values one after the other, the rows' lengths)."""
@@ -90,7 +90,7 @@ class Store:
                     columns[name][place] = cell
         return columns
 
-    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+    async def retire(self, row_ids: list[int], fate: Fate) -> None:
         """Archive these rows with their fate, free them."""
         await asyncio.gather(
             *(

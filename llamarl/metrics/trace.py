@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llamarl.metrics.aggregate import executor_of
 from llamarl.metrics.span import Span, SpanReader, span_files
 
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
@@ -94,6 +95,6 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _place(path: Path) -> tuple[int, str]:
-    executor = path.stem.rsplit("-", 1)[0]
+    executor = executor_of(path.stem)
     known = executor in PROCESS_ORDER
     return (PROCESS_ORDER.index(executor) if known else len(PROCESS_ORDER), path.stem)
