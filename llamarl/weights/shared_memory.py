@@ -85,7 +85,7 @@ def this_host() -> str:
 def require_memory(purpose: str, num_bytes: int) -> None:
     """ValueError, with numbers, unless `num_bytes` more of shared memory fit on this host."""
     if not hasattr(os, "memfd_create"):
-        raise ValueError(f"weights.transport=shared_memory must run on Linux, got {sys.platform}")
+        raise ValueError(f"weights=shared_memory must run on Linux, got {sys.platform}")
     free_bytes = available_bytes()
     if num_bytes > free_bytes:
         raise ValueError(

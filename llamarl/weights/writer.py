@@ -113,7 +113,7 @@ class Writer:
             raise RuntimeError(f"asked to write version {version}, offered {offer.version}")
         if offer.host != self._layout.host:
             raise RuntimeError(
-                f"weights.transport=shared_memory must stay on one host: trainer rank "
+                f"weights=shared_memory must stay on one host: trainer rank "
                 f"{self._layout.rank} is on {self._layout.host}, generator {replica} rank "
                 f"{offer.rank} on {offer.host}"
             )
