@@ -107,7 +107,7 @@ def bench(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -
     results: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for seed in range(args.seeds):
         for mode in MODES:
-            run_dir = folder / f"{workload}-{seed}-{len(results[mode])}-{mode.replace(' ', '_')}"
+            run_dir = folder / f"{workload}-{seed}-{mode.replace(', ', '-').replace(' ', '-')}"
             result = run(recipe, run_dir, args.steps, seed, mode)
             results[mode].append(result)
             print(
