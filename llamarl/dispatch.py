@@ -142,6 +142,9 @@ class Dispatch:
         replica = self.replicas.pop(index, None)
         if replica is None:
             return
+        collector = self._collectors.pop(index, None)
+        if collector is not None and collector is not asyncio.current_task():
+            collector.cancel()  # a replica that was only slow must not tell of these rollouts too
         log.warning("%s; its %d rollouts start again elsewhere", error, len(replica.running))
         requests = [replace(request, resume=False) for request in replica.running.values()]
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -159,6 +160,26 @@ def test_requests_go_to_replicas_that_are_new_enough_then_to_the_least_loaded() 
         return held
 
     assert run(main()) == [0, 2, 2]
+
+
+def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None:
+    async def main() -> list[int]:
+        slow = FakeReplica(0, length=lambda request: 1, token_s=5.0)
+        replicas = {0: slow, 1: FakeReplica(1, length=lambda request: 1)}
+        for replica in replicas.values():
+            await replica.flip(0)
+        dispatch = Dispatch(dict(replicas), FakeStorage())
+        request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
+        await dispatch.submit([request])
+        dispatch.lost(0, TimeoutError("flip took too long"))
+        rows = await dispatch.collect()
+        with contextlib.suppress(TimeoutError):  # long enough for the slow one to finish
+            rows += await asyncio.wait_for(dispatch.collect(), 20.0)
+        await dispatch.close()
+        assert slow.written[7].num_tokens == 1
+        return [row.row_id for row in rows]
+
+    assert run(main()) == [7]
 
 
 def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> None:
