@@ -31,7 +31,8 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus per response token."""
     drop_equal_rewards: bool = True
-    """Drop groups whose rewards are all equal: their advantages are zero."""
+    """Drop groups whose rewards are all equal: their advantages are zero. False counts
+    them as trained: they give no gradient, but their tokens are in the loss's divisor."""
     overlong_penalty_tokens: int = 0
     """DAPO's soft length penalty: the reward falls linearly to -1 over the last this many tokens
     before sampling.max_tokens; 0 switches it off."""
@@ -128,7 +129,8 @@ class DrGRPOConfig(ClipConfig):
 
 @dataclass(kw_only=True)
 class DAPOConfig(ClipConfig):
-    """DAPO: clip-higher, token-level mean, dynamic sampling, soft overlong penalty."""
+    """DAPO: clip-higher, token-level mean, dynamic sampling. Its soft length penalty is off until
+    `overlong_penalty_tokens` is set, and its overlong filtering is `mask_truncated`."""
 
     advantage: str = "mean_std"
     clip_high: float = 0.28

@@ -73,7 +73,7 @@ class GeneratorConfig:
     kv_after_flip: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
     heartbeat_s: float = 1.0
-    """Longest silence of a healthy replica."""
+    """Longest time a replica without finished rollouts takes to answer that it has none."""
 
     def __post_init__(self) -> None:
         require(

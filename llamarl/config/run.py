@@ -36,7 +36,8 @@ class WeightsConfig:
     """How a new version reaches the generators."""
 
     timeout_s: float = 60.0
-    """Longest time one publish may take before the run stops."""
+    """Longest time that one call of a publish may take: past it a generator replica counts as
+    lost, and the trainer's silence ends the run. Raise it for models that take long to copy."""
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "weights.timeout_s", "be above 0", self.timeout_s)
@@ -67,9 +68,10 @@ class ClusterConfig:
     backend: str = "monarch"
     """monarch: every executor in its own process; inline: all in this one, for debugging."""
     threads_per_process: int = 1
-    """Torch threads of each executor process; more than cores / processes is much slower."""
+    """Torch threads of each executor process (monarch only); more than cores / processes is much
+    slower."""
     silence_s: float = 60.0
-    """An executor that says nothing for this long counts as lost."""
+    """A process whose event loop answers nothing for this long counts as lost (monarch only)."""
 
     def __post_init__(self) -> None:
         require_choice("cluster.backend", self.backend, ("monarch", "inline"))
@@ -191,16 +193,13 @@ class Config:
             f"be at most sampling.max_tokens ({self.sampling.max_tokens})",
             self.algorithm.overlong_penalty_tokens,
         )
-        if (
-            self.algorithm.advantage in ("mean_std", "leave_one_out")
-            or self.algorithm.drop_equal_rewards
-        ):
-            require(
-                self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage == "none",
-                "sampling.rollouts_per_prompt",
-                f"be at least 2 for algorithm.advantage={self.algorithm.advantage}",
-                self.sampling.rollouts_per_prompt,
-            )
+        require(
+            self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage == "none",
+            "sampling.rollouts_per_prompt",
+            f"be at least 2 for algorithm.advantage={self.algorithm.advantage} (one rollout is its "
+            "own baseline, so nothing would be learnt)",
+            self.sampling.rollouts_per_prompt,
+        )
         require(
             self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps,
             "trainer.warmup_steps",

@@ -1,5 +1,5 @@
 """The trainer: batch, optimizer, precision. Invariant: no field here changes the gradient of a
-given batch except the ones about precision."""
+given batch, before clipping, except the one about precision."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ class TrainerConfig:
             "be two numbers from 0 to below 1",
             self.betas,
         )
+        require(self.eps > 0, "trainer.eps", "be above 0", self.eps)
+        require(self.weight_decay >= 0, "trainer.weight_decay", "be at least 0", self.weight_decay)
         require(self.warmup_steps >= 0, "trainer.warmup_steps", "be at least 0", self.warmup_steps)
         require(
             0 <= self.min_lr_share <= 1,
