@@ -142,18 +142,16 @@ class Controller:
         """One optimizer step per batch; its parts are trained as they become ready."""
         publishing = self._start(asyncio.sleep(0))  # nothing to wait for yet
         for version in range(self.gate.version, self.config.num_steps):
+            oldest = self.gate.oldest_version(version)
             groups: list[Group] = []
             while missing := self.config.trainer.groups_per_step - len(groups):
                 with self.spans.span("batch", "wait"):
                     part_size = min(self.config.trainer.groups_per_part or missing, missing)
                     part = await self.gate.take(part_size, missing)
-                await self.trainer.accumulate(
-                    self.make_batch(part, version, self.gate.oldest_version(version))
-                )
+                await self.trainer.accumulate(self.make_batch(part, version, oldest))
                 groups += part
             await publishing  # the weights change next, so their copies must have ended
             stats = await self.trainer.step()
-            oldest = self.gate.oldest_version(version)
             await self.journal.step(stats, groups)
             fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
             await self._retire(groups, fate)

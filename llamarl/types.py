@@ -10,6 +10,10 @@ Glossary
                 spans, sampling parameters, finish reason. Its arrays are one row of the store.
     Row         what the controller knows about a rollout: ids, lengths, spans, no arrays.
     Group       the n rollouts of one prompt; scored together.
+    admitted, settled, consumed
+                the way of a group: its rollouts are asked for; they are scored and worth training
+                on (else it is dropped); it is handed to the trainer.
+    part        whole groups of a step that are trained before the others have arrived.
     Batch       the rows of one (part of an) optimizer step and their place on ranks and
                 micro-batches. Metadata only.
     version     optimizer steps completed. One optimizer step per batch.
@@ -17,6 +21,7 @@ Glossary
                 rollout: of its oldest trained token.
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
+    column      one array per row of the store; storage unit: a process that holds some rows.
     executor    the processes of one role: generator, trainer, scorer, reference, storage.
     replica     one generator engine; it has one or more ranks.
     layout      which rank holds which box of which parameter; plan: the copies between two layouts.
@@ -140,10 +145,6 @@ class Row:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     replica: int = 0
-
-    @property
-    def oldest_version(self) -> int:
-        return self.spans[0].version if self.spans else 0
 
 
 class ScoreStatus(StrEnum):

@@ -28,12 +28,7 @@ ARCHIVE_FILES = "rollouts-*.jsonl"
 Summary = dict[str, Any]
 
 
-def summarize(
-    run_dir: str | Path,
-    *,
-    spans_folder: str | Path | None = None,
-    archive_folder: str | Path | None = None,
-) -> Summary:
+def summarize(run_dir: str | Path) -> Summary:
     """Compute the summary, write it to `run_dir/summary.json` in one move and return it.
 
     accuracy_before, accuracy_after: share of full marks among the scored held-out rollouts of the
@@ -47,8 +42,8 @@ def summarize(
     tokens, from metrics.jsonl. A figure that nothing was stored for is null.
     """
     run_dir = Path(run_dir)
-    timeline = read_timeline(spans_folder or run_dir / SPANS_FOLDER)
-    rollouts = _tally(Path(archive_folder or run_dir / ARCHIVE_FOLDER))
+    timeline = read_timeline(run_dir / SPANS_FOLDER)
+    rollouts = _tally(run_dir / ARCHIVE_FOLDER)
     steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
     summary = {**rollouts.summary(), **_timing(timeline, rollouts), **_ratios(steps)}
     summary = {key: summary[key] for key in KEYS}

@@ -50,19 +50,10 @@ class Transformer(nn.Module):
         """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
 
         `token_ids`, `targets` int64 [N]; `lengths` the rollouts' sizes in order, their sum is N.
-        Returns float32 [N] each. N may be 0: every parameter still takes part (with gradient
-        zero), because other ranks of a sharded model wait for this one's part. ValueError if the
-        lengths do not add up to N.
+        Returns float32 [N] each. ValueError if the lengths do not add up to N, at least 1.
         """
-        num_tokens = len(token_ids)
-        if num_tokens == 0:
-            token_ids = targets = token_ids.new_zeros(1)
-            lengths = (1,)
         hidden = self.hidden_states(token_ids, lengths)
-        stats = token_stats(hidden, self.head_weight, targets, temperature)
-        if num_tokens == 0:
-            return TokenStats(stats.logprobs[:0].clone(), stats.entropy[:0].clone())
-        return stats
+        return token_stats(hidden, self.head_weight, targets, temperature)
 
     def hidden_states(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Final normalised states [N, hidden_size] of packed rollouts."""

@@ -23,8 +23,8 @@ class Writer:
     """Writes the local shards of trainer rank `rank` into generators' shadow arenas.
 
     `tensors` are the local shards by buffer name; they are read at every `write`, so they must
-    stay where they are. `boxes` says which boxes of which parameter they hold. The trainer must
-    not change them while `write` runs.
+    stay where they are. `parameters` says which boxes of which parameter they hold. The trainer
+    must not change them while `write` runs.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Writer:
         rank: int,
         host: str,
         tensors: dict[str, Tensor],
-        boxes: dict[str, ParameterLayout],
+        parameters: dict[str, ParameterLayout],
     ) -> None:
-        self._layout = RankLayout(rank=rank, host=host, parameters=boxes)
+        self._layout = RankLayout(rank=rank, host=host, parameters=parameters)
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._copies: dict[int, list[Copy]] = {}
         self._segments: dict[int, dict[str, Segment]] = {}

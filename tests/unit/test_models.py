@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from llamarl.data.micro_batch import micro_batch
 from llamarl.models import attention, head
 from llamarl.models.architecture import Architecture
 from llamarl.models.transformer import Layer, Transformer, rope_tables
@@ -225,12 +226,11 @@ def tiny(**fields: Any) -> Architecture:
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_no_tokens_give_every_parameter_a_zero_gradient(tie_embeddings: bool) -> None:
+def test_an_empty_micro_batch_gives_every_parameter_a_zero_gradient(tie_embeddings: bool) -> None:
     model = Transformer(tiny(tie_embeddings=tie_embeddings))
-    none = torch.zeros(0, dtype=torch.int64)
-    stats = model(none, (), none, 1.0)
-    assert stats.logprobs.shape == stats.entropy.shape == (0,)
-    (stats.logprobs.sum() + stats.entropy.sum()).backward()
+    packed = micro_batch({}, (), torch.device("cpu"))
+    stats = model(packed.token_ids, packed.lengths, packed.targets, 1.0)
+    stats.logprobs[packed.response].sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad == 0).all(), name
