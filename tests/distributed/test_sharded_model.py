@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from llamarl.data.micro_batch import micro_batch
 from llamarl.models.architecture import Architecture
 from llamarl.models.parallelize import shard
 from llamarl.models.process_group import join, leave
 from llamarl.models.transformer import Transformer
+from llamarl.types import PROMPT_IDS, RESPONSE_IDS
 
 LENGTHS = (30, 5, 11)
 ARCHITECTURE = Architecture(
@@ -42,10 +44,15 @@ def build() -> Transformer:
 
 def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
     ids = torch.randint(0, 33, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-    parts = [ids.split(list(LENGTHS))[row] for row in rows]
-    fed = torch.cat([ids[:0], *parts])
-    stats = model(fed, [len(part) for part in parts], fed, 0.8)
-    (stats.logprobs.sum() + 0.1 * stats.entropy.sum()).backward()
+    rollouts = [part.numpy() for part in ids.split(list(LENGTHS))]
+    columns = {
+        PROMPT_IDS: [rollout[:1] for rollout in rollouts],
+        RESPONSE_IDS: [rollout[1:] for rollout in rollouts],
+    }
+    packed = micro_batch(columns, rows, torch.device("cpu"))
+    stats = model(packed.token_ids, packed.lengths, packed.targets, 0.8)
+    logprobs, entropy = stats.logprobs[packed.response], stats.entropy[packed.response]
+    (logprobs.sum() + 0.1 * entropy.sum()).backward()
 
 
 async def sharded_gradient(
