@@ -68,7 +68,7 @@ def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_publis
         assert ids(await gate.take(2, 2)) == [0, 1]
         await must_wait(gate.admit(prompts))  # consumed, but not yet published
         await gate.publish(1)
-        assert ids(await gate.admit(prompts)) == [4, 5]
+        assert ids(await asyncio.wait_for(gate.admit(prompts), 1)) == [4, 5]
 
     asyncio.run(scenario())
 
@@ -240,11 +240,6 @@ def test_a_backlog_half_walked_keeps_its_rest_in_its_state() -> None:
     backlog = make_backlog({"pending": first}, position=4)
     assert [next(backlog), next(backlog)] == whole[:2]
     state = backlog.state()
-    assert state == {"position": 4, "backlog": first[2:]}
+    assert (state["position"], state["backlog"]) == (4, first[2:])
     resumed = make_backlog({"backlog": first[2:]}, position=4)
     assert list(itertools.islice(resumed, 8)) == whole[2:10]
-
-
-def test_a_prompt_that_left_the_file_is_named() -> None:
-    with pytest.raises(ValueError, match="got no line 99"):
-        make_backlog({"pending": [[0, 99]]})
