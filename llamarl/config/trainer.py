@@ -14,6 +14,8 @@ class TrainerConfig:
 
     num_ranks: int = 1
     """Processes the parameters are sharded over (FSDP2)."""
+    device: str = "cpu"
+    """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = 32
     """Groups in a batch (P)."""
     groups_per_part: int = 0
@@ -65,6 +67,7 @@ class TrainerConfig:
             self.tokens_per_micro_batch,
         )
         require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
+        require_choice("trainer.device", self.device, ("cpu", "cuda"))
         require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
         require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)

@@ -29,7 +29,7 @@ from llamarl.data.micro_batch import column, micro_batch
 from llamarl.executors.compute import ComputeThread
 from llamarl.metrics.span import Spans
 from llamarl.models.policy import Policy
-from llamarl.models.process_group import join, leave
+from llamarl.models.process_group import compute_device, join, leave
 from llamarl.protocols import Storage
 from llamarl.types import (
     GENERATOR_LOGPROBS,
@@ -59,6 +59,7 @@ SHOWN_ROWS = 8  # row ids named in an error
 class TrainerExecutor:
     """protocols.Trainer and protocols.Sender for one rank; calls are served in order of arrival.
 
+    `tokenizer` is the folder an export takes its tokenizer from (None: the checkpoint);
     `rendezvous` is a file path that no earlier run used; `num_steps` ends the schedule.
     """
 
@@ -69,6 +70,7 @@ class TrainerExecutor:
         num_ranks: int,
         spans: Spans,
         checkpoint: str,
+        tokenizer: str | None = None,
         rendezvous: str,
         config: TrainerConfig,
         algorithm: AlgorithmConfig,
@@ -82,6 +84,7 @@ class TrainerExecutor:
         self._num_ranks = num_ranks
         self._spans = spans
         self._checkpoint = checkpoint
+        self._tokenizer = tokenizer
         self._rendezvous = rendezvous
         self._config = config
         self._algorithm = algorithm
@@ -182,9 +185,10 @@ class TrainerExecutor:
         return await asyncio.to_thread(self._write, version, offers)
 
     def _build(self) -> None:
-        mesh = join(self._rendezvous, self._rank, self._num_ranks)
+        device = compute_device(self._config.device, self._rank)
+        mesh = join(self._rendezvous, self._rank, self._num_ranks, device)
         self._resources.callback(leave)
-        self.policy = Policy(self._checkpoint, mesh, self._config, self._seed)
+        self.policy = Policy(self._checkpoint, mesh, self._config, self._seed, self._tokenizer)
         self._device = torch.device(mesh.device_type)
         self._writer = Writer(self._rank, this_host(), *shard_boxes(self.policy.parameters))
         self._resources.callback(self._writer.close)

@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-def compute_device(rank: int) -> torch.device:
-    """This rank's device: a GPU if the process sees one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cpu")
+def compute_device(kind: str, rank: int) -> torch.device:
+    """This rank's device of `kind`, cpu or cuda; ValueError if the machine has none."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"trainer.device must be cpu on a machine without a GPU, got {kind!r}")
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def join(rendezvous: str, rank: int, num_ranks: int) -> DeviceMesh:
+def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> DeviceMesh:
     """Form the default process group (gloo, NCCL on CUDA); returns its one-dimensional mesh.
 
     `rendezvous` is a path on this host that no earlier group has used. Call it from the thread
@@ -31,7 +33,6 @@ def join(rendezvous: str, rank: int, num_ranks: int) -> DeviceMesh:
         raise RuntimeError("this process is already in a process group: one trainer per process")
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
-    device = compute_device(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.FileStore(rendezvous, num_ranks)

@@ -141,7 +141,7 @@ class Writer:
         shape = self._layout.parameters[copy.name].shape
         total = 0
         for index, row, column in tiles(copy.start, copy.shape, shape):
-            values = source[index].to(flat.dtype)
+            values = source[index].to(device=flat.device, dtype=flat.dtype)
             total += tile_sum(values, row, column)
             target[index].copy_(values)
         return finish(copy.name, total)

@@ -59,7 +59,7 @@ async def sharded_gradient(
     rank: int, num_ranks: int, rendezvous: str, recompute: bool, rows: list[list[tuple[int, ...]]]
 ) -> dict[str, torch.Tensor]:
     """Gradients after the micro-batches `rows[i][rank]`."""
-    mesh = join(rendezvous, rank, num_ranks)
+    mesh = join(rendezvous, rank, num_ranks, torch.device("cpu"))
     try:
         model = shard(
             build(), mesh, compute_dtype=torch.float32, activation_checkpointing=recompute
