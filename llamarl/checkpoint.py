@@ -22,6 +22,7 @@ from typing import Any
 from llamarl.protocols import Trainer
 
 STATE_FILE = "controller.json"
+RECORDS = ("metrics.jsonl", "archive/*.jsonl")  # of what a resumed run does again
 _UNFINISHED = "unfinished-"
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -30,8 +31,9 @@ async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], 
     """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
     The newest `keep` checkpoints stay (0: all). Whatever fails, no unfinished folder stays behind
-    to keep a full disk full.
+    to keep a full disk full. How long the run's records are is saved too, for `rewind`.
     """
+    state = {**state, "records": _records(run_dir)}
     folder = begin(run_dir, state["version"])
     try:
         await trainer.save(str(folder))
@@ -115,11 +117,34 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return state
 
 
+def rewind(run_dir: str | Path, state: Mapping[str, Any]) -> None:
+    """Cut the run's records to what they were when `state` was saved; all of them for no state.
+
+    What came after is done again, so each rollout stays in the archive once.
+    """
+    saved = state.get("records", {})
+    for name, num_bytes in _records(run_dir).items():
+        if num_bytes > saved.get(name, 0):
+            os.truncate(Path(run_dir) / name, saved.get(name, 0))
+
+
+def holds_run(run_dir: str | Path) -> bool:
+    """True if a run left more than a failed start there."""
+    return latest(run_dir) is not None or any(_records(run_dir).values())
+
+
 def prune(run_dir: str | Path, keep: int) -> None:
     """Remove all but the newest `keep` committed checkpoints; 0 keeps all."""
     if keep:
         for *_, path in _committed(Path(run_dir) / "checkpoints")[:-keep]:
             _remove(path)
+
+
+def _records(run_dir: str | Path) -> dict[str, int]:
+    """Length in bytes of each record, by its path in `run_dir`."""
+    root = Path(run_dir)
+    paths = [path for pattern in RECORDS for path in sorted(root.glob(pattern))]
+    return {str(path.relative_to(root)): path.stat().st_size for path in paths}
 
 
 def _committed(root: Path) -> list[tuple[int, int, Path]]:

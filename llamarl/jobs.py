@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import math
 import shutil
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from llamarl.build import (
     Inputs,
     build_controller,
     build_evaluator,
+    make_backlog,
     read_inputs,
     spawn_executors,
 )
@@ -50,11 +52,29 @@ from llamarl.types import RESPONSE_IDS, Evaluation
 FLOAT32_BYTES = 4
 
 
-async def train(config: Config, run_dir: str, console: Console) -> dict[str, Any]:
+Record = Callable[[], None]
+"""Writes down in the run folder where the run came from."""
+
+
+async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
     inputs = read_inputs(config)
-    state, folder = _starting_point(config, run_dir)
-    _check_disk(config, inputs, run_dir)
+    with _claim(run_dir, is_new=config.checkpoint.resume != "auto"):
+        state, folder = _starting_point(config, inputs, run_dir)
+        _check_disk(config, inputs, run_dir)
+        record()
+        checkpoint.rewind(run_dir, state)
+        return await _train(config, inputs, run_dir, console, (state, folder))
+
+
+async def _train(
+    config: Config,
+    inputs: Inputs,
+    run_dir: str,
+    console: Console,
+    start: tuple[dict[str, Any], str | None],
+) -> dict[str, Any]:
+    state, folder = start
     spans_folder = f"{run_dir}/spans"
     progress = Progress(
         config.num_steps, live=config.metrics.live, spans_folder=spans_folder, console=console
@@ -113,13 +133,15 @@ async def _read_completions(
     return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))
 
 
-async def evaluate(config: Config, run_dir: str, console: Console) -> Evaluation:
+async def evaluate(config: Config, run_dir: str, console: Console, record: Record) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
     require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
     inputs = read_inputs(config, needs_prompts=False)
-    async with _cluster(config, run_dir) as cluster:
-        executors = await spawn_executors(config, inputs, cluster, run_dir, trains=False)
-        result = await _until_lost(_evaluate(config, inputs, executors), executors)
+    with _claim(run_dir, is_new=True):
+        record()
+        async with _cluster(config, run_dir) as cluster:
+            executors = await spawn_executors(config, inputs, cluster, run_dir, trains=False)
+            result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
         f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
         f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "
@@ -140,6 +162,24 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
         return await evaluate_alone(evaluator, dispatch, executors.scorer.first, ledger)
     finally:
         await dispatch.close()
+
+
+@contextlib.contextmanager
+def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
+    """Keep the run folder from every other run; ValueError if one works or has worked there."""
+    with open(Path(run_dir, ".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released however the process ends
+        except BlockingIOError:
+            raise ValueError(
+                f"run_dir must be the folder of one run, got {run_dir}, where another is at work"
+            ) from None
+        if is_new and checkpoint.holds_run(run_dir):
+            raise ValueError(
+                f"run_dir must be a new folder, or checkpoint.resume=auto to go on with the run "
+                f"in it, got {run_dir}"
+            )
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -169,19 +209,25 @@ async def _until_lost(work: Coroutine[Any, Any, Any], executors: Executors) -> A
     return result
 
 
-def _starting_point(config: Config, run_dir: str) -> tuple[dict[str, Any], str | None]:
-    """The state and folder of the checkpoint to go on from, if any."""
+def _starting_point(
+    config: Config, inputs: Inputs, run_dir: str
+) -> tuple[dict[str, Any], str | None]:
+    """The state and folder of the checkpoint to go on from, if any.
+
+    It may be the last step's: what a killed run still owes, the export, is then made up for.
+    """
     resume = config.checkpoint.resume
     folder = checkpoint.latest(run_dir) if resume == "auto" else Path(resume)
     if resume == "off" or folder is None:
         return {}, None
     state = checkpoint.read_state(folder)
     require(
-        state["version"] < config.num_steps,
+        state["version"] <= config.num_steps,
         "num_steps",
-        f"be above the checkpoint's version ({state['version']})",
+        f"be at least the checkpoint's version ({state['version']})",
         config.num_steps,
     )
+    make_backlog(config, inputs, state)  # refuses other prompts
     return state, str(folder)
 
 

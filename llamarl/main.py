@@ -10,17 +10,21 @@ line), 130 interrupted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -35,6 +39,7 @@ from llamarl.cluster import GroupLost
 from llamarl.config import Config
 from llamarl.metrics.provenance import record_provenance
 
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
 
@@ -58,7 +63,7 @@ SCHEMAS: dict[tuple[str | None, str], type] = {
     ("cluster", "cluster_schema"): schema.ClusterConfig,
 }
 
-Job = Callable[[Config, str, Console], Coroutine[Any, Any, Any]]
+Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any]]
 COMMANDS: dict[str, tuple[Job, str]] = {
     "train": (jobs.train, "fine-tune a checkpoint by asynchronous RL"),
     "evaluate": (jobs.evaluate, "score a checkpoint on held-out prompts"),
@@ -97,8 +102,13 @@ def main() -> None:
     entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
     try:
         entry(lambda composed: _run(job, composed, [f"llamarl {command}", *arguments]))()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         _fail(_first_cause(error))
+    except KeyboardInterrupt:
+        sys.stderr.write("llamarl: interrupted\n")
+        sys.exit(130)
+    except OSError as error:  # of Hydra, which makes the folder
+        _fail(f"run_dir must be a folder that can be written to, got {error}")
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
@@ -117,7 +127,12 @@ def _with_defaults(arguments: list[str]) -> list[str]:
         return _fail("--config-dir must name a recipe's folder, such as recipes/quickstart")
     if not folder.is_dir():
         return _fail(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
-    return [*flags, f"recipe_dir='{folder.resolve()}'", *overrides]
+    names = [v for f, v in _flag_values(flags) if f in ("--config-name", "-cn")]
+    recipe = folder / f"{(names or ['run'])[-1].removesuffix('.yaml')}.yaml"
+    if not recipe.is_file():
+        return _fail(f"--config-dir must hold {recipe.name}, got {str(folder)!r} without")
+    quoted = str(folder.resolve()).replace("'", "\\'")
+    return [*flags, f"recipe_dir='{quoted}'", *overrides]
 
 
 def _flag_values(flags: list[str]) -> list[tuple[str, str]]:
@@ -145,27 +160,41 @@ def _run(job: Job, composed: DictConfig, command: list[str]) -> None:
     try:
         config = to_config(composed)
         run_dir = os.path.abspath(HydraConfig.get().runtime.output_dir)
-        record_provenance(run_dir, command, OmegaConf.to_yaml(composed, resolve=True))
+        yaml_text = OmegaConf.to_yaml(composed, resolve=True)
+        record = partial(record_provenance, run_dir, command, yaml_text)
         console = Console()
         handler = RichHandler(console=console, show_path=False)  # never tears the live display
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-        asyncio.run(job(config, run_dir, console))
-    except KeyboardInterrupt:
-        sys.stderr.write("llamarl: interrupted\n")
-        sys.exit(130)
+        asyncio.run(job(config, run_dir, console, record))
     except asyncio.CancelledError:
         sys.stderr.write("llamarl: terminated\n")
         sys.exit(143)
     except OmegaConfBaseException:
         raise
     except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
-        cause = _first(error)
-        if isinstance(cause, ValueError):
-            _fail(str(cause))
+        _report(error, run_dir)
+
+
+def _report(error: Exception, run_dir: str) -> None:
+    """Say what ended the job and exit.
+
+    A ValueError or a full disk is the user's to mend: one line. But a ValueError out of a group
+    comes from the running loop, where nothing the user wrote is left to check: a bug, shown whole.
+    """
+    cause = _first(error)
+    if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+        _fail(f"run_dir must be on a disk with room to write to, got {cause}")
+    if cause is error and isinstance(cause, ValueError):
+        with contextlib.suppress(OSError):
+            os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it
+        _fail(str(cause))
+    remote = getattr(cause, "__notes__", [])
+    sys.stderr.write("\n".join(remote) + "\n" if remote else "")
+    if not remote:  # else its traceback stands in the note, and the way here says nothing more
         traceback.print_exception(cause)
-        if isinstance(cause, GroupLost):
-            sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
-        sys.exit(1)
+    if isinstance(cause, GroupLost):
+        sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
+    sys.exit(1)
 
 
 def _first(error: BaseException) -> BaseException:
@@ -179,7 +208,9 @@ def _first_cause(error: BaseException) -> str:
     """One line out of Hydra's several."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error).split("Config search path:")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.endswith("_schema")]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
     words = " ".join(
         line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))
