@@ -201,7 +201,7 @@ def build_controller(
     controller = Controller(
         config=config,
         run_dir=run_dir,
-        prompts=_backlog(config, inputs, state),
+        prompts=make_backlog(config, inputs, state),
         gate=_gate(config, state),
         ledger=ledger,
         make_requests=partial(
@@ -268,6 +268,7 @@ async def _spawn_trainer(
     rendezvous.unlink(missing_ok=True)
     kwargs = {
         "checkpoint": inputs.checkpoint,
+        "tokenizer": inputs.tokenizer_folder,
         "rendezvous": str(rendezvous),
         "config": config.trainer,
         "algorithm": config.algorithm,
@@ -305,7 +306,8 @@ def _gate(config: Config, state: dict[str, Any]) -> Gate:
     )
 
 
-def _backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
+def make_backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
+    """The prompts to come. ValueError if `state` was saved with others."""
     stream = PromptStream(
         inputs.prompts,
         seed=config.seed,
@@ -313,7 +315,7 @@ def _backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
         position=state.get("position", 0),
     )
     first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
-    return Backlog(stream, inputs.prompts, first)
+    return Backlog(stream, inputs.prompts, first, digest=state.get("prompts"))
 
 
 def _resolve(config: Config, path: str) -> str:
@@ -339,7 +341,10 @@ def _task_source(config: Config) -> str | None:
         return None
     path = Path(config.recipe_dir) / "task.py"
     require(path.is_file(), "reward.functions", f"not name task without a {path}", "task")
-    return path.read_text()
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
 
 
 def _check_lengths(

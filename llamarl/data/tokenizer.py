@@ -101,7 +101,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     from transformers import PreTrainedTokenizerFast
 
-    backend = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    backend, problem = None, ""
+    try:
+        backend = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+    if backend is None:
+        raise ValueError(
+            f"{path / 'tokenizer.json'} must be a tokenizer that transformers loads, got {problem}"
+        )
     return Tokenizer(backend, str(path), _eos_token_ids(path, backend.eos_token_id))
 
 

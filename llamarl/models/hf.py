@@ -26,8 +26,8 @@ from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_
 from llamarl.models.safetensors_file import FileWriter
 
 MAX_SHARD_BYTES = 4 * 10**9
-COPIED = (
-    "generation_config.json",
+MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
+TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -35,10 +35,8 @@ COPIED = (
     "merges.txt",
     "chat_template*",
     "additional_chat_templates",
-    "LICENSE*",
-    "NOTICE*",
 )
-"""What an export takes over from the checkpoint it started from, beside config.json."""
+"""What an export takes over, beside config.json: from the checkpoint, and from the tokenizer."""
 
 
 @torch.no_grad()
@@ -46,7 +44,8 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Copy the checkpoint's weights into `tensors` (all parameters, by name), casting each.
 
     A DTensor gets its rank's shard, and only that part of the file is read. One tensor is in
-    flight at a time. Raises ValueError like `check_checkpoint`, or if `tensors` does not fit.
+    flight at a time. Raises ValueError like `check_checkpoint`, if `tensors` does not fit, or if a
+    weight is not finite.
     """
     architecture = read_architecture(folder)
     expected = parameter_shapes(architecture)
@@ -63,14 +62,18 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     for path, names in names_by_file.items():
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in names:
-                _copy(tensors[name], file.get_slice(name))
+                local = _copy(tensors[name], file.get_slice(name))
+                if not local.sum().isfinite() and not local.isfinite().all():
+                    raise ValueError(f"{name} in {path} must hold finite numbers, got NaN or inf")
 
 
-def _copy(target: torch.Tensor, source: object) -> None:
-    """Fill `target` from a lazy slice of a file: a DTensor's local part from its own box."""
+def _copy(target: torch.Tensor, source: object) -> torch.Tensor:
+    """Fill `target` from a lazy slice of a file: a DTensor's local part from its own box.
+
+    Returns what was filled.
+    """
     if not isinstance(target, DTensor):
-        target.copy_(source[...])  # type: ignore[index]
-        return
+        return target.copy_(source[...])  # type: ignore[index]
     local = target.to_local()
     (chunk,) = target.__create_chunk_list__()  # torch's own offsets, right for strided shards too
     if local.numel():
@@ -79,6 +82,7 @@ def _copy(target: torch.Tensor, source: object) -> None:
             for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
         )
         local.copy_(source[box])  # type: ignore[index]
+    return local
 
 
 def save(
@@ -86,13 +90,15 @@ def save(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     source_folder: str | Path,
+    tokenizer_folder: str | Path | None = None,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write all parameters in `dtype` as a checkpoint that transformers loads.
 
-    `tensors` may come in any order; each is written as it comes. config.json (with `dtype`) and
-    the tokenizer's files are those of `source_folder`. Files hold at most `max_shard_bytes` of
+    `tensors` may come in any order; each is written as it comes. config.json (with `dtype`) is
+    that of `source_folder`, the tokenizer's files are those of `tokenizer_folder` (None: the same).
+    Files hold at most `max_shard_bytes` of
     tensors, or one larger tensor. A folder that stands at `folder` is replaced only when the new
     one is complete. Raises ValueError for an unknown name or a wrong shape, RuntimeError if a
     parameter never came, OSError if the disk is full.
@@ -102,7 +108,9 @@ def save(
     num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with _replacing(Path(folder)) as unfinished, ExitStack() as stack:
         _check_space(unfinished, num_bytes)
-        _copy_files(source, unfinished, dtype)
+        _copy_files(source, MODEL_FILES, unfinished)
+        _copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
+        _write_config(source, unfinished, dtype)
         writers: dict[str, FileWriter] = {}
         for path, part in _plan_files(unfinished, shapes, dtype, max_shard_bytes):
             writer = stack.enter_context(FileWriter(path, part, dtype))
@@ -136,13 +144,16 @@ def _plan_files(
     return [(folder / file, part) for file, part in zip(files, parts, strict=True)]
 
 
-def _copy_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    for pattern in COPIED:
+def _copy_files(source: Path, patterns: Iterable[str], folder: Path) -> None:
+    for pattern in patterns:
         for path in source.glob(pattern):
             if path.is_dir():
                 shutil.copytree(path, folder / path.name)
             else:
                 shutil.copyfile(path, folder / path.name)
+
+
+def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
     config = read_object(source / "config.json")
     # The old spelling is read by every version of transformers, the new one by new ones.
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -34,9 +34,17 @@ class Policy:
     All methods must run on one thread. ValueError if the checkpoint is missing or does not fit.
     """
 
-    def __init__(self, checkpoint: str, mesh: DeviceMesh, config: TrainerConfig, seed: int) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        mesh: DeviceMesh,
+        config: TrainerConfig,
+        seed: int,
+        tokenizer: str | None = None,
+    ) -> None:
         torch.manual_seed(seed)
         self._checkpoint = checkpoint
+        self._tokenizer = tokenizer
         self._num_ranks = mesh.size()
         with torch.device("meta"):
             model = Transformer(read_architecture(checkpoint))
@@ -89,18 +97,19 @@ class Policy:
         if free_bytes < num_bytes:
             message = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {num_bytes} bytes"
             raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free; checkpoint", folder)
-        with _first_failure("checkpoint could not be written", folder):
+        with _clear_save(folder):
             dcp.save(state, checkpoint_id=folder)
 
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under any number of ranks; returns the version.
 
-        ValueError if `folder` is no checkpoint, RuntimeError if it is one of another model.
+        ValueError if `folder` is no checkpoint or one of another model or optimizer.
         """
         if not (Path(folder) / ".metadata").is_file():
             raise ValueError(f"checkpoint.resume must name a complete checkpoint, got {folder}")
         state = self._state()
-        with _first_failure("checkpoint could not be loaded", folder):
+        _check_same(state, folder)
+        with _clear_load(folder):
             dcp.load(state, checkpoint_id=folder)
         torch.set_rng_state(state["rng"])
         return int(state["version"])
@@ -111,7 +120,13 @@ class Policy:
         Tensor by tensor: beside its shards no rank ever holds more than one whole parameter.
         """
         if dist.get_rank() == 0:
-            hf.save(folder, self._whole(), source_folder=self._checkpoint, dtype=torch.float32)
+            hf.save(
+                folder,
+                self._whole(),
+                source_folder=self._checkpoint,
+                tokenizer_folder=self._tokenizer,
+                dtype=torch.float32,
+            )
         else:
             for _ in self._whole():
                 pass
@@ -134,19 +149,55 @@ class Policy:
         return state
 
 
+def _check_same(state: dict[str, torch.Tensor], folder: str) -> None:
+    """ValueError unless `folder` holds the same tensors: a load would pass over those it lacks."""
+    with _clear_load(folder):
+        dcp.load({}, checkpoint_id=folder)  # of a damaged index torch says so in one way only here
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in saved.items()}
+    for name in sorted(state.keys() | shapes.keys()):
+        expected = tuple(state[name].shape) if name in state else None
+        if shapes.get(name) != expected:
+            raise ValueError(
+                f"checkpoint.resume must name a checkpoint of this model and optimizer, got "
+                f"{folder}, where {name} has shape {shapes.get(name)} instead of {expected}"
+            )
+
+
 @contextmanager
-def _first_failure(what: str, folder: str) -> Iterator[None]:
+def _clear_save(folder: str) -> Iterator[None]:
     """Turn torch's collected failures (a BaseException of many lines) into one plain error."""
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
+        rank, cause = _first_failure(error)
         # On a disk that fills up meanwhile torch's zip writer hides the reason, so say how full.
         free_bytes = shutil.disk_usage(folder).free
-        message = f"{what} by rank {rank}: {cause} ({free_bytes} bytes are free in {folder})"
+        message = (
+            f"checkpoint could not be written by rank {rank}: {cause} ({free_bytes} bytes are "
+            f"free in {folder})"
+        )
         if isinstance(cause, OSError):
             raise OSError(cause.errno, message) from error
         raise RuntimeError(message) from error
+
+
+@contextmanager
+def _clear_load(folder: str) -> Iterator[None]:
+    """The same for a damaged checkpoint, which is the user's to replace."""
+    try:
+        yield
+    except CheckpointException as error:
+        _, cause = _first_failure(error)
+        raise ValueError(
+            f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
+            f"loaded: {str(cause) or type(cause).__name__}"
+        ) from error
+
+
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return rank, cause
 
 
 def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:
