@@ -157,9 +157,9 @@ def to_config(composed: DictConfig) -> Config:
 
 def _run(job: Job, composed: DictConfig, command: list[str]) -> None:
     """One job; Hydra calls this once per combination of a multirun."""
+    run_dir = os.path.abspath(HydraConfig.get().runtime.output_dir)
     try:
         config = to_config(composed)
-        run_dir = os.path.abspath(HydraConfig.get().runtime.output_dir)
         yaml_text = OmegaConf.to_yaml(composed, resolve=True)
         record = partial(record_provenance, run_dir, command, yaml_text)
         console = Console()
@@ -183,7 +183,7 @@ def _report(error: Exception, run_dir: str) -> None:
     """
     cause = _first(error)
     if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
-        _fail(f"run_dir must be on a disk with room to write to, got {cause}")
+        _fail(f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}")
     if cause is error and isinstance(cause, ValueError):
         with contextlib.suppress(OSError):
             os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it

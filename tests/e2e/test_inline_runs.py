@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +114,56 @@ def test_the_help_names_the_commands() -> None:
     assert "evaluate" in done.stdout
 
 
+def test_a_full_disk_at_the_end_is_one_line_and_leaves_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
+    done = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "run_dir must be on a disk with room" in done.stderr
+    assert not (tmp_path / "summary.json").exists()
+    # What is still owed is made up for by a resume, which does no step twice.
+    (tmp_path / "summary.json.tmp").unlink()
+    again = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}", "checkpoint.resume=auto")
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["rollouts_trained"] == 2 * 4 * 8
+
+
+def test_a_failure_shows_its_own_traceback_once(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1 / 0\n")
+    task = ["reward.functions=[task]", "data.held_out=null"]
+    done = llamarl("train", recipe, *SMALL, *task, "num_steps=9", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert done.stderr.count("may fail (reward.max_failure_rate)") == 1, done.stderr
+    assert done.stderr.count("return 1 / 0") == 1
+    assert "ExceptionGroup" not in done.stderr
+
+
+def test_a_run_without_signal_stops_and_says_why(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1\n")
+    drops = ["algorithm.drop_equal_rewards=true", "algorithm.max_drops_in_row=12"]
+    task = ["reward.functions=[task]", "data.held_out=null", *drops]
+    done = llamarl("train", recipe, *SMALL, *task, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert "no trainable group among the last 12 (12 x equal_rewards)" in done.stderr
+
+
+def test_a_run_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
+        assert done.returncode == 2
+        assert "where another is at work" in done.stderr
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    done = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
+    assert done.returncode == 2
+    assert "run_dir must be a new folder, or checkpoint.resume=auto" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "metrics.jsonl"}
+
+
 BAD_INPUTS = {
     "unknown key": (["trainer.lrr=1"], "lrr"),
     "wrong type": (["trainer.lr=fast"], "fast"),
@@ -124,6 +176,7 @@ BAD_INPUTS = {
     "parts": (["trainer.groups_per_part=7"], "groups_per_part"),
     "resume": (["checkpoint.resume=/nowhere"], "checkpoint.resume"),
     "task": (["reward.functions=[task]"], "task.py"),
+    "algorithm": (["algorithm=foo"], "Available options"),
 }
 
 
@@ -135,10 +188,21 @@ def test_bad_input_is_one_clear_line(overrides: list[str], words: str, tmp_path:
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert words in done.stderr
     assert "starting" not in done.stdout
+    assert not (tmp_path / "run").exists(), "an empty folder would look like a run"
 
 
 def test_a_bad_command_or_recipe_is_one_clear_line(tmp_path: Path) -> None:
-    for arguments in (["trian"], ["train"], ["train", "--config-dir", str(tmp_path / "none")]):
+    (tmp_path / "run.yaml").write_text("a: [\n")
+    (tmp_path / "file").write_text("")
+    recipe = f"--config-dir={RECIPE}"
+    for arguments in (
+        ["trian"],
+        ["train"],
+        ["train", "--config-dir", str(tmp_path / "none")],
+        ["train", "--config-dir", str(tmp_path), "--config-name=other"],
+        ["train", "--config-dir", str(tmp_path)],
+        ["train", recipe, f"run_dir={tmp_path / 'file'}"],
+    ):
         command = [sys.executable, "-m", "llamarl", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2

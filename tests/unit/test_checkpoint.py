@@ -138,6 +138,25 @@ def test_a_disk_that_fills_up_during_a_save_leaves_only_the_good_checkpoint(tmp_
     assert checkpoint.read_state(newer)["version"] == 3
 
 
+def test_records_are_cut_to_what_they_were_at_the_checkpoint(tmp_path):
+    assert not checkpoint.holds_run(tmp_path)
+    metrics, archive = tmp_path / "metrics.jsonl", tmp_path / "archive" / "rollouts-0.jsonl"
+    archive.parent.mkdir()
+    metrics.write_text("")
+    assert not checkpoint.holds_run(tmp_path), "a run that wrote nothing is none"
+    metrics.write_text("one\n")
+    assert checkpoint.holds_run(tmp_path)
+    folder = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 1}, keep=1))
+    metrics.write_text("one\ntwo\n")
+    archive.write_text("row\n")
+    checkpoint.rewind(tmp_path, read_state(folder))
+    assert metrics.read_text() == "one\n"
+    assert archive.read_text() == ""
+    checkpoint.rewind(tmp_path, {})
+    assert metrics.read_text() == ""
+    assert checkpoint.holds_run(tmp_path), "a checkpoint alone is enough to lose"
+
+
 def test_discard_is_harmless_twice(tmp_path):
     folder = begin(tmp_path, 1)
     discard(folder)

@@ -125,6 +125,33 @@ def test_everything_else_of_the_source_is_kept(checkpoint: Path, tmp_path: Path)
     assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
 
 
+def test_an_export_takes_its_tokenizer_from_elsewhere_if_told(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    write_tokenizer(checkpoint, chat=False)
+    (tmp_path / "other").mkdir()
+    write_tokenizer(tmp_path / "other", chat=True, generation_eos=[2, 5])
+    hf.save(
+        tmp_path / "out",
+        parameters(checkpoint).items(),
+        source_folder=checkpoint,
+        tokenizer_folder=tmp_path / "other",
+        dtype=torch.float32,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template is not None
+    ours, kept = (folder / "generation_config.json" for folder in (tmp_path / "out", checkpoint))
+    assert ours.read_text() == kept.read_text(), "that is the model's"
+
+
+def test_weights_that_are_not_numbers_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    weights = parameters(checkpoint)
+    weights["model.norm.weight"][3] = torch.inf
+    hf.save(tmp_path / "out", weights.items(), source_folder=checkpoint, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* must hold finite numbers"):
+        hf.load_into(parameters(checkpoint), tmp_path / "out")
+
+
 def test_a_failed_save_leaves_what_stood_there_and_nothing_else(
     checkpoint: Path, tmp_path: Path
 ) -> None:

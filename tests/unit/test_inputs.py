@@ -1,0 +1,152 @@
+"""What a run reads is checked before any process starts; each mistake is one line that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from llamarl.build import make_backlog, read_inputs
+from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
+GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
+
+Damage = Callable[[Path], object]
+
+
+def write(name: str, content: str | bytes) -> Damage:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda recipe: (recipe / name).write_bytes(data)
+
+
+def edit(name: str, **values: object) -> Damage:
+    def damage(recipe: Path) -> None:
+        path = recipe / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+def replace(name: str, old: bytes, new: bytes) -> Damage:
+    def damage(recipe: Path) -> None:
+        data = (recipe / name).read_bytes()
+        assert old in data
+        (recipe / name).write_bytes(data.replace(old, new, 1))
+
+    return damage
+
+
+def into_folder(name: str) -> Damage:
+    def damage(recipe: Path) -> None:
+        (recipe / name).unlink(missing_ok=True)
+        (recipe / name).mkdir()
+
+    return damage
+
+
+def remove(name: str) -> Damage:
+    return lambda recipe: (recipe / name).unlink()
+
+
+def nothing(recipe: Path) -> None:
+    """The mistake is in the overrides."""
+
+
+WEIGHTS, CONFIG = "checkpoint/model.safetensors", "checkpoint/config.json"
+TOKENIZER = "checkpoint/tokenizer.json"
+TASK = "reward.functions=[task]"
+
+CASES: dict[str, tuple[Damage, list[str], str]] = {
+    "weights missing": (remove(WEIGHTS), [], r"must hold model\.safetensors"),
+    "weights are a folder": (into_folder(WEIGHTS), [], r"must hold model\.safetensors"),
+    "weights cut": (lambda recipe: os.truncate(recipe / WEIGHTS, 10**6), [], "got 1000000: fetch"),
+    "weights cut to nothing": (write(WEIGHTS, ""), [], "must be a whole safetensors file"),
+    "header damaged": (replace(WEIGHTS, b'"dtype"', b"xxxxxxx"), [], "damaged header"),
+    "shapes": (edit(CONFIG, hidden_size=64), [], r"must have shape \(64, 64\) .*got \(64, 128\)"),
+    "tensor missing": (
+        edit(CONFIG, num_hidden_layers=9),
+        [],
+        r"must hold the tensor model\.layers",
+    ),
+    "tensor too many": (edit(CONFIG, num_hidden_layers=1), [], "must hold only the tensors"),
+    "model_type": (edit(CONFIG, model_type="gpt2"), [], "must be one of llama, .* got 'gpt2'"),
+    "config not JSON": (write(CONFIG, "{"), [], r"config\.json must be JSON"),
+    "config missing": (remove(CONFIG), [], r"must hold config\.json"),
+    "checkpoint is a name": (
+        nothing,
+        ["model.checkpoint=meta-llama/Llama-3.2-1B"],
+        "existing fold",
+    ),
+    "tokenizer missing": (remove(TOKENIZER), [], r"must hold tokenizer\.json"),
+    "tokenizer not JSON": (write(TOKENIZER, "garbage"), [], r"tokenizer\.json must be JSON"),
+    "tokenizer of no kind": (
+        write(TOKENIZER, '{"model": {"vocab": {}}}'),
+        [],
+        "transformers loads",
+    ),
+    "tokenizer too large": (replace(TOKENIZER, b": 5,", b": 999,"), [], "got token id 999"),
+    "no chat template": (nothing, ["data.chat=true"], "without a chat template"),
+    "prompts empty": (write("prompts.jsonl", ""), [], "at least one prompt"),
+    "prompts are a folder": (into_folder("prompts.jsonl"), [], "prompt file must exist"),
+    "prompts of no format": (nothing, ["data.prompts=README.md"], r"end in \.jsonl or \.parquet"),
+    "line not JSON": (write("prompts.jsonl", GOOD + "{x\n"), [], r"prompts\.jsonl:2: .* column 2"),
+    "no question": (write("prompts.jsonl", GOOD + '{"q": "a"}'), [], "2: .* field 'question'"),
+    "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "line 2 .* 'answer'"),
+    "prompt too long": (
+        write("prompts.jsonl", GOOD + GOOD.replace("5+8", "5+" * 40)),
+        [],
+        r"prompts\.jsonl:2: the prompt must have at most 32 tokens",
+    ),
+    "held-out missing": (remove("held_out.jsonl"), [], r"must exist, got .*held_out\.jsonl"),
+    "Parquet damaged": (write("p.parquet", "no"), ["data.prompts=p.parquet"], "readable Parquet"),
+    "pattern": (nothing, ["reward.pattern='(('"], "must be a regular expression"),
+    "pattern without a group": (nothing, ["reward.pattern='a'"], "must have a group"),
+    "task missing": (nothing, [TASK], r"task\.py"),
+    "task not Python": (write("task.py", "def f(:\n"), [TASK], r"must be Python, got .*line 1"),
+    "task not text": (write("task.py", b"\xff\xfe"), [TASK], r"task\.py must be Python in UTF-8"),
+}
+
+
+def read(recipe: Path, overrides: list[str]) -> object:
+    for (group, name), node in SCHEMAS.items():
+        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+    with initialize_config_dir(version_base="1.3", config_dir=str(recipe)):
+        fixed = [f"hydra.searchpath=[file://{CONF_FOLDER}]", "run_dir=x", f"recipe_dir='{recipe}'"]
+        config = to_config(compose("run", [*fixed, *overrides]))
+    return config, read_inputs(config)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    folder = tmp_path / "recipe"
+    shutil.copytree(RECIPE, folder)
+    rows = (RECIPE / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "prompts.jsonl").write_text("".join(rows[:20]))
+    return folder
+
+
+@pytest.mark.parametrize(("damage", "overrides", "words"), CASES.values(), ids=CASES.keys())
+def test_a_mistake_is_named_in_one_line(
+    damage: Damage, overrides: list[str], words: str, recipe: Path
+) -> None:
+    read(recipe, [])
+    damage(recipe)
+    with pytest.raises(ValueError, match=words) as caught:
+        read(recipe, overrides)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_run_cannot_go_on_with_other_prompts(recipe: Path) -> None:
+    config, inputs = read(recipe, [])
+    state = make_backlog(config, inputs, {}).state()
+    assert next(make_backlog(config, inputs, state)).prompt_id > 0
+    (recipe / "prompts.jsonl").write_text(GOOD * 20)
+    with pytest.raises(ValueError, match=r"data\.prompts, .* must give the same prompts"):
+        make_backlog(*read(recipe, []), state)
