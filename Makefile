@@ -24,7 +24,7 @@ $(READY): requirements.txt pyproject.toml
 	    >/dev/null 2>&1; then python="$$name"; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo "llamarl needs Python 3.11, 3.12 or 3.13, got $$(python3 --version 2>&1 || echo none);" \
+	  echo "llamarl needs Python 3.11, 3.12 or 3.13, got $$($${PYTHON:-python3} --version 2>&1 || echo none);" \
 	    "set PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
 	echo "setting up $(VENV) with $$($$python --version) (once)"; \
 	"$$python" -m venv --clear $(VENV) || { \
