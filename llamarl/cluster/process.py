@@ -37,6 +37,8 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
     return {
         MARK: mark,
         "OMP_NUM_THREADS": str(num_threads),
+        # Threads that spin while they wait take the cores from the other executors.
+        "OMP_WAIT_POLICY": "PASSIVE",
         # glibc else returns and refetches the activations of every micro-batch: 4 to 9 % of a step.
         "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(MALLOC_TRIM_BYTES),
@@ -96,6 +98,18 @@ def marked(mark: str) -> list[int]:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 pids.append(int(folder.name))
     return pids
+
+
+def is_alive(pid: int) -> bool:
+    """False once the process ended, also while nobody has asked how (a zombie)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with suppress(OSError):  # no /proc, or it ended just now: the next look will tell
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX"
+    return True
 
 
 async def end_marked(mark: str) -> list[int]:
