@@ -31,13 +31,15 @@ from llamarl.cluster.actors import (
 )
 from llamarl.cluster.errors import GroupLost
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name
-from llamarl.cluster.process import end_marked, environment, log_path, log_tail
+from llamarl.cluster.process import end_marked, environment, is_alive, log_path, log_tail
 from llamarl.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 5.0  # for an executor's own clean-up
 STOP_LIMIT_S = 3.0  # for Monarch's
+LOOK_S = 1.0  # between looks whether a process is there
+WORD_LIMIT_S = 2.0  # for Monarch to say how a process ended
 START_LIMIT_S = 120.0  # for imports and an executor's constructor
 DIMENSION = "ranks"
 
@@ -97,6 +99,7 @@ class MonarchGroup:
         answers = send(self._actors.construct, self.name, self.num_ranks, factory, kwargs, folders)
         self.pids = await results_by_rank(self.name, answers, self.num_ranks, self._lost)
         constructed.set()
+        self._watchers += [asyncio.create_task(self._watch_pid(i)) for i in range(self.num_ranks)]
 
     async def watch(self) -> None:
         await asyncio.wait({self._lost})
@@ -164,6 +167,13 @@ class MonarchGroup:
             await asyncio.wait({end}, timeout=silence_s / 4)
         error = end.exception()
         self._lose(rank, last_line(error) if error is not None else "it left its endless call")
+
+    async def _watch_pid(self, rank: int) -> None:
+        """Report the rank lost if its process is gone and Monarch, now and then, says nothing."""
+        while is_alive(self.pids[rank]):
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(WORD_LIMIT_S)
+        self._lose(rank, "its process ended")
 
     def _lose(self, rank: int, reason: str) -> None:
         if self._lost.done():
