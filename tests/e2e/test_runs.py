@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,51 +213,176 @@ def test_the_export_answers_in_transformers_as_it_did_in_the_run(run_dir: Path) 
     assert num_right / 48 == pytest.approx(after, abs=1e-9)
 
 
-def test_a_killed_run_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    overrides = ["checkpoint.every_steps=2", "num_steps=400", "checkpoint.keep=0"]
-    command = train(tmp_path, *overrides)
+def read_archive(run_dir: Path) -> list[dict[str, Any]]:
+    files = (run_dir / "archive").glob("rollouts-*.jsonl")
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def prompts_trained(run_dir: Path, first_row: int) -> list[list[int]]:
+    """Prompt ids of the groups trained from row `first_row` on, in the order of admission."""
+    lines = [
+        line
+        for line in read_archive(run_dir)
+        if line["fate"] == "trained" and line["row_id"] >= first_row
+    ]
+    lines.sort(key=lambda line: line["row_id"])
+    groups = [lines[start : start + 8] for start in range(0, len(lines), 8)]
+    assert all(len({str(line["prompt_ids"]) for line in group}) == 1 for group in groups)
+    return [group[0]["prompt_ids"] for group in groups]
+
+
+def prompts_open(state: dict[str, Any]) -> list[list[int]]:
+    """Prompt ids of what a checkpoint says was admitted or drawn, and not trained."""
+    tokenizer = AutoTokenizer.from_pretrained(RECIPE / "checkpoint")
+    rows = (RECIPE / "prompts.jsonl").read_text().splitlines()
+    texts = [json.loads(rows[number - 1])["question"] for _, number in state["pending"]]
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def test_killed_runs_leave_no_process_and_go_on_where_they_were(tmp_path: Path) -> None:
+    """kill -9 in the midst of a run, then of the resumed run in the midst of a save."""
+    overrides = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
+    command = train(tmp_path, *overrides, "num_steps=400")
     wait_for_step(command, tmp_path, 5)
     assert len(command.family()) >= 6  # controller, 4 executors, a reward worker
     command.process.send_signal(signal.SIGKILL)
     command.process.wait()
     assert command.wait_until_gone(10.0) == []
-    newest = max((tmp_path / "checkpoints").glob("step-*"))
-    state = json.loads((newest / "controller.json").read_text())
-    again = train(tmp_path, "checkpoint.resume=auto", f"num_steps={state['version'] + 3}")
-    code, out, err = finish(again)
+    first = newest_state(tmp_path)
+    command = train(tmp_path, *overrides, "num_steps=400", "checkpoint.resume=auto")
+    wait_for_save(command, tmp_path, first["version"] + 4)
+    command.process.send_signal(signal.SIGKILL)
+    command.process.wait()
+    assert command.wait_until_gone(10.0) == []
+    second = newest_state(tmp_path)
+    assert second["version"] == first["version"] + 2
+    num_steps = second["version"] + 3
+    command = train(tmp_path, *overrides, f"num_steps={num_steps}", "checkpoint.resume=auto")
+    code, out, err = finish(command)
     assert code == 0, err + out
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-        if "loss" in line
-    ]
-    assert steps[-3:] == [state["version"] + i for i in (1, 2, 3)]
-    # What was open at the checkpoint is asked again first, before the stream goes on.
-    assert state["pending"], "nothing was open: the test would not see a lost prompt"
+    # What was open at a checkpoint is asked first, in its order; then the stream goes on.
+    for state in (first, second):
+        assert len(state["pending"]) == 8, "the groups of one step were open"
+        assert prompts_trained(tmp_path, state["next_row_id"])[:8] == prompts_open(state)
+    # Of steps that were lost nothing is left: every step, row and line stands there once.
+    ids = [line["row_id"] for line in read_archive(tmp_path)]
+    assert len(ids) == len(set(ids))
+    metrics = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in metrics if "reward/mean" in line]
+    assert steps == list(range(1, num_steps + 1))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["rollouts_trained"] == num_steps * 8 * 8
 
 
-def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+def newest_state(run_dir: Path) -> dict[str, Any]:
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    state: dict[str, Any] = json.loads((newest / "controller.json").read_text())
+    return state
+
+
+def wait_for_save(command: Command, run_dir: Path, version: int, limit_s: float = 90.0) -> None:
+    """Until the save of `version` has begun and is not committed."""
+    folder = run_dir / "checkpoints" / f"unfinished-step-{version:08d}"
+    end_s = time.monotonic() + limit_s
+    while not folder.exists():
+        assert time.monotonic() < end_s
+        assert command.process.poll() is None, command.process.communicate()
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_a_signal_ends_everything(number: int, code: int, tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400")
     wait_for_step(command, tmp_path, 2)
+    command.process.send_signal(number)
+    got, _, err = finish(command, 30.0)
+    assert got == code
+    assert len(err.splitlines()) == 1, err
+    assert command.wait_until_gone(5.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.2, 1.0, 2.0, 3.0])
+def test_a_signal_during_the_start_ends_everything(delay_s: float, tmp_path: Path) -> None:
+    command = train(tmp_path, "num_steps=400")
+    end_s = time.monotonic() + 60
+    while not (tmp_path / "config.yaml").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    time.sleep(delay_s)
     command.process.send_signal(signal.SIGINT)
     code, _, err = finish(command, 30.0)
     assert code == 130
-    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1, err
     assert command.wait_until_gone(5.0) == []
 
 
-def test_a_dead_trainer_ends_the_run_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "role",
+    [
+        "trainer",
+        pytest.param("scorer", marks=pytest.mark.slow),
+        pytest.param("storage-0", marks=pytest.mark.slow),
+        pytest.param("generator-0", marks=pytest.mark.slow),
+    ],
+)
+def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400")
     wait_for_step(command, tmp_path, 2)
-    victims = [
-        pid for pid in command.family() if re.search("LLAMARL_GROUP=[^\\0]*trainer", environ(pid))
-    ]
-    assert victims
-    os.kill(victims[0], signal.SIGKILL)
+    os.kill(executors(command, role)[0], signal.SIGKILL)
     code, _, err = finish(command, 30.0)
     assert code == 1
-    assert "trainer" in err
+    assert f"lost executor {role}" in err
+    assert "ExceptionGroup" not in err
     assert command.wait_until_gone(5.0) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "silence"),
+    [
+        (signal.SIGKILL, "cluster.silence_s=60"),
+        pytest.param(signal.SIGSTOP, "cluster.silence_s=3", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
+    number: int, silence: str, tmp_path: Path
+) -> None:
+    command = train(tmp_path, "num_steps=20", "generator.num_replicas=2", silence)
+    wait_for_step(command, tmp_path, 2)
+    (worker,) = [pid for pid in command.family() if is_reward_worker(pid)]
+    os.kill(worker, signal.SIGKILL)
+    os.kill(executors(command, "generator-0")[0], number)
+    code, out, err = finish(command)
+    assert code == 0, err + out
+    assert "the reward process ended by itself (signal SIGKILL)" in err
+    assert "lost" in out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 20
+    assert summary["staleness_max"] <= 1
+    assert command.wait_until_gone(5.0) == []
+
+
+def test_a_finished_run_is_not_run_over(run_dir: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != ".lock"}
+    code, _, err = finish(train(run_dir, "num_steps=2"))
+    assert code == 2
+    assert "run_dir must be a new folder" in err
+    after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != ".lock"}
+    assert after == before
+
+
+def executors(command: Command, role: str) -> list[int]:
+    """Pids of a role's processes, without those they started."""
+    mark = re.compile(rf"LLAMARL_GROUP=[^\0]*/{role}(\0|$)")
+    pids = [pid for pid in command.family() if mark.search(environ(pid))]
+    return [pid for pid in pids if not is_reward_worker(pid)]
+
+
+def is_reward_worker(pid: int) -> bool:
+    return b"llamarl.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def environ(pid: int) -> str:
