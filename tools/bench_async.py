@@ -7,9 +7,9 @@ lengths (log-normal, fixed seed, 99th percentile six times the mean, cap eight t
 token for token, with rewards drawn from the text so that every rollout is trained.
 
 Synchronous means `staleness.max_staleness=0`. It is given its best of three shapes: one thread per
-executor; two threads per executor; two trainer ranks and two replicas. Asynchronous is staleness 1
-with one thread per executor. Modes take turns within a seed; a ratio compares the medians over
-seeds of the seconds from the first step's start to the last one's end.
+executor; two threads per executor; two trainer ranks and two replicas. Asynchronous has one
+thread per executor, and the best of staleness 1 and 2. Modes take turns in a seed; a ratio takes
+medians over seeds of the seconds from the first step's start to the last one's end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MODES = {
         "trainer.num_ranks=2",
         "generator.num_replicas=2",
     ],
-    "async": ["staleness.max_staleness=1"],
+    "async, staleness 1": ["staleness.max_staleness=1"],
+    "async, staleness 2": ["staleness.max_staleness=2"],
 }
 MEAN_TOKENS = 24
 TASK = '''"""Rewards drawn from the text: half of them 1, so that every group trains."""
@@ -111,7 +112,7 @@ def bench(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -
             result = run(recipe, run_dir, args.steps, seed, mode)
             results[mode].append(result)
             print(
-                f"{workload:<11}seed {seed}  {mode:<16}{result['seconds']:7.1f} s"
+                f"{workload:<11}seed {seed}  {mode:<19}{result['seconds']:7.1f} s"
                 f"  {result['rollouts'] / result['seconds']:7.0f} rollouts/s"
                 f"  accuracy {result['accuracy']:.3f}"
                 f"  both busy {result['both_busy_share']:.0%}",
@@ -138,14 +139,16 @@ def main() -> None:
         for workload, recipe in (("quickstart", RECIPE), ("long_tail", folder / "recipe")):
             results = bench(workload, recipe, folder, args)
             seconds = {mode: median(results, mode, "seconds") for mode in MODES}
-            best = min((mode for mode in MODES if mode != "async"), key=seconds.__getitem__)
-            figures[f"ratio_{workload}"] = seconds[best] / seconds["async"]
+            best = min((m for m in MODES if m.startswith("sync")), key=seconds.__getitem__)
+            quick = min((m for m in MODES if m.startswith("async")), key=seconds.__getitem__)
+            figures[f"ratio_{workload}"] = seconds[best] / seconds[quick]
             figures[f"seconds_{workload}"] = seconds
             if workload == "quickstart":
                 figures["accuracy_sync"] = median(results, best, "accuracy")
-                figures["accuracy_async"] = median(results, "async", "accuracy")
+                figures["accuracy_async"] = median(results, quick, "accuracy")
             ratio = figures[f"ratio_{workload}"]
-            print(f"{workload}: async is {ratio:.2f}x the best synchronous run ({best})\n")
+            print(f"{workload}: the best asynchronous run ({quick}) is {ratio:.2f}x as fast as")
+            print(f"the best synchronous run ({best})\n")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
