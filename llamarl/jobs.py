@@ -167,7 +167,8 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
 @contextlib.contextmanager
 def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
     """Keep the run folder from every other run; ValueError if one works or has worked there."""
-    with open(Path(run_dir, ".lock"), "w") as lock:
+    path = Path(run_dir, ".lock")
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released however the process ends
         except BlockingIOError:
@@ -179,7 +180,11 @@ def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
                 f"run_dir must be a new folder, or checkpoint.resume=auto to go on with the run "
                 f"in it, got {run_dir}"
             )
-        yield
+        try:
+            yield
+        finally:
+            if list(path.parent.iterdir()) == [path]:  # refused before it wrote anything
+                path.unlink()
 
 
 @contextlib.asynccontextmanager
