@@ -42,6 +42,9 @@ from llamarl.weights.layout import Offer, RankLayout
 from llamarl.weights.shared_memory import this_host
 
 
+GATHER_S = 0.05  # several decode steps: a fraction of the messages, and nobody waits for one row
+
+
 class GeneratorExecutor:
     """One rank of one generator replica (this engine has exactly one rank).
 
@@ -108,12 +111,14 @@ class GeneratorExecutor:
     async def collect(self) -> list[Row]:
         """Rows that stopped, their columns stored; empty after `heartbeat_s` without any.
 
-        An exception of the engine comes out here, with its own traceback.
+        Waits a little for more once there is one: every stage behind works on what comes out
+        together. An exception of the engine comes out here, with its own traceback.
         """
         try:
             await asyncio.wait_for(self._has_news.wait(), self._config.heartbeat_s)
         except TimeoutError:
             return []
+        await asyncio.sleep(GATHER_S)
         with self._lock:
             if self._error is not None:
                 raise self._error
