@@ -41,7 +41,6 @@ from llamarl.weights.arena import Arena
 from llamarl.weights.layout import Offer, RankLayout
 from llamarl.weights.shared_memory import this_host
 
-
 GATHER_S = 0.05  # several decode steps: a fraction of the messages, and nobody waits for one row
 
 
