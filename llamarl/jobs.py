@@ -13,6 +13,7 @@ import fcntl
 import math
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from llamarl.dispatch import Dispatch
 from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.metrics.aggregate import LiveWaits, SpanTails
-from llamarl.metrics.console import Progress, render_summary
+from llamarl.metrics.console import Progress, render_summary, shorten
 from llamarl.metrics.flat import flatten
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.sinks import MetricsLog
@@ -254,10 +255,17 @@ def _show(config: Config, run_dir: str, summary: dict[str, Any], console: Consol
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if config.metrics.tensorboard:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
-    next_command = f"tensorboard --logdir {run_dir}"
+    next_command = f"{_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
         next_command = (
-            f"llamarl evaluate --config-dir {config.recipe_dir} model.checkpoint={run_dir}/export"
+            f"{_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
+            f"model.checkpoint={run_dir}/export"
         )
     render_summary(summary, paths, next_command, console)
+
+
+def _program(name: str) -> str:
+    """How the user, from here, calls a program of this environment."""
+    beside = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) or not beside.exists() else shorten(str(beside))

@@ -216,7 +216,7 @@ def render_summary(
     console.print()
     console.print(Panel(body, title="llamarl: done", title_align="left", box=box.ROUNDED))
     for label, path in paths.items():
-        _print_pair(console, label, Text(_shorten(path)))
+        _print_pair(console, label, Text(shorten(path)))
     _print_pair(console, "try next", Text(next_command, style="bold cyan"))
     console.print()
 
@@ -287,7 +287,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _shorten(path: str) -> str:
-    """Relative to the working folder where that is shorter, as one would type it."""
+def shorten(path: str) -> str:
+    """`path`, relative to the working folder where it lies inside, as one would type it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
