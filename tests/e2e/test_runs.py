@@ -137,6 +137,7 @@ def test_a_run_leaves_everything_it_promises(run_dir: Path) -> None:
     assert summary["staleness_max"] <= 1
     assert 0.9 < summary["ratio_mean"] < 1.1
     assert set(summary["executors"]) >= {"generator", "trainer", "scorer", "storage"}
+    assert "reference" not in summary["executors"], "AIPO has no KL term: nothing to refer to"
     for name in ("config.yaml", "command.txt", "environment.json", "trace.json", "metrics.jsonl"):
         assert (run_dir / name).stat().st_size > 0
     assert json.loads((run_dir / "environment.json").read_text())["packages"]["torch"]
