@@ -57,9 +57,11 @@ SCHEMAS: dict[tuple[str | None, str], type] = {
     ("model", "checkpoint_schema"): schema.ModelConfig,
     ("data", "prompts_schema"): schema.DataConfig,
     ("reward", "reward_schema"): schema.RewardConfig,
-    ("generator", "embedded_schema"): schema.GeneratorConfig,
+    ("generator", "embedded_schema"): schema.EmbeddedConfig,
+    ("generator", "vllm_schema"): schema.VllmConfig,
     ("trainer", "fsdp2_schema"): schema.TrainerConfig,
-    ("weights", "shared_memory_schema"): schema.WeightsConfig,
+    ("weights", "weights_schema"): schema.WeightsConfig,
+    ("placement", "placement_schema"): schema.PlacementConfig,
     ("cluster", "cluster_schema"): schema.ClusterConfig,
 }
 

@@ -3,9 +3,10 @@
 Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what
 runs behind it (`executors/`). Invariant: at most six methods each, all asynchronous.
 
-One executor may be several ranks. Methods of Generator, Trainer, Scorer, Reference and Storage
-answer once for the whole executor. Sender and Receiver, the two ends of a weight publish, answer
-with a list, one entry per rank.
+One executor may be several ranks. Methods of Generator, Trainer, Scorer, Reference, Storage and
+Tenant answer once for the whole executor. Sender and Receiver, the two ends of a weight publish,
+answer with a list, one entry per rank. A generator is a Receiver, and a Sender too: it passes on
+what it received to the other replicas of its host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from llamarl.types import Batch, Columns, Fate, Prompt, Request, Row, Score, StepStats
 
 if TYPE_CHECKING:
-    from llamarl.weights.layout import Copy, Offer, RankLayout
+    from llamarl.weights.layout import Offer, RankLayout, Route
 
 
 class Generator(Protocol):
@@ -53,6 +54,10 @@ class Trainer(Protocol):
     async def export(self, folder: str) -> None:
         """Write the weights in the Hugging Face layout."""
 
+    async def infer(self, row_ids: list[int]) -> list[float]:
+        """Largest |log pi - log mu| over each stored row's response tokens, under the present
+        version; changes nothing."""
+
 
 class Scorer(Protocol):
     """Runs reward code."""
@@ -82,20 +87,43 @@ class Storage(Protocol):
         them."""
 
 
+class Tenant(Protocol):
+    """An executor that shares its device with another and leaves it while the other works.
+
+    `kinds` name what is moved: a trainer has "weights" and "state" (gradients and optimizer
+    state), a generator "weights" and "kv".
+    """
+
+    async def leave(self, kinds: list[str]) -> None:
+        """Move these kinds off the device; a generator stops decoding at a step boundary first.
+
+        Without effect for a kind that has left already.
+        """
+
+    async def prefetch(self, kinds: list[str]) -> None:
+        """Start bringing these kinds nearer (page cache, pinned memory); returns at once."""
+
+    async def enter(self, kinds: list[str]) -> None:
+        """Bring these kinds back, bit for bit, at the same addresses where anything refers to
+        them; a generator with all kinds back goes on decoding."""
+
+
 class Sender(Protocol):
-    """The trainer's side of a publish; every method answers once per rank."""
+    """The source of a publish; every method answers once per rank."""
 
     async def source_layout(self) -> list[RankLayout]:
         """Where each rank keeps its boxes of the parameters."""
 
-    async def connect(self, replica: int, copies: list[Copy]) -> list[None]:
-        """Remember the copies that lead to `replica`; each rank keeps those it is the source of."""
+    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
+        """Remember the route to `replica`; each rank keeps the copies it is the source of. None
+        forgets the replica and frees what was mapped for it."""
 
     async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
-        """Write this rank's slices into the offered memory of one replica (one offer per rank).
+        """Write one part of `version` into the offered memory of one replica (an offer per rank).
 
         Returns the fingerprints of what was written, by parameter, for all its ranks together: an
-        element that several generator ranks hold counts once for each.
+        element that several generator ranks hold counts once for each. Raises StaleVersion if
+        `version` is no longer there to be read, TargetLost if the replica cannot be reached.
         """
 
 
@@ -105,14 +133,25 @@ class Receiver(Protocol):
     async def target_layout(self) -> list[RankLayout]:
         """Where each rank wants its boxes of the parameters."""
 
-    async def offer(self, version: int) -> list[Offer]:
-        """Open the shadow arena for `version` and say where it is."""
+    async def connect_source(self, route: Route) -> list[None]:
+        """Remember the route that leads here; it replaces the one before."""
 
-    async def fingerprint(self, version: int) -> list[dict[str, int]]:
-        """Fingerprints of the shadow arena, by parameter: all that the rank holds."""
+    async def offer(self, version: int, part: int) -> list[Offer]:
+        """Open the shadow memory for one part of `version` and say where it is."""
 
-    async def flip(self, version: int) -> list[int]:
-        """Make the shadow live between two decode steps; returns the number of running rollouts."""
+    async def fingerprint(self, version: int, part: int) -> list[dict[str, int]]:
+        """Fingerprints of the part's parameters in the shadow memory: all that the rank holds.
+
+        Waits until what the source wrote has arrived.
+        """
+
+    async def flip(self, version: int, part: int) -> list[int]:
+        """Take over the part between two decode steps; returns the number of running rollouts.
+
+        With the last part the version is live. Decoding stands still between the first part's flip
+        and the last one's.
+        """
 
     async def discard(self, version: int) -> list[None]:
-        """Forget the shadow; the live weights stay."""
+        """Forget what was offered; the live weights stay. A replica some of whose parts were
+        flipped already cannot: it raises, and computes nothing any more."""

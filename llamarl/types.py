@@ -24,7 +24,12 @@ Glossary
     column      one array per row of the store; storage unit: a process that holds some rows.
     executor    the processes of one role: generator, trainer, scorer, reference, storage.
     replica     one generator engine; it has one or more ranks.
-    layout      which rank holds which box of which parameter; plan: the copies between two layouts.
+    layout      which rank holds which box of which parameter; plan: the copies between two layouts;
+                route: a plan and what carries it; part: parameters that are published together.
+    live, shadow, flip
+                the weights that a generator decodes with, those that a publish writes, and the
+                moment between two decode steps when the shadow becomes live.
+    turn        the time in which generators, or the trainer, have a device that they share.
 """
 
 from __future__ import annotations
@@ -54,10 +59,14 @@ TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was tr
 
 
 class Purpose(StrEnum):
-    """Why a rollout exists. Evaluation rows never reach the trainer."""
+    """Why a rollout exists. Only TRAIN rows are trained on.
+
+    A canary compares the generator's log-probs with the trainer's after a publish.
+    """
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+    CANARY = "canary"
 
 
 class FinishReason(StrEnum):

@@ -18,7 +18,12 @@ from llamarl.config.algorithm import (
     RLOOConfig,
 )
 from llamarl.config.data import DataConfig
-from llamarl.config.generator import GeneratorConfig, SamplingConfig
+from llamarl.config.generator import (
+    EmbeddedConfig,
+    GeneratorConfig,
+    SamplingConfig,
+    VllmConfig,
+)
 from llamarl.config.model import ModelConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.run import (
@@ -28,6 +33,7 @@ from llamarl.config.run import (
     EvaluationConfig,
     ExperienceConfig,
     MetricsConfig,
+    PlacementConfig,
     StalenessConfig,
     WeightsConfig,
 )
@@ -43,6 +49,7 @@ __all__ = [
     "DAPOConfig",
     "DataConfig",
     "DrGRPOConfig",
+    "EmbeddedConfig",
     "EvaluationConfig",
     "ExperienceConfig",
     "GRPOConfig",
@@ -51,11 +58,13 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "PPOConfig",
+    "PlacementConfig",
     "RLOOConfig",
     "ReinforceConfig",
     "RewardConfig",
     "SamplingConfig",
     "StalenessConfig",
     "TrainerConfig",
+    "VllmConfig",
     "WeightsConfig",
 ]

@@ -60,16 +60,23 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class GeneratorConfig:
-    """The embedded engine."""
+    """Fields that every engine shares."""
 
     num_replicas: int = 1
-    """Independent engines, each in its own process."""
+    """Independent engines, each in processes of its own."""
+    num_ranks: int = 1
+    """Tensor-parallel processes of one replica."""
+    device: str = "cpu"
+    """Where the engine computes: cpu | cuda."""
     max_running: int = 64
     """Rollouts decoded together per replica."""
     max_context_tokens: int = 1024
     """Longest prompt plus completion; sizes the KV cache."""
     dtype: str = "float32"
-    """Weights and KV cache: float32 | bfloat16."""
+    """Activations, KV cache and unquantised weights: float32 | bfloat16."""
+    quantization: str = "none"
+    """Weights of the linear layers, quantised in the generator after each publish; `none` or what
+    the engine offers. AIPO takes mu from this quantised sampler."""
     kv_after_flip: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
     heartbeat_s: float = 1.0
@@ -79,6 +86,8 @@ class GeneratorConfig:
         require(
             self.num_replicas >= 1, "generator.num_replicas", "be at least 1", self.num_replicas
         )
+        require(self.num_ranks >= 1, "generator.num_ranks", "be at least 1", self.num_ranks)
+        require_choice("generator.device", self.device, ("cpu", "cuda"))
         require(self.max_running >= 1, "generator.max_running", "be at least 1", self.max_running)
         require(
             self.max_context_tokens >= 2,
@@ -89,3 +98,49 @@ class GeneratorConfig:
         require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("generator.kv_after_flip", self.kv_after_flip, ("keep", "recompute"))
         require(self.heartbeat_s > 0, "generator.heartbeat_s", "be above 0", self.heartbeat_s)
+
+
+@dataclass(kw_only=True)
+class EmbeddedConfig(GeneratorConfig):
+    """The embedded engine. `quantization`: none | int8 (weight-only, CPU) | fp8 (CUDA)."""
+
+    def __post_init__(self) -> None:
+        GeneratorConfig.__post_init__(self)
+        require(
+            self.num_ranks == 1, "generator.num_ranks", "be 1 (embedded engine)", self.num_ranks
+        )
+        allowed = {"cpu": ("none", "int8"), "cuda": ("none", "fp8")}[self.device]
+        require(
+            self.quantization in allowed,
+            "generator.quantization",
+            f"be one of {', '.join(allowed)} on {self.device} (embedded engine)",
+            self.quantization,
+        )
+
+
+@dataclass(kw_only=True)
+class VllmConfig(GeneratorConfig):
+    """vLLM, in-process, one process per rank. `quantization`: none | fp8_per_channel (CPU) | fp8
+    (CUDA)."""
+
+    kv_cache_bytes: int = 1 << 30
+    """Memory of the KV cache, per rank."""
+    block_size: int = 32
+    """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
+    enforce_eager: bool = True
+    """Run without CUDA graphs and compilation; on CPU neither helps."""
+
+    def __post_init__(self) -> None:
+        GeneratorConfig.__post_init__(self)
+        allowed = {"cpu": ("none", "fp8_per_channel"), "cuda": ("none", "fp8")}[self.device]
+        require(
+            self.quantization in allowed,
+            "generator.quantization",
+            f"be one of {', '.join(allowed)} on {self.device} (vLLM)",
+            self.quantization,
+        )
+        require(
+            self.kv_cache_bytes >= 1, "generator.kv_cache_bytes", "be at least 1",
+            self.kv_cache_bytes,
+        )  # fmt: skip
+        require(self.block_size >= 1, "generator.block_size", "be at least 1", self.block_size)

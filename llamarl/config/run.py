@@ -35,12 +35,50 @@ class StalenessConfig:
 class WeightsConfig:
     """How a new version reaches the generators."""
 
+    transport: str = "shared_memory"
+    """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
+    memory) | collective (gloo or NCCL, point to point) | rdma (Monarch's RDMA buffers)."""
+    shadow: str = "full"
+    """Where a version waits for its flip: full (a second copy of the weights beside the live one)
+    | host (a second copy in host memory, copied over at the flip) | bucket (a small buffer, filled
+    and flipped part by part while decoding stands still)."""
+    bucket_bytes: int = 256 * 1024 * 1024
+    """Size of the buffer of shadow=bucket, and of one message of collective and rdma; a single
+    parameter may exceed it."""
+    grace_s: float = 1.0
+    """A publish that has reached its first replica waits this long for the others; slower ones
+    follow on their own."""
     timeout_s: float = 60.0
     """Longest time that one call of a publish may take: past it a generator replica counts as
     lost, and the trainer's silence ends the run. Raise it for models that take long to copy."""
 
     def __post_init__(self) -> None:
+        require_choice(
+            "weights.transport",
+            self.transport,
+            ("shared_memory", "cuda_ipc", "collective", "rdma"),
+        )
+        require_choice("weights.shadow", self.shadow, ("full", "host", "bucket"))
+        require(self.bucket_bytes >= 1, "weights.bucket_bytes", "be at least 1", self.bucket_bytes)
+        require(self.grace_s >= 0, "weights.grace_s", "be at least 0", self.grace_s)
         require(self.timeout_s > 0, "weights.timeout_s", "be above 0", self.timeout_s)
+
+
+@dataclass(kw_only=True)
+class PlacementConfig:
+    """Whether generators and trainer have devices of their own."""
+
+    colocated: bool = False
+    """True: they share a device and take turns; the idle side's memory is offloaded. False: each
+    has its own devices, and both work at once."""
+    offload: str = "file"
+    """Where the idle side's memory goes: file (a memory-mapped file) | pinned (pinned host memory,
+    for GPUs) | none (it stays where it is)."""
+    offload_folder: str | None = None
+    """Folder of the offload files, on a real disk; None takes the run's folder."""
+
+    def __post_init__(self) -> None:
+        require_choice("placement.offload", self.offload, ("file", "pinned", "none"))
 
 
 @dataclass(kw_only=True)
@@ -164,6 +202,7 @@ class Config:
     generator: GeneratorConfig
     trainer: TrainerConfig
     weights: WeightsConfig
+    placement: PlacementConfig
     cluster: ClusterConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
@@ -205,6 +244,24 @@ class Config:
             "trainer.warmup_steps",
             f"be below num_steps ({self.num_steps})",
             self.trainer.warmup_steps,
+        )
+        require(
+            not self.placement.colocated or self.trainer.groups_per_part == 0,
+            "trainer.groups_per_part",
+            "be 0 with placement.colocated (a turn trains a whole batch)",
+            self.trainer.groups_per_part,
+        )
+        require(
+            self.cluster.backend != "inline" or self.generator.num_ranks == 1,
+            "generator.num_ranks",
+            "be 1 with cluster.backend=inline",
+            self.generator.num_ranks,
+        )
+        require(
+            self.cluster.backend != "inline" or self.weights.transport == "shared_memory",
+            "weights.transport",
+            "be shared_memory with cluster.backend=inline (one process cannot meet itself)",
+            self.weights.transport,
         )
         require(
             self.cluster.backend != "inline" or self.trainer.num_ranks == 1,

@@ -41,11 +41,17 @@ class ParameterLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """All parameters of one rank; `host` says whose memory it is."""
+    """All parameters of one rank; `host` says whose memory it is.
+
+    `parts` are the names of the parameters that a target offers, receives and flips together, in
+    order; every parameter stands in one of them, and all ranks of a replica have equal parts. A
+    source has one part. Boxes of different parts may lie over each other in memory.
+    """
 
     rank: int
     host: str
     parameters: dict[str, ParameterLayout]
+    parts: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +77,34 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the bytes of one source executor reach one replica: all `copies`, and what carries them.
+
+    `source` names the executor ("trainer", or "generator-0" that passes on what it received).
+    `rendezvous` is where the ranks of the plan meet (collective: a file path that no other route
+    uses; else ""). `bucket_bytes` is the largest message of a packed transport.
+    """
+
+    source: str
+    replica: int
+    transport: str
+    copies: tuple[Copy, ...]
+    rendezvous: str = ""
+    bucket_bytes: int = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Memory of one generator rank, open for writing `version`: a shared memory `segment`."""
+    """Memory of one generator rank, open for writing part `part` of `version`.
+
+    `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
+    (cuda_ipc, rdma), or None (collective: the rank receives by itself).
+    """
 
     version: int
+    part: int
     replica: int
     rank: int
     host: str
-    segment: str
+    address: object
     num_bytes: int

@@ -1,0 +1,95 @@
+"""What an engine offers to the generator executor that runs it.
+
+Owns: the interface. Does not own: threads, storage, or the memory that a publish writes
+(`weights/arena.py`); the executor owns those. Invariant: every method is synchronous and, except
+`prepare`, called from the compute thread between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llamarl.generation.scheduler import Written
+from llamarl.types import FinishReason, Request
+from llamarl.weights.layout import ParameterLayout
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """A rollout that stopped, with everything written so far (earlier segments included)."""
+
+    request: Request
+    written: Written
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
+    boxes of every parameter (Hugging Face names, buffer "arena") that the rank holds.
+
+    `is_staged`: the engine derives its own weights from this memory at a flip (quantised, packed);
+    else it decodes straight from it.
+    """
+
+    parameters: dict[str, ParameterLayout]
+    num_elements: int
+    dtype: torch.dtype
+    is_staged: bool
+
+
+class Engine(Protocol):
+    """One rank of one replica's engine. `version` is -1 until the first flip, and nothing starts
+    before that. `decode_text` turns ids into text and is needed only for stop strings."""
+
+    memory: Memory
+    version: int
+    decode_text: Callable[[Sequence[int]], str] | None
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts being decoded."""
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next step would do something."""
+
+    def load(self, flat: Tensor, folder: str) -> None:
+        """Fill `flat` [num_elements] with the weights of a checkpoint folder."""
+
+    def prepare(self, flat: Tensor) -> Any:
+        """What a flip to the weights in `flat` needs and can be made beside decoding, from another
+        thread: views, quantised copies. `flat` does not change until the flip."""
+
+    def flip(self, prepared: Any, version: int) -> int:
+        """Decode with these weights as `version` from the next token on; returns num_running.
+
+        Keys and values written before are kept or computed anew (`generator.kv_after_flip`).
+        """
+
+    def submit(self, request: Request, written: Written | None = None) -> None:
+        """Queue a rollout; `written` is what a resumed one has so far. ValueError if it cannot be.
+
+        Canaries (`Purpose.CANARY`) start before everything else that waits.
+        """
+
+    def abort(self, row_ids: Sequence[int]) -> None:
+        """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
+
+    def admit(self) -> int:
+        """Start what fits; returns the number of tokens prefilled."""
+
+    def decode(self) -> list[Finished]:
+        """One token for every running rollout; returns what stopped since the last call."""
+
+    def movable(self, kind: str) -> list[Tensor]:
+        """The tensors of one kind, "weights" (beyond `flat`, which the executor owns) or "kv", that
+        may leave the device while the engine stands still."""
+
+    def close(self) -> None:
+        """Give back processes, sockets and memory."""

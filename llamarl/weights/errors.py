@@ -1,0 +1,16 @@
+"""What can go wrong between the two ends of a publish. Invariant: importable without torch, and
+picklable."""
+
+from __future__ import annotations
+
+
+class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
+    """What lies in a generator's memory is not what was written; ends the run."""
+
+
+class StaleVersion(RuntimeError):  # noqa: N818 - names what was found
+    """The source no longer holds the version it was asked to write; the target takes a newer one."""
+
+
+class TargetLost(RuntimeError):  # noqa: N818 - an outcome more than an error
+    """A source cannot reach a replica's memory; only that replica is given up."""
