@@ -15,23 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl import checkpoint
+from llamarl.canary import Canary
 from llamarl.config import Config
 from llamarl.data.backlog import Backlog
 from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
+from llamarl.placement import Placement
 from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
 from llamarl.staleness import Gate
-from llamarl.types import (
-    REF_LOGPROBS,
-    Batch,
-    Fate,
-    FinishReason,
-    Group,
-    Purpose,
-    Request,
-)
+from llamarl.types import REF_LOGPROBS, Batch, Fate, FinishReason, Group, Purpose, Request
 from llamarl.weights.publish import Publisher
 
 
@@ -53,28 +47,35 @@ class Controller:
     trainer: Trainer
     storage: Storage
     publisher: Publisher
+    canary: Canary
+    placement: Placement
     evaluator: Evaluator | None
     journal: Journal
     spans: Spans
 
     async def run(self) -> None:
         """Train until version `num_steps` is live, evaluated and saved."""
-        await self.publisher.publish(self.gate.version)  # everybody starts on one policy
+        await self.placement.begin()
+        async with self.placement.turn("handover"):
+            await self.publisher.publish(self.gate.version)  # everybody starts on one policy
         async with asyncio.TaskGroup() as tasks:
             self._start = tasks.create_task
             self._evaluation = self._start(self._evaluate(self.gate.version))
             admitting = self._start(self._admit_stage())
             serving = [self._start(self._collect_stage()), self._start(self._score_stage())]
             serving += [self._start(self._infer_stage()), self._start(self._settle_stage())]
+            serving += [self._start(self.publisher.watch())]
             await self._train_stage()
             admitting.cancel()
-            await self.generator.abort(self.ledger.rows(Purpose.TRAIN))
+            await self.generator.abort(self.ledger.rows(Purpose.TRAIN, Purpose.CANARY))
             await self._evaluation
             for stage in serving:
                 stage.cancel()
-        await self.storage.retire(self.ledger.rows(Purpose.TRAIN), {"fate": "unused"})
+        unused = self.ledger.rows(Purpose.TRAIN, Purpose.CANARY)
+        await self.storage.retire(unused, {"fate": "unused"})
         if self.config.checkpoint.export:
-            await self.trainer.export(f"{self.run_dir}/export")
+            async with self.placement.turn("train"):
+                await self.trainer.export(f"{self.run_dir}/export")
 
     async def _admit_stage(self) -> None:
         """Prompts enter when the trainer is close enough behind."""
@@ -144,26 +145,34 @@ class Controller:
         for version in range(self.gate.version, self.config.num_steps):
             oldest = self.gate.oldest_version(version)
             groups: list[Group] = []
-            while missing := self.config.trainer.groups_per_step - len(groups):
-                with self.spans.span("batch", "wait"):
-                    part_size = min(self.config.trainer.groups_per_part or missing, missing)
-                    part = await self.gate.take(part_size, missing)
-                await self.trainer.accumulate(self.make_batch(part, version, oldest))
-                groups += part
-            await publishing  # the weights change next, so their copies must have ended
-            stats = await self.trainer.step()
-            await self.journal.step(stats, groups)
-            fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
-            await self._retire(groups, fate)
-            if self._is_due(self.config.checkpoint.every_steps, stats.version):
-                await self._save(stats.version)
+            async with self.placement.turn("train", self._wait_for_batch):
+                while missing := self.config.trainer.groups_per_step - len(groups):
+                    with self.spans.span("batch", "wait"):
+                        part_size = min(self.config.trainer.groups_per_part or missing, missing)
+                        part = await self.gate.take(part_size, missing)
+                    await self.trainer.accumulate(self.make_batch(part, version, oldest))
+                    groups += part
+                canary = await self.canary.check(version)
+                stats = await self.trainer.step()  # copies under way go on from a snapshot
+                await self.journal.step(replace(stats, scalars=stats.scalars | canary), groups)
+                fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
+                await self._retire(groups, fate)
+                if self._is_due(self.config.checkpoint.every_steps, stats.version):
+                    await self._save(stats.version)
+            await publishing
             publishing = self._start(self._publish(stats.version))
         await publishing
+
+    async def _wait_for_batch(self) -> None:
+        """Until the generators can do without their device: nothing is evaluated, all is written."""
+        await self._evaluation
+        await self.gate.wait_for(self.config.trainer.groups_per_step)
 
     async def _publish(self, version: int) -> None:
         """Give `version` to the generators, after the evaluation that needs the one before."""
         await self._evaluation
-        stats = await self.publisher.publish(version)
+        async with self.placement.turn("handover"):
+            stats = await self.publisher.publish(version)
         self.journal.publish(stats.seconds)
         await self.gate.publish(version)
         if self._is_due(self.config.evaluation.every_steps, version):

@@ -69,6 +69,13 @@ class Dispatch:
             shares.setdefault(index, []).extend(group)
         await asyncio.gather(*(self._hand_over(index, share) for index, share in shares.items()))
 
+    async def submit_to(self, index: int, requests: list[Request]) -> None:
+        """Queue requests on this very replica; nothing happens if it is lost."""
+        if index in self.replicas:
+            for request in requests:
+                self.replicas[index].hold(request)
+            await self._hand_over(index, requests)
+
     async def _hand_over(self, index: int, requests: list[Request]) -> None:
         """One call for all that goes to a replica."""
         if index not in self._collectors:

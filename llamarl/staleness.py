@@ -123,6 +123,11 @@ class Gate:
                 "the reward gives no signal on these prompts; check reward, prompts and checkpoint"
             )
 
+    async def wait_for(self, count: int) -> None:
+        """Sleep until `take` could give `count` groups at once."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._takeable(count)) >= count)
+
     async def take(self, at_least: int, at_most: int) -> list[Group]:
         """The next groups to train on, in admission order; waits until `at_least` are settled.
 

@@ -52,7 +52,10 @@ def loop_stages(has_reference: bool) -> dict[str, Stage]:
     """The stages of the RL loop. Scoring and the reference are independent of each other."""
     written, scored = frozenset({RESPONSE_IDS}), frozenset({RESPONSE_IDS, REWARD})
     train = frozenset({Purpose.TRAIN})
-    table = {"score": Stage(needs=written), "settle": Stage(needs=scored, purposes=train)}
+    table = {
+        "score": Stage(needs=written, purposes=train | {Purpose.EVALUATE}),
+        "settle": Stage(needs=scored, purposes=train),
+    }
     if has_reference:
         table["infer"] = Stage(needs=written, purposes=train)
         table["settle"] = Stage(needs=scored | {REF_LOGPROBS}, purposes=train)
@@ -73,9 +76,9 @@ class Ledger:
         self._changed: dict[str, asyncio.Event] = {name: asyncio.Event() for name in stages}
         self._waiters: dict[int, list[tuple[str, asyncio.Future[None]]]] = {}
 
-    def rows(self, purpose: Purpose) -> list[int]:
-        """Ids of the open rows of this purpose, oldest first."""
-        return [r for r, entry in self.entries.items() if entry.request.purpose is purpose]
+    def rows(self, *purposes: Purpose) -> list[int]:
+        """Ids of the open rows of these purposes, oldest first."""
+        return [r for r, entry in self.entries.items() if entry.request.purpose in purposes]
 
     def add(self, request: Request, prompt: Prompt, group: Group | None = None) -> None:
         """Open the entry of a row. ValueError if the row id is in use."""
