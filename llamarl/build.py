@@ -1,8 +1,7 @@
 """From a config to the objects of a run: the only wiring.
 
-Owns: which object gets which, and every check that needs two of them. Does not own: what a run does
-with them (`jobs.py`). Invariant: `read_inputs` finds whatever can be known to be wrong before any
-process starts.
+Owns: which object gets which. Does not own: what a run does
+with them (`jobs.py`). Invariant: nothing here computes; it only says who gets what.
 """
 
 from __future__ import annotations
@@ -15,26 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.algorithms.verdict import judge
+from llamarl.canary import Canary
 from llamarl.cluster import Cluster, ExecutorGroup
 from llamarl.config import Config
-from llamarl.config.check import require
 from llamarl.controller import Controller
 from llamarl.data.backlog import Backlog
 from llamarl.data.batch import make_batch
-from llamarl.data.prompts import PromptStream, read_prompts
-from llamarl.data.requests import make_requests, read_lengths
-from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from llamarl.data.prompts import PromptStream
+from llamarl.data.requests import make_requests
 from llamarl.dispatch import Dispatch
 from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.experience.store import Store
+from llamarl.inputs import Inputs, evaluation_sampling, train_sampling
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import Architecture
-from llamarl.models.inventory import check_checkpoint
-from llamarl.rewards.functions import check_answers, check_rewards
+from llamarl.placement import Colocated, Disaggregated, Placement
 from llamarl.staleness import Gate
-from llamarl.types import Prompt, Sampling
 from llamarl.weights.publish import Publisher
 
 # By name: this process never loads torch, which would cost every start two seconds.
@@ -45,77 +41,6 @@ EXECUTORS = {
     "scorer": "llamarl.executors.scorer:ScorerExecutor",
     "storage": "llamarl.executors.storage:StorageExecutor",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute."""
-
-    checkpoint: str
-    tokenizer_folder: str
-    architecture: Architecture
-    tokenizer: Tokenizer
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-    task_source: str | None
-    replay_lengths: list[int]
-
-
-def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
-    """Read and check checkpoint, tokenizer, prompts and task.py; ValueError says what to change."""
-    checkpoint = _resolve(config, config.model.checkpoint)
-    tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
-    architecture = check_checkpoint(checkpoint)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    check_tokenizer(tokenizer, architecture.vocab_size)
-    task_source = _task_source(config)
-    check_rewards(config.reward, task_source)
-    prompts, held_out = [], []
-    if needs_prompts:
-        prompts = _read_prompts(config, config.data.prompts, tokenizer)
-    if config.data.held_out is not None:
-        held_out = _read_prompts(config, config.data.held_out, tokenizer)
-        held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
-    _check_lengths(config, architecture, prompts, held_out)
-    return Inputs(
-        checkpoint=checkpoint,
-        tokenizer_folder=tokenizer_folder,
-        architecture=architecture,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        held_out=held_out,
-        task_source=task_source,
-        replay_lengths=_replay_lengths(config),
-    )
-
-
-def train_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """How training rollouts are drawn."""
-    return Sampling(
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-        max_tokens=config.sampling.max_tokens,
-        stop_token_ids=stop_token_ids(inputs),
-        stop_strings=tuple(config.sampling.stop_strings),
-    )
-
-
-def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """How held-out rollouts are drawn."""
-    return Sampling(
-        temperature=config.evaluation.temperature,
-        top_p=config.evaluation.top_p,
-        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
-        stop_token_ids=stop_token_ids(inputs),
-        stop_strings=tuple(config.sampling.stop_strings),
-    )
-
-
-def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's ids and those of the model's config."""
-    ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
-    return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +81,17 @@ async def spawn_executors(
         "task_source": inputs.task_source,
         "storage": storage,
     }
+    shared = {
+        "weights": config.weights,
+        "placement": config.placement,
+        "storage": storage,
+        "run_dir": run_dir,
+        "rdma": make_rdma() if config.weights.transport == "rdma" else None,
+    }
     spawns = [cluster.spawn("scorer", EXECUTORS["scorer"], scorer_kwargs)]
-    spawns += [_spawn_generator(config, inputs, cluster, storage, i, not trains) for i in replicas]
+    spawns += [_spawn_generator(config, inputs, cluster, shared, i, not trains) for i in replicas]
     if trains:
-        spawns.append(_spawn_trainer(config, inputs, cluster, storage, run_dir))
+        spawns.append(_spawn_trainer(config, inputs, cluster, shared))
     if trains and config.algorithm.kl_coefficient > 0:
         spawns.append(_spawn_reference(config, inputs, cluster, storage))
     scorer, *others = await asyncio.gather(*spawns)
@@ -189,20 +121,38 @@ def build_controller(
     assert executors.trainer is not None
     generators = {index: group.first for index, group in executors.generators.items()}
     dispatch = Dispatch(generators, executors.storage)
+    ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
+    gate = _gate(config, state)
+    canary = Canary(
+        dispatch=dispatch,
+        ledger=ledger,
+        storage=executors.storage,
+        trainer=executors.trainer.first,
+        allocate_rows=gate.allocate_rows,
+        prompts=inputs.prompts,
+        sampling=train_sampling(config, inputs),
+        seed=config.seed,
+    )
+
+    def flipped(replica: int, version: int) -> None:
+        dispatch.flipped(replica, version)
+        canary.flipped(replica, version)
+
     publisher = Publisher(
         executors.trainer.every,
         {index: group.every for index, group in executors.generators.items()},
         spans,
-        timeout_s=config.weights.timeout_s,
-        on_flip=dispatch.flipped,
+        config.weights,
+        generator_device=config.generator.device,
+        rendezvous_folder=run_dir,
+        on_flip=flipped,
         on_lost=dispatch.lost,
     )
-    ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
     controller = Controller(
         config=config,
         run_dir=run_dir,
         prompts=make_backlog(config, inputs, state),
-        gate=_gate(config, state),
+        gate=gate,
         ledger=ledger,
         make_requests=partial(
             make_requests,
@@ -223,6 +173,8 @@ def build_controller(
         trainer=executors.trainer.first,
         storage=executors.storage,
         publisher=publisher,
+        canary=canary,
+        placement=_placement(config, executors, spans),
         evaluator=build_evaluator(config, inputs, executors, dispatch, ledger),
         journal=journal,
         spans=spans,
@@ -246,25 +198,39 @@ def build_evaluator(
     )
 
 
+def _placement(config: Config, executors: Executors, spans: Spans) -> Placement:
+    if not config.placement.colocated:
+        return Disaggregated()
+    assert executors.trainer is not None
+    generators = {index: group.first for index, group in executors.generators.items()}
+    return Colocated(executors.trainer.first, generators, spans)
+
+
 async def _spawn_generator(
-    config: Config, inputs: Inputs, cluster: Cluster, storage: Store, index: int, loads: bool
+    config: Config,
+    inputs: Inputs,
+    cluster: Cluster,
+    shared: dict[str, Any],
+    index: int,
+    loads: bool,
 ) -> ExecutorGroup:
     kwargs = {
         "replica": index,
         "checkpoint": inputs.checkpoint,
         "load_weights": loads,
         "config": config.generator,
-        "storage": storage,
         "tokenizer": inputs.tokenizer_folder,
         "run_id": str(os.getpid()),
+        **shared,
     }
-    return await cluster.spawn(f"generator-{index}", EXECUTORS["generator"], kwargs)
+    num_ranks = config.generator.num_ranks
+    return await cluster.spawn(f"generator-{index}", EXECUTORS["generator"], kwargs, num_ranks)
 
 
 async def _spawn_trainer(
-    config: Config, inputs: Inputs, cluster: Cluster, storage: Store, run_dir: str
+    config: Config, inputs: Inputs, cluster: Cluster, shared: dict[str, Any]
 ) -> ExecutorGroup:
-    rendezvous = Path(run_dir) / f".rendezvous-{os.getpid()}"
+    rendezvous = Path(shared["run_dir"]) / f".rendezvous-{os.getpid()}"
     rendezvous.unlink(missing_ok=True)
     kwargs = {
         "checkpoint": inputs.checkpoint,
@@ -275,8 +241,8 @@ async def _spawn_trainer(
         "sampling": config.sampling,
         "num_steps": config.num_steps,
         "seed": config.seed,
-        "storage": storage,
         "needs_reference": config.algorithm.kl_coefficient > 0,
+        **shared,
     }
     return await cluster.spawn("trainer", EXECUTORS["trainer"], kwargs, config.trainer.num_ranks)
 
@@ -316,57 +282,3 @@ def make_backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backl
     )
     first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
     return Backlog(stream, inputs.prompts, first, digest=state.get("prompts"))
-
-
-def _resolve(config: Config, path: str) -> str:
-    return os.path.abspath(Path(config.recipe_dir, path))
-
-
-def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Prompt]:
-    resolved = _resolve(config, path)
-    prompts = read_prompts(resolved, config.data, tokenizer)
-    check_answers(config.reward, prompts, resolved)
-    return prompts
-
-
-def _replay_lengths(config: Config) -> list[int]:
-    if config.sampling.replay_lengths is None:
-        return []
-    path = _resolve(config, config.sampling.replay_lengths)
-    return read_lengths(path, config.sampling.max_tokens)
-
-
-def _task_source(config: Config) -> str | None:
-    if "task" not in config.reward.functions:
-        return None
-    path = Path(config.recipe_dir) / "task.py"
-    require(path.is_file(), "reward.functions", f"not name task without a {path}", "task")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
-
-
-def _check_lengths(
-    config: Config, architecture: Architecture, prompts: list[Prompt], held_out: list[Prompt]
-) -> None:
-    context = config.generator.max_context_tokens
-    positions = architecture.max_positions
-    require(
-        context <= positions,
-        "generator.max_context_tokens",
-        f"be at most the checkpoint's {positions} positions",
-        context,
-    )
-    for name, some, max_tokens in (
-        ("sampling", prompts, config.sampling.max_tokens),
-        ("evaluation", held_out, config.evaluation.max_tokens or config.sampling.max_tokens),
-    ):
-        longest = max((len(prompt.token_ids) for prompt in some), default=0)
-        require(
-            longest + max_tokens <= context,
-            f"{name}.max_tokens",
-            f"leave room for the longest prompt ({longest} tokens) in "
-            f"generator.max_context_tokens ({context})",
-            max_tokens,
-        )

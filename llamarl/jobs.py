@@ -24,11 +24,9 @@ from rich.console import Console
 from llamarl import checkpoint
 from llamarl.build import (
     Executors,
-    Inputs,
     build_controller,
     build_evaluator,
     make_backlog,
-    read_inputs,
     spawn_executors,
 )
 from llamarl.cluster import Cluster, make_cluster
@@ -38,6 +36,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.dispatch import Dispatch
 from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.inputs import Inputs, read_inputs
 from llamarl.metrics.aggregate import LiveWaits, SpanTails
 from llamarl.metrics.console import Progress, render_summary, shorten
 from llamarl.metrics.flat import flatten
@@ -113,6 +112,7 @@ async def _train(
                 await _until_lost(controller.run(), executors)
             finally:
                 await dispatch.close()
+                await publisher.close()
                 spans.close()
             progress.phase("stopping the executors")
     summary = summarize(run_dir)

@@ -245,11 +245,16 @@ class Config:
             f"be below num_steps ({self.num_steps})",
             self.trainer.warmup_steps,
         )
+        self._check_processes()
+        self._check_memory()
+
+    def _check_processes(self) -> None:
+        """What cannot run with all executors in one process."""
         require(
-            not self.placement.colocated or self.trainer.groups_per_part == 0,
-            "trainer.groups_per_part",
-            "be 0 with placement.colocated (a turn trains a whole batch)",
-            self.trainer.groups_per_part,
+            self.cluster.backend != "inline" or self.trainer.num_ranks == 1,
+            "trainer.num_ranks",
+            "be 1 with cluster.backend=inline",
+            self.trainer.num_ranks,
         )
         require(
             self.cluster.backend != "inline" or self.generator.num_ranks == 1,
@@ -263,9 +268,29 @@ class Config:
             "be shared_memory with cluster.backend=inline (one process cannot meet itself)",
             self.weights.transport,
         )
+
+    def _check_memory(self) -> None:
+        """Devices, transports and shadows that do not go together."""
+        devices = {self.generator.device, self.trainer.device}
+        cuda_only = self.weights.transport == "cuda_ipc" or self.placement.offload == "pinned"
         require(
-            self.cluster.backend != "inline" or self.trainer.num_ranks == 1,
-            "trainer.num_ranks",
-            "be 1 with cluster.backend=inline",
-            self.trainer.num_ranks,
+            not cuda_only or devices == {"cuda"},
+            "generator.device and trainer.device",
+            "be cuda with weights.transport=cuda_ipc or placement.offload=pinned",
+            f"{self.generator.device} and {self.trainer.device}",
+        )
+        require(
+            self.weights.transport != "shared_memory"
+            or self.generator.device == "cpu"
+            or self.weights.shadow == "host",
+            "weights.shadow",
+            "be host with weights.transport=shared_memory and generator.device=cuda (a GPU's "
+            "memory is reached by cuda_ipc)",
+            self.weights.shadow,
+        )
+        require(
+            self.weights.shadow != "bucket" or self.generator.quantization == "none",
+            "weights.shadow",
+            "be full or host with generator.quantization (quantising needs whole weights)",
+            self.weights.shadow,
         )

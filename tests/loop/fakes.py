@@ -23,7 +23,8 @@ from llamarl.types import (
     StepStats,
     VersionSpan,
 )
-from llamarl.weights.layout import Box, Copy, Offer, ParameterLayout, RankLayout
+from llamarl.weights.errors import StaleVersion
+from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout, Route
 
 
 class FakeStorage:
@@ -44,12 +45,40 @@ class FakeStorage:
             self.fates[row_id] = dict(fate)
 
 
-class FakeReplica:
+class FakeTenant:
+    """Remembers which kinds are on the device, and whose they are."""
+
+    kinds: tuple[str, ...]
+    move_s = 0.02
+
+    def __init__(self) -> None:
+        self.here = set(self.kinds)
+        self.returned = asyncio.Event()
+        self.returned.set()
+
+    async def leave(self, kinds: list[str]) -> None:
+        self.returned.clear()
+        self.here -= set(kinds)
+        await asyncio.sleep(self.move_s)
+
+    async def prefetch(self, kinds: list[str]) -> None:
+        assert set(kinds) <= set(self.kinds)
+
+    async def enter(self, kinds: list[str]) -> None:
+        await asyncio.sleep(self.move_s)
+        self.here |= set(kinds)
+        if self.here == set(self.kinds):
+            self.returned.set()
+
+
+class FakeReplica(FakeTenant):
     """Writes `length(request)` tokens at `token_s` each, `max_running` rollouts at a time.
 
-    It is a Generator and a Receiver: a flip takes effect at the next token, so long rollouts carry
-    several versions.
+    It is a Generator, a Receiver and, for the other replicas of its host, a Sender: a flip takes
+    effect at the next token, so long rollouts carry several versions.
     """
+
+    kinds = ("weights", "kv")
 
     def __init__(
         self,
@@ -61,6 +90,7 @@ class FakeReplica:
         dies_at_s: float | None = None,
         flip_s: float = 0.0,
     ) -> None:
+        super().__init__()
         self.index, self.version, self.token_s, self.flip_s = index, -1, token_s, flip_s
         self.dies_at_s = dies_at_s
         self._length = length
@@ -109,6 +139,7 @@ class FakeReplica:
             self.started.append((request, self.version))
             room = request.segment_tokens or total
             for _ in range(min(room, total - len(versions))):
+                await self.returned.wait()
                 versions.append(self.version)
                 await asyncio.sleep(self.token_s)
         is_cut = len(versions) < total
@@ -127,17 +158,29 @@ class FakeReplica:
     async def target_layout(self) -> list[RankLayout]:
         return [one_parameter(0)]
 
-    async def offer(self, version: int) -> list[Offer]:
+    async def connect_source(self, route: Route) -> list[None]:
         self._check_alive()
-        return [
-            Offer(version=version, replica=self.index, rank=0, host="h", segment="", num_bytes=4)
-        ]
+        return [None]
 
-    async def fingerprint(self, version: int) -> list[dict[str, int]]:
+    async def offer(self, version: int, part: int) -> list[Offer]:
+        self._check_alive()
+        assert version > self.version
+        offer = Offer(
+            version=version,
+            part=part,
+            replica=self.index,
+            rank=0,
+            host="h",
+            address="",
+            num_bytes=4,
+        )
+        return [offer]
+
+    async def fingerprint(self, version: int, part: int) -> list[dict[str, int]]:
         self._check_alive()
         return [{"w": version}]
 
-    async def flip(self, version: int) -> list[int]:
+    async def flip(self, version: int, part: int) -> list[int]:
         self._check_alive()
         await asyncio.sleep(self.flip_s)
         async with self._flipped:
@@ -147,6 +190,19 @@ class FakeReplica:
 
     async def discard(self, version: int) -> list[None]:
         return [None]
+
+    async def source_layout(self) -> list[RankLayout]:
+        return [one_parameter(0)]
+
+    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
+        self._check_alive()
+        return [None]
+
+    async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
+        self._check_alive()
+        if version != self.version:
+            raise StaleVersion(f"{version} is not {self.version}")
+        return [{"w": version}]
 
 
 PARTIALS: dict[int, list[int]] = {}  # what storage would hold: any replica may resume it
@@ -162,7 +218,7 @@ def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
 def one_parameter(rank: int) -> RankLayout:
     box = Box(start=(0,), stop=(1,), buffer="w", offset=0, strides=(1,))
     layout = ParameterLayout(shape=(1,), dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host="h", parameters={"w": layout})
+    return RankLayout(rank=rank, host="h", parameters={"w": layout}, parts=(("w",),))
 
 
 @dataclass
@@ -189,17 +245,29 @@ class FakeScorer:
 
 
 @dataclass
-class FakeTrainer:
-    """Records every batch; it is a Trainer and a Sender. `part_starts` are virtual times."""
+class FakeTrainer(FakeTenant):
+    """Records every batch; it is a Trainer and a Sender. `part_starts` are virtual times.
+
+    Like the real one it can still write the version before its present one, from a snapshot.
+    """
 
     step_s: float = 0.1
+    write_s: float = 0.01
     version: int = 0
     batches: list[Batch] = field(default_factory=list)
     part_starts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     fails_at: int = -1
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    inferred: list[tuple[int, int]] = field(default_factory=list)
+    difference: Callable[[int], float] = lambda row_id: 1e-6
+    kinds = ("weights", "state")
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     async def accumulate(self, batch: Batch) -> None:
         assert batch.version == self.version
+        assert self.returned.is_set(), "trained away from the device"
         self.part_starts[batch.version].append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.step_s)
         self.batches.append(batch)
@@ -220,14 +288,20 @@ class FakeTrainer:
     async def source_layout(self) -> list[RankLayout]:
         return [one_parameter(0)]
 
-    async def connect(self, replica: int, copies: list[Copy]) -> list[None]:
+    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
         return [None]
 
     async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
-        assert version == self.version, "the weights changed before their copy ended"
-        await asyncio.sleep(0.01)
-        assert version == self.version, "the weights changed while they were copied"
+        for pause_s in (self.write_s, 0.0):
+            if version not in (self.version, self.version - 1):
+                raise StaleVersion(f"version {version} is gone")
+            await asyncio.sleep(pause_s)
+        self.writes.append((version, offers[0].replica))
         return [{"w": version}]
+
+    async def infer(self, row_ids: list[int]) -> list[float]:
+        self.inferred += [(self.version, row_id) for row_id in row_ids]
+        return [self.difference(row_id) for row_id in row_ids]
 
 
 class FakeJournal:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from llamarl.canary import Canary
+from llamarl.placement import Disaggregated, Placement
+
 from llamarl.algorithms.verdict import judge
 from llamarl.config import (
     AIPOConfig,
@@ -19,6 +22,7 @@ from llamarl.config import (
     EvaluationConfig,
     GeneratorConfig,
     ModelConfig,
+    PlacementConfig,
     RewardConfig,
     SamplingConfig,
     StalenessConfig,
@@ -78,6 +82,7 @@ class Loop:
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
     storage: FakeStorage = field(default_factory=FakeStorage)
     journal: FakeJournal = field(default_factory=FakeJournal)
+    placement: Placement = field(default_factory=Disaggregated)
 
     def config(self) -> Config:
         return Config(
@@ -91,6 +96,7 @@ class Loop:
                 groups_per_step=self.groups_per_step, groups_per_part=self.groups_per_part
             ),
             weights=WeightsConfig(),
+            placement=PlacementConfig(),
             cluster=ClusterConfig(),
             sampling=SamplingConfig(rollouts_per_prompt=self.rollouts_per_prompt),
             staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
@@ -106,14 +112,6 @@ class Loop:
             replica.written = self.written
         spans = Spans("controller", None)
         dispatch = Dispatch(dict(replicas), self.storage)
-        publisher = Publisher(
-            self.trainer,
-            dict(replicas),
-            spans,
-            timeout_s=60.0,
-            on_flip=dispatch.flipped,
-            on_lost=dispatch.lost,
-        )
         ledger = Ledger(loop_stages(has_reference=False))
         self.gate = Gate(
             max_staleness=self.max_staleness,
@@ -121,6 +119,31 @@ class Loop:
             rollouts_per_group=self.rollouts_per_prompt,
             late=self.late,
             max_drops_in_row=self.max_drops_in_row,
+        )
+        self.canary = Canary(
+            dispatch=dispatch,
+            ledger=ledger,
+            storage=self.storage,
+            trainer=self.trainer,
+            allocate_rows=self.gate.allocate_rows,
+            prompts=[Prompt(prompt_id=0, text="", token_ids=(1, 2))],
+            sampling=sampling,
+            seed=0,
+        )
+
+        def flipped(replica: int, version: int) -> None:
+            dispatch.flipped(replica, version)
+            self.canary.flipped(replica, version)
+
+        publisher = Publisher(
+            self.trainer,
+            dict(replicas),
+            spans,
+            config.weights,
+            generator_device="cpu",
+            rendezvous_folder=str(run_dir),
+            on_flip=flipped,
+            on_lost=dispatch.lost,
         )
         held_out = [
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
@@ -142,6 +165,8 @@ class Loop:
             trainer=self.trainer,
             storage=self.storage,
             publisher=publisher,
+            canary=self.canary,
+            placement=self.placement,
             evaluator=Evaluator(
                 prompts=held_out,
                 sampling=sampling,
@@ -160,6 +185,7 @@ class Loop:
             await controller.run()
         finally:
             await dispatch.close()
+            await publisher.close()
 
     def staleness(self) -> list[int]:
         """Staleness of every trained token, from what the replicas wrote."""

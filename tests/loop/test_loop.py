@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.dispatch import Dispatch
+from llamarl.metrics.span import Spans
+from llamarl.placement import Colocated
 from llamarl.types import Request, Sampling
 from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
@@ -167,7 +169,7 @@ def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() ->
         slow = FakeReplica(0, length=lambda request: 1, token_s=5.0)
         replicas = {0: slow, 1: FakeReplica(1, length=lambda request: 1)}
         for replica in replicas.values():
-            await replica.flip(0)
+            await replica.flip(0, 0)
         dispatch = Dispatch(dict(replicas), FakeStorage())
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
@@ -190,3 +192,87 @@ def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> No
     assert fates["evaluated"] == 4 * 25
     trained = {row.row_id for batch in loop.trainer.batches for row in batch.rows}
     assert all(loop.storage.fates[row_id]["fate"] == "trained" for row_id in trained)
+
+
+def test_a_replica_that_flips_slowly_holds_nobody_and_follows_with_the_newest(
+    tmp_path: Path,
+) -> None:
+    async def duration_s(flip_s: float) -> tuple[float, int]:
+        replicas = {
+            i: FakeReplica(i, length=lambda request: 4, flip_s=flip_s if i == 2 else 0.0)
+            for i in range(3)
+        }
+        flips = []
+        loop = Loop(num_steps=100, max_staleness=2, replicas=replicas)
+        slow_flip = replicas[2].flip
+
+        async def flip(version: int, part: int) -> list[int]:
+            flips.append(version)
+            return await slow_flip(version, part)
+
+        replicas[2].flip = flip  # type: ignore[method-assign]
+        start_s = asyncio.get_running_loop().time()
+        await loop.run(tmp_path)
+        assert max(loop.staleness()) <= 2
+        assert flips == sorted(set(flips))
+        return asyncio.get_running_loop().time() - start_s, len(flips)
+
+    usual_s, num_flips = run(duration_s(0.0))
+    slow_s, num_slow_flips = run(duration_s(10.0))
+    # The first version, everybody's start, is worth the grace; later ones cost nobody.
+    assert slow_s < usual_s + 100 * 1.0 * 1.1
+    assert num_flips == 101
+    assert num_slow_flips < 30
+
+
+def test_a_replica_that_computes_something_else_is_named_within_a_few_steps(
+    tmp_path: Path,
+) -> None:
+    replicas = {i: FakeReplica(i, length=lambda request: 4) for i in range(2)}
+    loop = Loop(num_steps=50, replicas=replicas)
+
+    def difference(row_id: int) -> float:
+        row = loop.written[row_id]
+        is_wrong = row.replica == 1 and row.spans[0].version >= 10
+        return 3.0 if is_wrong else 1e-6
+
+    loop.trainer.difference = difference
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    assert "generator 1" in str(first_error(caught.value))
+    assert 10 <= loop.trainer.version <= 13
+    assert len(loop.trainer.inferred) > 10
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_colocated_executors_take_turns_and_train_the_same_groups(
+    max_staleness: int, tmp_path: Path
+) -> None:
+    def loop_of() -> Loop:
+        replicas = {i: FakeReplica(i, length=lambda request: 4) for i in range(2)}
+        return Loop(
+            num_steps=20,
+            max_staleness=max_staleness,
+            groups_per_part=2,
+            evaluate_every=5,
+            num_held_out=10,
+            replicas=replicas,
+        )
+
+    async def colocated() -> Loop:
+        loop = loop_of()
+        loop.placement = Colocated(loop.trainer, dict(loop.replicas), Spans("controller", None))
+        await loop.run(tmp_path)
+        assert [evaluation.version for evaluation in loop.journal.evaluations] == [0, 5, 10, 15, 20]
+        return loop
+
+    async def apart() -> Loop:
+        loop = loop_of()
+        await loop.run(tmp_path)
+        return loop
+
+    together = run(colocated())
+    assert together.trainer.version == 20
+    assert max(together.staleness()) <= max_staleness
+    order = [row.group_id for batch in together.trainer.batches for row in batch.rows]
+    assert order == [row.group_id for b in run(apart()).trainer.batches for row in b.rows]

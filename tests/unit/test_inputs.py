@@ -12,7 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from llamarl.build import make_backlog, read_inputs
+from llamarl.build import make_backlog
+from llamarl.inputs import read_inputs
 from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"

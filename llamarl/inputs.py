@@ -1,0 +1,150 @@
+"""What a run reads: checkpoint, tokenizer, prompts and task.py, checked.
+
+Owns: finding, reading and checking them, and how training and held-out rollouts are drawn. Does not
+own: objects of the run (`build.py`). Invariant: `read_inputs` finds whatever can be known to be
+wrong before any process starts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamarl.config import Config, VllmConfig
+from llamarl.config.check import require
+from llamarl.data.prompts import read_prompts
+from llamarl.data.requests import read_lengths
+from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from llamarl.generation.vllm.installed import check_installed
+from llamarl.models.architecture import Architecture
+from llamarl.models.inventory import check_checkpoint
+from llamarl.rewards.functions import check_answers, check_rewards
+from llamarl.types import Prompt, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute."""
+
+    checkpoint: str
+    tokenizer_folder: str
+    architecture: Architecture
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    task_source: str | None
+    replay_lengths: list[int]
+
+
+def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
+    """Read and check checkpoint, tokenizer, prompts and task.py; ValueError says what to change."""
+    if isinstance(config.generator, VllmConfig):
+        check_installed()
+    checkpoint = _resolve(config, config.model.checkpoint)
+    tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
+    architecture = check_checkpoint(checkpoint)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    check_tokenizer(tokenizer, architecture.vocab_size)
+    task_source = _task_source(config)
+    check_rewards(config.reward, task_source)
+    prompts, held_out = [], []
+    if needs_prompts:
+        prompts = _read_prompts(config, config.data.prompts, tokenizer)
+    if config.data.held_out is not None:
+        held_out = _read_prompts(config, config.data.held_out, tokenizer)
+        held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
+    _check_lengths(config, architecture, prompts, held_out)
+    return Inputs(
+        checkpoint=checkpoint,
+        tokenizer_folder=tokenizer_folder,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        task_source=task_source,
+        replay_lengths=_replay_lengths(config),
+    )
+
+
+def train_sampling(config: Config, inputs: Inputs) -> Sampling:
+    """How training rollouts are drawn."""
+    return Sampling(
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        max_tokens=config.sampling.max_tokens,
+        stop_token_ids=stop_token_ids(inputs),
+        stop_strings=tuple(config.sampling.stop_strings),
+    )
+
+
+def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
+    """How held-out rollouts are drawn."""
+    return Sampling(
+        temperature=config.evaluation.temperature,
+        top_p=config.evaluation.top_p,
+        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+        stop_token_ids=stop_token_ids(inputs),
+        stop_strings=tuple(config.sampling.stop_strings),
+    )
+
+
+def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's ids and those of the model's config."""
+    ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
+    return tuple(dict.fromkeys(ids))
+
+
+def _resolve(config: Config, path: str) -> str:
+    return os.path.abspath(Path(config.recipe_dir, path))
+
+
+def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Prompt]:
+    resolved = _resolve(config, path)
+    prompts = read_prompts(resolved, config.data, tokenizer)
+    check_answers(config.reward, prompts, resolved)
+    return prompts
+
+
+def _replay_lengths(config: Config) -> list[int]:
+    if config.sampling.replay_lengths is None:
+        return []
+    path = _resolve(config, config.sampling.replay_lengths)
+    return read_lengths(path, config.sampling.max_tokens)
+
+
+def _task_source(config: Config) -> str | None:
+    if "task" not in config.reward.functions:
+        return None
+    path = Path(config.recipe_dir) / "task.py"
+    require(path.is_file(), "reward.functions", f"not name task without a {path}", "task")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
+
+
+def _check_lengths(
+    config: Config, architecture: Architecture, prompts: list[Prompt], held_out: list[Prompt]
+) -> None:
+    context = config.generator.max_context_tokens
+    positions = architecture.max_positions
+    require(
+        context <= positions,
+        "generator.max_context_tokens",
+        f"be at most the checkpoint's {positions} positions",
+        context,
+    )
+    for name, some, max_tokens in (
+        ("sampling", prompts, config.sampling.max_tokens),
+        ("evaluation", held_out, config.evaluation.max_tokens or config.sampling.max_tokens),
+    ):
+        longest = max((len(prompt.token_ids) for prompt in some), default=0)
+        require(
+            longest + max_tokens <= context,
+            f"{name}.max_tokens",
+            f"leave room for the longest prompt ({longest} tokens) in "
+            f"generator.max_context_tokens ({context})",
+            max_tokens,
+        )
