@@ -1,0 +1,146 @@
+"""Offloaded memory: what comes back, and what the kernel has meanwhile."""
+
+import mmap
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from llamarl.executors.offload import Offload
+from llamarl.weights.shared_memory import Segment
+
+PAGE = mmap.PAGESIZE
+
+
+def resident_bytes():
+    """Private and shared memory of this process, file pages left out."""
+    with open("/proc/self/status") as status:
+        lines = [line.split() for line in status if line.startswith(("RssAnon", "RssShmem"))]
+    return sum(int(words[1]) * 1024 for words in lines)
+
+
+def filled(num_elements, dtype=torch.float32):
+    return torch.arange(num_elements).to(dtype) + 1
+
+
+@pytest.fixture
+def offload(tmp_path):
+    offload = Offload("file", str(tmp_path), "trainer-0")
+    yield offload
+    offload.close()
+
+
+def test_private_and_shared_memory_come_back_bit_for_bit_at_their_addresses(offload, tmp_path):
+    segment = Segment.create("arena", 24 << 20)
+    shared = segment.tensor(torch.float32)
+    shared.copy_(filled(len(shared)))
+    private = filled(6 << 20)
+    tensors = [private, private[100:].view(-1, 4), shared[: 5 << 20], shared[1 << 20 :]]
+    tensors += [filled(7), filled(3 * PAGE // 2, torch.bfloat16), torch.empty(0)]
+    expected = [tensor.clone() for tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    own_bytes = 4 * len(private) + (24 << 20) + 7 * 4 + 3 * PAGE  # the views add nothing
+    for _ in range(2):
+        before = resident_bytes()
+        assert offload.leave("weights", tensors) == own_bytes
+        assert before - resident_bytes() >= 0.99 * own_bytes
+        assert offload.leave("weights", tensors) == 0  # it has left
+        assert all(not tensor.any() for tensor in tensors)
+        offload.prefetch("weights")
+        assert offload.enter("weights") == own_bytes
+        assert offload.enter("weights") == 0
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
+        for tensor, want in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor, want)
+        tensors[0].mul_(3)  # a second round must not bring back the first one's bytes
+        expected = [tensor.clone() for tensor in tensors]
+    assert not list(tmp_path.iterdir())  # nothing to be left behind
+    segment.close()
+
+
+def test_names_leave_and_enter_independently_and_may_change_size(offload):
+    first, second = filled(5 * PAGE), filled(3 * PAGE)
+    want_first, want_second = first.clone(), second.clone()
+    offload.leave("weights", [first])
+    offload.leave("state", [second])
+    offload.enter("weights")
+    assert torch.equal(first, want_first)
+    assert not second.any()
+    offload.enter("state")
+    assert torch.equal(second, want_second)
+    offload.leave("state", [first, second])
+    offload.enter("state")
+    assert torch.equal(first, want_first)
+    assert torch.equal(second, want_second)
+
+
+def test_what_need_not_come_back_is_freed_unsaved_and_comes_back_as_zeros(offload, tmp_path):
+    tensor = filled(4 << 20)
+    small = filled(5)
+    before = resident_bytes()
+    assert offload.leave("kv", [tensor, small], keep=False) == (16 << 20) + 20
+    assert before - resident_bytes() >= 0.99 * (16 << 20)
+    assert not offload._files
+    offload.prefetch("kv")
+    offload.enter("kv")
+    assert not tensor.any()
+    assert not small.any()
+
+
+def test_none_moves_nothing(tmp_path):
+    offload = Offload("none", "/nonexistent", "generator-0")
+    tensor = filled(100)
+    assert offload.leave("kv", [tensor], keep=False) == offload.enter("kv") == 0
+    assert torch.equal(tensor, filled(100))
+
+
+def test_a_folder_in_memory_or_a_missing_one_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must be on a real filesystem, got /dev/shm on tmpfs"):
+        Offload("file", "/dev/shm", "trainer-0")
+    with pytest.raises(ValueError, match=r"must be a folder, got .*/missing"):
+        Offload("file", str(tmp_path / "missing"), "trainer-0")
+
+
+def test_pinned_memory_is_not_for_tensors_of_the_cpu(tmp_path):
+    with pytest.raises(ValueError, match="must be file or none for CPU memory, got pinned"):
+        Offload("pinned", str(tmp_path), "trainer-0").leave("state", [filled(9)])
+
+
+def test_memory_of_a_real_file_is_not_punched_full_of_holes(offload, tmp_path):
+    path = tmp_path / "precious"
+    path.write_bytes(b"x" * 8 * PAGE)
+    with path.open("r+b") as file:
+        tensor = torch.frombuffer(mmap.mmap(file.fileno(), 8 * PAGE), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"must be anonymous to be offloaded, got .*precious"):
+        offload.leave("weights", [tensor])
+    assert path.read_bytes() == b"x" * 8 * PAGE
+
+
+def test_a_full_disk_is_an_error_at_once_and_nothing_has_moved(tmp_path):
+    """In a process of its own: the limit on file sizes stands in for the end of the disk."""
+    program = f"""
+import resource, torch
+from llamarl.executors.offload import Offload
+offload = Offload("file", {str(tmp_path)!r}, "trainer-1")
+tensor = torch.arange(1 << 20)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+try:
+    offload.leave("state", [tensor])
+except ValueError as error:
+    assert torch.equal(tensor, torch.arange(1 << 20))
+    assert offload.enter("state") == 0
+    print(error, end="")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+offload.leave("state", [tensor])
+offload.enter("state")
+assert torch.equal(tensor, torch.arange(1 << 20))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=os.getcwd()
+    )
+    assert "\n" not in done.stdout
+    start = "placement.offload_folder must hold 8388608 bytes for trainer-1's state, got "
+    assert done.stdout.startswith(start), done.stdout
+    assert done.stdout.endswith("File too large"), done.stdout
