@@ -121,6 +121,10 @@ class Offload:
         self.seconds = time.monotonic() - start_s
         return left.num_bytes
 
+    def has_left(self, name: str) -> bool:
+        """True from `leave` to `enter`."""
+        return name in self._left
+
     def close(self) -> None:
         """Give back the disk space."""
         for fd in self._files.values():

@@ -1,7 +1,7 @@
 """One rank of the trainer.
 
-Owns: the way from a batch of row ids to a new version of this rank's shards, and the read access
-a publish has to them. Does not own: packing, losses, optimizer maths, weight transport.
+Owns: the way from a batch of row ids to a new version of this rank's shards, and what of them is
+on the device. Does not own: packing, passes, optimizer maths, weight transport.
 Invariant: the gradient of a step is the sum over its rows divided once by a number that every rank
 knows from metadata, so it depends neither on packing nor on the number of ranks; and the weights
 never change while a publish reads them.
@@ -11,22 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from llamarl.algorithms.losses import LossInputs, denominator, is_inert, policy_loss
+from llamarl.algorithms.losses import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
 from llamarl.algorithms.tally import Tally, statistics
-from llamarl.config import AlgorithmConfig, SamplingConfig, TrainerConfig
-from llamarl.data.micro_batch import column, micro_batch
+from llamarl.config import (
+    AlgorithmConfig,
+    PlacementConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
+from llamarl.executors.offload import Offload
+from llamarl.executors.passes import Passes
+from llamarl.executors.sending import Sending
 from llamarl.metrics.span import Spans
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import compute_device, join, leave
@@ -42,11 +49,9 @@ from llamarl.types import (
     Batch,
     BatchRow,
     Columns,
-    FinishReason,
     StepStats,
-    finish_reason,
 )
-from llamarl.weights.layout import Copy, Offer, RankLayout
+from llamarl.weights.layout import Offer, RankLayout, Route
 from llamarl.weights.shards import shard_boxes
 from llamarl.weights.shared_memory import this_host
 from llamarl.weights.writer import Writer
@@ -57,10 +62,12 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class TrainerExecutor:
-    """protocols.Trainer and protocols.Sender for one rank; calls are served in order of arrival.
+    """protocols.Trainer, Sender and Tenant for one rank; calls are served in order of arrival.
 
     `tokenizer` is the folder an export takes its tokenizer from (None: the checkpoint);
-    `rendezvous` is a file path that no earlier run used; `num_steps` ends the schedule.
+    `rendezvous` is a file path that no earlier run used; `num_steps` ends the schedule. `run_dir`
+    takes the offload files unless `placement` says otherwise; `rdma` is what the transport of that
+    name works with.
     """
 
     def __init__(
@@ -75,10 +82,14 @@ class TrainerExecutor:
         config: TrainerConfig,
         algorithm: AlgorithmConfig,
         sampling: SamplingConfig,
+        weights: WeightsConfig,
+        placement: PlacementConfig,
+        run_dir: str,
         num_steps: int,
         seed: int,
         storage: Storage,
         needs_reference: bool,
+        rdma: Any = None,
     ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
@@ -100,9 +111,10 @@ class TrainerExecutor:
         self._turn = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._version = 0
         self._rows: list[BatchRow] = []  # of the current step, on all ranks
-        self._tally = Tally()
-        self._num_reading = 0  # writes of a publish that read the weights now
-        self._stable = threading.Condition()  # held while the weights change
+        folder = placement.offload_folder or run_dir
+        kind = placement.offload if placement.colocated else "none"
+        self._offload = Offload(kind, folder, f"trainer-{rank}")
+        self._resources.callback(self._offload.close)
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
@@ -124,6 +136,7 @@ class TrainerExecutor:
         RuntimeError if the batch is meant for another version or its loss is not finite.
         """
         async with self._turn:
+            self._require_presence()
             if batch.version != self._version:
                 raise RuntimeError(f"batch for version {batch.version} came at {self._version}")
             micro_batches = self._plan(batch)
@@ -135,22 +148,25 @@ class TrainerExecutor:
             num_tokens = sum(row.num_tokens for row in rows)
             with self._spans.span("accumulate", version=self._version, tokens=num_tokens):
                 sizes = [len(positions) for positions in micro_batches]
-                logprobs = await self._compute.run(lambda: self._accumulate(rows, columns, sizes))
+                logprobs = await self._compute.run(
+                    lambda: self._passes.accumulate(self._version, rows, columns, sizes)
+                )
             if row_ids:
                 await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
             self._rows += batch.rows
             self._idle_since_ns = time.monotonic_ns()
 
     async def step(self) -> StepStats:
-        """Divide the summed gradients, clip, wait for writes that read the weights, update.
+        """Divide the summed gradients, clip, let writes that read the weights be, update.
 
         RuntimeError without a batch or if the gradient is not finite.
         """
         async with self._turn:
+            self._require_presence()
             if not self._rows:
                 raise RuntimeError("step must follow accumulate, got no batch")
             stats = await self._compute.run(self._update)
-            self._rows, self._tally = [], Tally()
+            self._rows, self._passes.tally = [], Tally()
             self._idle_since_ns = time.monotonic_ns()
             return stats
 
@@ -171,18 +187,49 @@ class TrainerExecutor:
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
-        return self._writer.layout()
+        return self._sending.layout()
 
-    async def connect(self, replica: int, copies: list[Copy]) -> None:
-        """Remember the copies that lead from this rank to `replica`."""
-        self._writer.connect(replica, copies)
+    async def connect_target(self, replica: int, route: Route | None) -> None:
+        """Remember the copies of `route` that lead from this rank to `replica`; see Sender."""
+        await asyncio.to_thread(self._sending.connect, replica, route)
 
     async def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
         """Write `version` into the offered memory beside the compute thread; see Sender.write.
 
-        RuntimeError if the weights are of another version.
+        StaleVersion if the weights are of another version or off the device.
         """
-        return await asyncio.to_thread(self._write, version, offers)
+        with self._spans.span("write", "publish", version=version):
+            return await asyncio.to_thread(self._sending.write, version, offers)
+
+    async def infer(self, row_ids: list[int]) -> list[float]:
+        """Largest |log pi - log mu| over each stored row's response; the same on all ranks.
+
+        Every rank needs the lengths of all rows, to know what the others run, so it reads them all:
+        it is meant for a few short rows.
+        """
+        if not row_ids:
+            return []
+        async with self._turn:
+            names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
+            columns = await self._storage.read(row_ids, names)
+            return await self._aside("infer", lambda: self._infer(columns))
+
+    async def leave(self, kinds: list[str]) -> None:
+        """Move "weights" or "state" off the device, once no write reads them; see Tenant."""
+        async with self._turn:
+            for kind in kinds:
+                await self._move("offload", kind, self._leave)
+
+    async def prefetch(self, kinds: list[str]) -> None:
+        """Start reading what has left."""
+        for kind in kinds:
+            self._offload.prefetch(kind)
+
+    async def enter(self, kinds: list[str]) -> None:
+        """Bring these kinds back."""
+        async with self._turn:
+            for kind in kinds:
+                await self._move("reload", kind, self._enter)
 
     def _build(self) -> None:
         device = compute_device(self._config.device, self._rank)
@@ -190,8 +237,13 @@ class TrainerExecutor:
         self._resources.callback(leave)
         self.policy = Policy(self._checkpoint, mesh, self._config, self._seed, self._tokenizer)
         self._device = torch.device(mesh.device_type)
-        self._writer = Writer(self._rank, this_host(), *shard_boxes(self.policy.parameters))
-        self._resources.callback(self._writer.close)
+        self._passes = Passes(
+            self.policy, self._device, self._algorithm, self._sampling.temperature
+        )
+        writer = Writer(self._rank, this_host(), *shard_boxes(self.policy.parameters))
+        self._sending = Sending(writer)
+        self._sending.present(self._version)
+        self._resources.callback(self._sending.close)
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
         """This rank's micro-batches without the rows that have no gradient.
@@ -211,69 +263,6 @@ class TrainerExecutor:
         ]
         return [ranks[self._rank] for ranks in kept if any(ranks)]
 
-    def _accumulate(
-        self, rows: Sequence[BatchRow], columns: Columns, sizes: Sequence[int]
-    ) -> list[np.ndarray]:
-        """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`."""
-        logprobs: list[np.ndarray] = []
-        start = 0
-        for size in sizes:
-            logprobs += self._forward_backward(rows, columns, range(start, start + size))
-            start += size
-        return logprobs
-
-    def _forward_backward(
-        self, rows: Sequence[BatchRow], columns: Columns, indices: range
-    ) -> list[np.ndarray]:
-        """Add one micro-batch to the gradients; returns log pi of its rollouts."""
-        packed = micro_batch(columns, indices, self._device)
-        stats = self.policy.model(
-            packed.token_ids, packed.lengths, packed.targets, self._sampling.temperature
-        )
-        trainer_logprobs = stats.logprobs[packed.response]
-        if not indices:
-            trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
-            return []
-        lengths = torch.tensor(packed.response_lengths, device=self._device)
-        index = torch.repeat_interleave(lengths)
-        advantages = torch.tensor([rows[i].advantage for i in indices], device=self._device)
-        has_reference = REF_LOGPROBS in columns
-        inputs = LossInputs(
-            trainer_logprobs=trainer_logprobs,
-            generator_logprobs=column(columns, GENERATOR_LOGPROBS, indices, self._device),
-            advantages=advantages[index],
-            weights=self._token_weights(rows, columns, indices),
-            entropy=stats.entropy[packed.response],
-            rollout_index=index,
-            rollout_lengths=lengths,
-            ref_logprobs=(
-                column(columns, REF_LOGPROBS, indices, self._device) if has_reference else None
-            ),
-        )
-        outputs = policy_loss(inputs, self._algorithm)
-        if not math.isfinite(outputs.loss.item()):
-            named = [rows[i].row_id for i in indices]
-            raise RuntimeError(
-                f"the loss of step {self._version} is {outputs.loss.item()} in rows {named}: check "
-                "trainer.lr, rewards and the generator's log-probs"
-            )
-        outputs.loss.backward()
-        self._tally.add(outputs, len(index))
-        values = trainer_logprobs.detach().cpu()
-        return [part.numpy() for part in values.split(list(packed.response_lengths))]
-
-    def _token_weights(
-        self, rows: Sequence[BatchRow], columns: Columns, indices: range
-    ) -> torch.Tensor:
-        """float32 [T]: 0 for tokens that are too stale, or truncated and to be masked."""
-        masks = []
-        for i in indices:
-            is_trained = columns[TOKEN_VERSIONS][i] >= rows[i].oldest_version
-            if self._algorithm.mask_truncated:
-                is_trained &= finish_reason(columns[SAMPLING][i]) is not FinishReason.LENGTH
-            masks.append(is_trained)
-        return torch.from_numpy(np.concatenate(masks).astype(np.float32)).to(self._device)
-
     def _update(self) -> StepStats:
         """The optimizer step, on the compute thread."""
         num_tokens = sum(row.num_tokens for row in self._rows)
@@ -281,22 +270,21 @@ class TrainerExecutor:
             num_tokens, len(self._rows), self._sampling.max_tokens, self._algorithm
         )
         lr = learning_rate(self._config, self._version, self._num_steps)
-        with self._stable:
-            start_ns = time.monotonic_ns()
-            if self._num_reading:
-                self._stable.wait_for(lambda: self._num_reading == 0)
-                self._waited("publish", start_ns)
-            with self._spans.span("optimizer_step", version=self._version):
-                norm = self.policy.scale_gradients(divisor, self._config.max_grad_norm)
-                if not math.isfinite(norm):
-                    shown = [row.row_id for row in self._rows[:SHOWN_ROWS]]
-                    raise RuntimeError(
-                        f"the gradient of step {self._version} has norm {norm}; its rows are "
-                        f"{shown} and {len(self._rows) - len(shown)} more: check trainer.lr"
-                    )
-                self.policy.update(lr)
-                self._version += 1
-                scalars = statistics(self._gather(self._tally.vector()), divisor)
+        start_ns = time.monotonic_ns()
+        self._sending.begin_step()
+        self._waited("publish", start_ns)
+        with self._spans.span("optimizer_step", version=self._version):
+            norm = self.policy.scale_gradients(divisor, self._config.max_grad_norm)
+            if not math.isfinite(norm):
+                shown = [row.row_id for row in self._rows[:SHOWN_ROWS]]
+                raise RuntimeError(
+                    f"the gradient of step {self._version} has norm {norm}; its rows are "
+                    f"{shown} and {len(self._rows) - len(shown)} more: check trainer.lr"
+                )
+            self.policy.update(lr)
+            self._version += 1
+            self._sending.present(self._version)
+            scalars = statistics(self._gather(self._passes.tally.vector()), divisor)
         scalars |= {"grad_norm": norm, "lr": lr}
         scalars |= {"num_tokens": num_tokens, "num_rollouts": len(self._rows)}
         return StepStats(version=self._version, scalars=scalars)
@@ -310,26 +298,48 @@ class TrainerExecutor:
         return torch.stack(vectors)
 
     def _restore(self, folder: str) -> int:
-        with self._stable:
-            self._stable.wait_for(lambda: self._num_reading == 0)
-            self._version = self.policy.restore(folder)
+        self._sending.begin_step()
+        self._version = self.policy.restore(folder)
+        self._sending.present(self._version)
         return self._version
 
-    def _write(self, version: int, offers: list[Offer]) -> dict[str, int]:
-        with self._stable:
-            if version != self._version:
-                raise RuntimeError(f"write of version {version} came at version {self._version}")
-            self._num_reading += 1
-        try:
-            with self._spans.span("write", "publish", version=version):
-                return self._writer.write(version, offers)
-        finally:
-            with self._stable:
-                self._num_reading -= 1
-                self._stable.notify_all()
+    def _infer(self, columns: Columns) -> list[float]:
+        """Every rank runs its share of the rows, then all learn all results."""
+        pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        shares = pack(lengths, self._num_ranks, self._config.tokens_per_micro_batch)
+        differences = self._passes.differences(columns, shares[self._rank])
+        return [float(difference) for difference in self._gather(differences).sum(0)]
+
+    def _leave(self, kind: str) -> int:
+        if kind == "weights":
+            self._sending.begin_step()  # until they are back, nothing is there to be read
+        return self._offload.leave(kind, self.policy.movable(kind))
+
+    def _enter(self, kind: str) -> int:
+        num_bytes = self._offload.enter(kind)
+        if kind == "weights":
+            self._sending.present(self._version)
+        return num_bytes
+
+    def _require_presence(self) -> None:
+        """RuntimeError while weights or state are off the device: zeros lie in their place."""
+        gone = [kind for kind in ("weights", "state") if self._offload.has_left(kind)]
+        if gone:
+            raise RuntimeError(
+                f"the trainer must enter first, got {', '.join(gone)} off the device"
+            )
+
+    async def _move(self, name: str, kind: str, move: Callable[[str], int]) -> None:
+        """Move one kind on the compute thread and record how much that was."""
+        start_ns = time.monotonic_ns()
+        num_bytes = await self._compute.run(lambda: move(kind))
+        end_ns = time.monotonic_ns()
+        self._spans.record(name, start_ns, end_ns, "mark", kind=kind, bytes=num_bytes)
 
     async def _aside(self, name: str, command: Callable[[], T]) -> T:
         """Run a command that is neither training nor waiting for it."""
+        self._require_presence()
         self._waited("batch", self._idle_since_ns)
         with self._spans.span(name, "mark", version=self._version):
             result = await self._compute.run(command)

@@ -1,8 +1,9 @@
 """The trained model on one rank: shards, gradients, optimizer state, and their files.
 
 Owns: everything that an optimizer step changes. Does not own: batches and losses (the trainer).
-Invariant: master weights, gradients and moments are float32 shards (DTensors) whose memory never
-moves, so a publish may read them between two steps; no rank holds the whole model.
+Invariant: master weights, gradients and moments are float32 shards (DTensors) that stay the same
+tensors for the whole run, so a publish may read them between two steps; no rank holds the whole
+model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llamarl.config import TrainerConfig
@@ -61,6 +63,26 @@ class Policy:
             self.parameters[name] = parameter
         hf.load_into(self.parameters, checkpoint)
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
+
+    def movable(self, kind: str) -> list[torch.Tensor]:
+        """This rank's memory of one kind: "weights", or "state" (gradients and moments).
+
+        It may leave the device between two passes; copies of the weights that a pass keeps for the
+        next one are freed here.
+        """
+        if kind == "weights":
+            self.reshard()
+            return [parameter.to_local().detach() for parameter in self.parameters.values()]
+        state: list[torch.Tensor | None] = []
+        for parameter in self.parameters.values():
+            state += [parameter.grad, *self._optimizer.state[parameter].values()]
+        return [tensor.to_local() for tensor in state if isinstance(tensor, DTensor)]
+
+    def reshard(self) -> None:
+        """Free the gathered weights that a pass without a backward leaves behind."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def scale_gradients(self, denominator: float, max_norm: float) -> float:
         """Divide the summed gradients by `denominator`, then clip them to the global `max_norm`.

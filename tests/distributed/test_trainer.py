@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.checkpoint import begin, latest, read_state
-from llamarl.config import AIPOConfig, TrainerConfig
+from llamarl.config import AIPOConfig, PlacementConfig, TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
 from llamarl.models.transformer import Transformer
@@ -28,10 +28,12 @@ from tests.distributed.training import (
     TEMPERATURE,
     Job,
     infer,
+    infer_within_a_step,
     make_batch,
     make_checkpoint,
     make_rollouts,
     save_for_ever,
+    take_turns,
     train,
     write_beside_step,
 )
@@ -286,6 +288,60 @@ def test_the_optimizer_waits_for_a_write_that_reads_the_weights(ranks, tmp_path)
     assert (seen["after"] != seen["before"]).mean() > 0.5
     assert seen["version"] == 1
     assert seen["error"] == "write of version 0 came at version 1"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_differences_are_those_of_the_present_weights_and_change_nothing(
+    ranks, checkpoint, num_ranks
+):
+    cells, rows = make_rollouts()
+    parts = [make_batch(part, num_ranks, 40) for part in (rows[:7], rows[7:])]
+    later = [make_batch(rows, num_ranks, 40, version=1)]
+    asked = [11, 0, 5, 6, 2]  # shared out unevenly, no order
+    job_ = job(checkpoint, cells, [parts, later], trainer=ADAM)
+    seen = ranks(num_ranks).run(infer_within_a_step, job_, asked)
+    plain = ranks(num_ranks).run(train, dataclasses.replace(job_, rendezvous=job_.rendezvous + "x"))
+    for rank, other in zip(seen, plain, strict=True):
+        assert rank["changed"] == []
+        assert rank["num_compared"] == 21 * 4 + 2  # weight, gradient, moments; RNG, statistics
+        assert rank["differences"] == seen[0]["differences"]
+        assert rank["nothing"] == []
+        flat = np.concatenate([shard.ravel() for shard in other["shards"].values()])
+        np.testing.assert_array_equal(rank["shards"], flat)
+    first, again, after = seen[0]["differences"]
+    assert first == again
+    assert first != after
+    _, want = expected(checkpoint, cells, rows, AIPOConfig(rho=2.0))
+    for row_id, difference in zip(asked, first, strict=True):
+        by_hand = np.abs(want[row_id] - cells[row_id][GENERATOR_LOGPROBS]).max()
+        assert difference == pytest.approx(by_hand, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trainer_that_leaves_its_device_learns_the_same_and_takes_its_memory_along(
+    ranks, tmp_path, num_ranks
+):
+    large = make_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)
+    cells, rows = make_rollouts(6)
+    steps = [
+        [make_batch(part, num_ranks, 60, version) for part in (rows[:3], rows[3:])]
+        for version in range(3)
+    ]
+    stays = job(large, cells, steps, trainer=ADAM)
+    placement = PlacementConfig(colocated=True, offload_folder=str(tmp_path))
+    leaves = job(large, cells, steps, trainer=ADAM, placement=placement)
+    expected_ranks = ranks(num_ranks).run(train, stays)
+    for rank, want in zip(ranks(num_ranks).run(take_turns, leaves), expected_ranks, strict=True):
+        assert rank["stats"] == want["stats"]
+        for name, shard in want["shards"].items():
+            np.testing.assert_array_equal(rank["shards"][name], shard, err_msg=name)
+        assert not rank["moved"]
+        kinds = ["RuntimeError", "RuntimeError", "RuntimeError", "StaleVersion"]
+        assert rank["errors"] == kinds * len(steps)
+        assert min(rank["left"]) > 5e6
+        for shrunk, left in zip(rank["shrunk"], rank["left"], strict=True):
+            assert shrunk >= 0.8 * left, (rank["shrunk"], rank["left"])
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".bin"] == []
 
 
 def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, checkpoint):

@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from llamarl import checkpoint
-from llamarl.config import AIPOConfig, SamplingConfig, TrainerConfig
+from llamarl.config import (
+    AIPOConfig,
+    PlacementConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
 from llamarl.data.packing import pack
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.trainer import TrainerExecutor
@@ -140,6 +146,7 @@ class Job:
     restore: str | None = None
     save: str | None = None  # before the last step
     export: str | None = None
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 
 def make_executor(rank, num_ranks, job, storage):
@@ -152,6 +159,9 @@ def make_executor(rank, num_ranks, job, storage):
         config=job.trainer,
         algorithm=job.algorithm,
         sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
+        weights=WeightsConfig(),
+        placement=job.placement,
+        run_dir=str(Path(job.checkpoint).parent),
         num_steps=10,
         seed=0,
         storage=storage,
@@ -193,6 +203,108 @@ async def train(rank, num_ranks, job):
         await executor.export(job.export)
     await executor.close()
     return seen
+
+
+async def infer_within_a_step(rank, num_ranks, job, row_ids):
+    """Asks for differences between two parts of a step; what they were and what they changed."""
+    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    await executor.start()
+    (first, second), *later = job.steps
+    await executor.accumulate(first)
+    before = _everything(executor)
+    differences = [await executor.infer(row_ids) for _ in range(2)]
+    changed = [
+        name for name, t in _everything(executor).items() if not torch.equal(t, before[name])
+    ]
+    await executor.accumulate(second)
+    await executor.step()
+    differences.append(await executor.infer(row_ids))
+    for batches in later:
+        for batch in batches:
+            await executor.accumulate(batch)
+        await executor.step()
+    seen = {
+        "differences": differences,
+        "changed": changed,
+        "num_compared": len(before),
+        "nothing": await executor.infer([]),
+        "shards": _flat(executor),
+    }
+    await executor.close()
+    return seen
+
+
+async def take_turns(rank, num_ranks, job):
+    """`job.steps`, the trainer off its device before, between and after them.
+
+    Also by how much the process shrank each time, and what must have left; and the errors of calls
+    that came meanwhile.
+    """
+    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    await executor.start()
+    addresses = [p.to_local().data_ptr() for p in executor.policy.parameters.values()]
+    seen = {"shrunk": [], "left": [], "stats": [], "errors": []}
+
+    async def leave(kinds):
+        seen["left"].append(sum(map(_num_bytes, map(executor.policy.movable, kinds))))
+        before = resident_bytes()
+        await executor.leave(kinds)
+        await executor.leave(kinds)  # without effect
+        seen["shrunk"].append(before - resident_bytes())
+
+    await leave(["state", "weights"])
+    for batches in job.steps:
+        await executor.prefetch(["weights", "state"])
+        await executor.enter(["weights"])
+        await executor.enter(["state"])
+        await executor.accumulate(batches[0])
+        await leave(["state", "weights"])  # gradients included
+        for call in (
+            lambda: executor.accumulate(batches[0]),
+            lambda: executor.step(),
+            lambda: executor.infer([0]),
+            lambda: executor.write(len(seen["stats"]), []),
+        ):
+            try:
+                await call()
+            except RuntimeError as error:
+                seen["errors"].append(type(error).__name__)
+        await executor.enter(["weights", "state"])
+        for batch in batches[1:]:
+            await executor.accumulate(batch)
+        await executor.infer([0])
+        seen["stats"].append(await executor.step())
+        await leave(["state"])
+        await leave(["weights"])
+    await executor.enter(["weights", "state"])
+    seen["shards"] = {
+        n: p.detach().to_local().numpy().copy() for n, p in executor.policy.parameters.items()
+    }
+    seen["moved"] = addresses != [
+        p.to_local().data_ptr() for p in executor.policy.parameters.values()
+    ]
+    await executor.close()
+    return seen
+
+
+def _num_bytes(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def resident_bytes():
+    """Private and shared memory of this process, file pages left out."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = [line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    return 1024 * sum(map(int, found))
+
+
+def _everything(executor):
+    """All that a step depends on: weights, gradients, moments, random numbers, statistics."""
+    found = {}
+    for kind in ("weights", "state"):
+        for number, tensor in enumerate(executor.policy.movable(kind)):
+            found[f"{kind} {number}"] = tensor.clone()
+    return found | {"rng": torch.get_rng_state(), "tally": executor._passes.tally.vector()}
 
 
 async def infer(rank, num_ranks, checkpoint, cells, compute_dtype):
