@@ -259,14 +259,14 @@ async def take_turns(rank, num_ranks, job):
         await executor.enter(["state"])
         await executor.accumulate(batches[0])
         await leave(["state", "weights"])  # gradients included
-        for call in (
-            lambda: executor.accumulate(batches[0]),
-            lambda: executor.step(),
-            lambda: executor.infer([0]),
-            lambda: executor.write(len(seen["stats"]), []),
+        for call, arguments in (
+            (executor.accumulate, [batches[0]]),
+            (executor.step, []),
+            (executor.infer, [[0]]),
+            (executor.write, [len(seen["stats"]), []]),
         ):
             try:
-                await call()
+                await call(*arguments)
             except RuntimeError as error:
                 seen["errors"].append(type(error).__name__)
         await executor.enter(["weights", "state"])
