@@ -213,11 +213,11 @@ async def infer_within_a_step(rank, num_ranks, job, row_ids):
     await executor.accumulate(first)
     before = _everything(executor)
     differences = [await executor.infer(row_ids) for _ in range(2)]
-    changed = [
-        name for name, t in _everything(executor).items() if not torch.equal(t, before[name])
-    ]
+    after = _everything(executor)
+    changed = [name for name, tensor in after.items() if not torch.equal(tensor, before[name])]
     await executor.accumulate(second)
-    await executor.step()
+    assert await executor.infer(row_ids) == differences[0]
+    await executor.step()  # what the pass gathered must not be met again
     differences.append(await executor.infer(row_ids))
     for batches in later:
         for batch in batches:
