@@ -98,7 +98,8 @@ class Offer:
     """Memory of one generator rank, open for writing part `part` of `version`.
 
     `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
-    (cuda_ipc, rdma), or None (collective: the rank receives by itself).
+    (cuda_ipc), handles by source rank (rdma), or None (collective: the rank receives by itself).
+    `names` are the parameters of the part; () stands for all.
     """
 
     version: int
@@ -108,3 +109,4 @@ class Offer:
     host: str
     address: object
     num_bytes: int
+    names: tuple[str, ...] = ()
