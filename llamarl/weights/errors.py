@@ -9,8 +9,12 @@ class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
 
 
 class StaleVersion(RuntimeError):  # noqa: N818 - names what was found
-    """The source no longer holds the version it was asked to write; the target takes a newer one."""
+    """The source no longer holds the version it should write; the target takes a newer one."""
 
 
 class TargetLost(RuntimeError):  # noqa: N818 - an outcome more than an error
     """A source cannot reach a replica's memory; only that replica is given up."""
+
+
+class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
+    """A replica raised (the cause) or did not answer in time; it is connected no more."""

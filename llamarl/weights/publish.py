@@ -1,245 +1,354 @@
-"""Publish: bring a new version from the trainer's ranks into every generator replica.
+"""Publish: bring new versions from the trainer's ranks into every generator replica.
 
-Owns: the two-phase protocol, the comparison of fingerprints, who is connected. Does not own: bytes
-(trainer and generator processes move them). Invariant: a replica flips to a version only after the
-fingerprint of what lies in its shadow equals that of what the trainer wrote; until the flip its
-live weights are the old ones. Runs in the controller process and needs no torch.
+Owns: who is connected, which source feeds which replica, when a publish has ended. Does not own:
+the protocol for one replica (`lane.py`), bytes (trainer and generator processes move them).
+Invariant: every replica that is not lost gets to the newest version or is on its way there, none
+waits for a slower one, and each byte leaves the trainer once per host. Runs in the controller
+process and needs no torch.
 
-Per replica, all replicas at once:
+    trainer -> head of host a -> the other replicas of host a
+            -> head of host b -> the other replicas of host b
 
-    offer(version) -> write -> fingerprint -> compare -> flip        or, after offer, discard
-
-An error of the trainer's side or a wrong fingerprint stops the run. A replica that raises or stays
-silent is lost: it is forgotten and reported, the others are published.
+Each replica has a lane, a task that brings it from version to version and skips what has been
+overtaken. An error of the trainer's side or a wrong fingerprint ends all of them. A replica that
+raises or stays silent is lost: it is forgotten and reported, the others go on; if it was the head
+of its host, the next one becomes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
+from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Receiver, Sender
-from llamarl.weights.layout import RankLayout
-from llamarl.weights.plan import num_bytes, plan
+from llamarl.protocols import Sender
+from llamarl.weights.calls import Change, Stagger, attempt, within
+from llamarl.weights.comparison import compare
+from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersion
+from llamarl.weights.lane import Lane, Relay, Source, SourceLost
+from llamarl.weights.layout import Route
+from llamarl.weights.routes import Routes
 
-T = TypeVar("T")
-DISCARD_S = 5.0  # a replica slower than this does not hold back the error that it should hear of
+__all__ = ["FingerprintMismatch", "PublishStats", "Publisher", "Relay", "ReplicaLost", "compare"]
 
-MAX_NAMED = 8  # parameters that an error lists
+log = logging.getLogger(__name__)
 
-
-class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
-    """What lies in a generator's memory is not what the trainer wrote."""
-
-
-class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
-    """A replica raised (the cause) or did not answer in time; it is connected no more."""
+FLIP_S = 0.5  # a replica that flips for longer does not hold back the next one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PublishStats:
-    """One publish. `num_bytes` counts what was written to the replicas that flipped.
+    """One publish, and what lanes did on their own since the one before.
 
-    `num_running`: replica -> rollouts that were being decoded when it flipped. `lost`: replica ->
+    `num_bytes` counts what the trainer sent, `num_relayed_bytes` what replicas passed on, both for
+    flips that happened. `num_running`: replica -> rollouts that were being decoded when it flipped;
+    empty if the trainer had gone on before any replica could take the version. `lost`: replica ->
     why it is gone.
     """
 
-    version: int
-    seconds: float
-    num_bytes: int
-    num_running: dict[int, int]
-    lost: dict[int, ReplicaLost]
+    version: int = -1
+    seconds: float = 0.0
+    num_bytes: int = 0
+    num_relayed_bytes: int = 0
+    num_running: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, ReplicaLost] = field(default_factory=dict)
 
 
 class Publisher:
     """Publishes versions from `sender` to `receivers` (by replica number).
 
-    `timeout_s` is the longest time one call may take. `version` is the last version published, -1
-    before the first. `on_flip(replica, version)` hears of each flip, `on_lost(replica, why)` of
-    each replica given up, both while the other replicas may still be busy.
+    `rendezvous_folder` is where collective routes meet; `generator_device` is cpu or cuda.
+    `on_flip(replica, version)` hears of each flip, `on_lost(replica, why)` of each replica given
+    up, both while the other replicas may still be busy, also between publishes.
     """
 
     def __init__(
         self,
         sender: Sender,
-        receivers: dict[int, Receiver],
+        receivers: Mapping[int, Relay],
         spans: Spans,
-        timeout_s: float,
+        config: WeightsConfig,
         *,
+        rendezvous_folder: str,
+        generator_device: str,
         on_flip: Callable[[int, int], None] = lambda replica, version: None,
         on_lost: Callable[[int, Exception], None] = lambda replica, why: None,
     ) -> None:
-        self.version = -1
-        self._sender = sender
         self._waiting = dict(receivers)
-        self._receivers: dict[int, Receiver] = {}
-        self._num_bytes: dict[int, int] = {}
-        self._source: list[RankLayout] = []
+        self._config = config
         self._spans = spans
-        self._timeout_s = timeout_s
         self._on_flip = on_flip
         self._on_lost = on_lost
+        self._trainer = Source(name="trainer", sender=sender)
+        self._routes = Routes(
+            config, rendezvous_folder=rendezvous_folder, generator_device=generator_device
+        )
+        self._lanes: dict[int, Lane] = {}  # in the order of connection
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._change = Change()
+        self._stagger = Stagger(FLIP_S)
         self._is_publishing = False
+        self._error: BaseException | None = None
+        self._stats = PublishStats()  # what the next publish to end tells
+
+    @property
+    def version(self) -> int:
+        """The version published last, -1 before the first."""
+        return self._trainer.version
 
     @property
     def replicas(self) -> list[int]:
         """The connected replicas."""
-        return sorted(self._receivers)
+        return sorted(self._lanes)
 
     async def connect(self) -> None:
-        """Exchange layouts with all receivers given at the start.
+        """Connect all receivers given at the start; nothing is connected before all fit.
 
         Any failure is raised: ValueError from the planner, or what the executor raised.
         """
-        for replica in list(self._waiting):
-            await self.connect_replica(replica, self._waiting.pop(replica))
+        waiting, self._waiting = self._waiting, {}
+        await self._join(waiting)
 
-    async def connect_replica(self, replica: int, receiver: Receiver) -> None:
-        """Let a replica take part from the next publish on; again for one that was restarted."""
-        if not self._source:
-            self._source = await self._within(self._sender.source_layout(), "trainer layout")
-        what = f"layout of generator {replica}"
-        target = await self._within(receiver.target_layout(), what)
-        copies = plan(self._source, target)
-        await self._within(self._sender.connect(replica, copies), "trainer connect")
-        self._receivers[replica] = receiver
-        self._num_bytes[replica] = num_bytes(copies)
+    async def connect_replica(self, replica: int, generator: Relay) -> None:
+        """Let a replica take part, from the newest version on; again for one that was restarted.
+
+        Any failure is raised.
+        """
+        await self.drop(replica)
+        await self._join({replica: generator})
 
     async def drop(self, replica: int) -> None:
-        """Forget a replica that left; the trainer ranks unmap its memory."""
-        if self._receivers.pop(replica, None) is not None:
-            await self._within(self._sender.connect(replica, []), "trainer disconnect")
+        """Forget a replica that left; its source unmaps its memory, its place is filled."""
+        self._remove(replica)
+        if replica in self._leaving:
+            await self._leaving[replica]
 
     async def publish(self, version: int) -> PublishStats:
-        """Bring `version`, the trainer's present weights, into all connected replicas.
+        """Bring `version`, the trainer's present weights, to the connected replicas.
+
+        Returns once all have it, are lost or cannot have it any more, or `weights.grace_s` after
+        the first has it; the others follow on their own. Does not return while a replica has
+        flipped some, not all of the parts that the trainer sends it: until then the trainer must
+        be able to write `version`.
 
         RuntimeError if it is not newer than the last one, a publish is running, or no replica is
-        left; FingerprintMismatch (a RuntimeError); TimeoutError if the trainer is silent; and
-        whatever the trainer's side raises. The trainer must not step meanwhile.
+        left; and the error that ended the lanes (see `watch`).
         """
+        if self._error is not None:
+            raise self._error
         if version <= self.version:
             raise RuntimeError(f"version {version} must be newer than {self.version}, the last one")
         if self._is_publishing:
             raise RuntimeError(f"version {version} must wait until the running publish has ended")
-        if not self._receivers:
-            raise RuntimeError(f"version {version} must have a connected generator to go to")
-        self._is_publishing = True
+        if not self._lanes:
+            why = next(iter(self._stats.lost.values()), None)
+            raise RuntimeError(f"version {version} must have a connected generator") from why
+        self._is_publishing = self._trainer.is_steady = True
+        self._trainer.version = version
+        self._change.tell()
         start_s = time.monotonic()
         try:
             with self._spans.span("publish", "publish", version=version):
-                num_running, lost = await self._update_all(version)
+                await self._spread(version)
         finally:
-            self._is_publishing = False
-        self.version = version
-        return PublishStats(
-            version=version,
-            seconds=time.monotonic() - start_s,
-            num_bytes=sum(self._num_bytes[replica] for replica in num_running),
-            num_running=num_running,
-            lost=lost,
+            self._is_publishing = self._trainer.is_steady = False
+        stats = replace(self._stats, version=version, seconds=time.monotonic() - start_s)
+        self._stats = PublishStats()
+        return stats
+
+    async def watch(self) -> None:
+        """Wait until an error ends the lanes, and raise it: FingerprintMismatch (a RuntimeError),
+        TimeoutError if the trainer was silent, whatever the trainer's side raised."""
+        await self._change.until(lambda: self._error is not None)
+        assert self._error is not None
+        raise self._error
+
+    async def close(self) -> None:
+        """End all lanes; what was offered and not flipped is discarded."""
+        tasks = [lane.task for lane in self._lanes.values() if lane.task]
+        tasks += self._leaving.values()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _spread(self, version: int) -> None:
+        """Wait for the lanes as long as a publish lasts."""
+        lanes = list(self._lanes.values())
+
+        def is_over() -> bool:
+            return self._error is not None or all(self._is_settled(lane, version) for lane in lanes)
+
+        def has_flipped() -> bool:
+            return any(lane.version >= version for lane in lanes)
+
+        await self._change.until(lambda: has_flipped() or is_over())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace_s):
+                await self._change.until(is_over)
+        await self._change.until(lambda: self._error or not self._trainer.num_readers)
+        if self._error is not None:
+            await self.close()
+            raise self._error
+        if not self._lanes:
+            why = next(iter(self._stats.lost.values()), None)
+            raise RuntimeError(f"no generator took version {version}") from why
+
+    def _is_settled(self, lane: Lane, version: int) -> bool:
+        """Whether waiting longer would not bring `version` to the lane."""
+        if lane.is_gone or max(lane.version, lane.refused) >= version:
+            return True
+        head = self._head(lane.source)
+        return head is not None and head.version < version and self._is_settled(head, version)
+
+    async def _join(self, generators: dict[int, Relay]) -> None:
+        """Exchange layouts, then connect, then start the lanes."""
+        try:
+            for replica, generator in generators.items():
+                self._lanes[replica] = await self._meet(replica, generator)
+            self._assign_sources()
+            lanes = [self._lanes[replica] for replica in generators]
+            routes = [await self._route(lane) for lane in lanes]
+            for lane, (source, route) in zip(lanes, routes, strict=True):
+                await lane.connect(source, route)
+        except BaseException as error:
+            for replica in generators:
+                self._remove(replica)
+            if isinstance(error, ReplicaLost | SourceLost) and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+        for lane in lanes:
+            lane.task = asyncio.create_task(self._drive(lane))
+
+    async def _meet(self, replica: int, generator: Relay) -> Lane:
+        timeout_s = self._config.timeout_s
+        call = generator.target_layout()
+        target = await within(call, timeout_s, f"generator {replica} layout")
+        return Lane(
+            replica,
+            generator,
+            target,
+            timeout_s=timeout_s,
+            change=self._change,
+            stagger=self._stagger,
         )
 
-    async def _update_all(self, version: int) -> tuple[dict[int, int], dict[int, ReplicaLost]]:
-        """Update every replica at once; the first fatal error ends the others and is raised."""
-        tasks = {
-            replica: asyncio.create_task(self._update(replica, receiver, version))
-            for replica, receiver in self._receivers.items()
-        }
-        try:
-            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-            results = {replica: task.result() for replica, task in tasks.items() if task.done()}
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-        lost = {at: result for at, result in results.items() if isinstance(result, ReplicaLost)}
-        if len(lost) == len(tasks):
-            first = next(iter(lost.values()))
-            raise RuntimeError(f"no generator took version {version}") from first
-        for replica in lost:
-            await self.drop(replica)
-        return {at: result for at, result in results.items() if isinstance(result, int)}, lost
+    def _assign_sources(self) -> None:
+        """The trainer feeds the first replica of each place, that one the others."""
+        heads: dict[tuple[str | int, ...], Lane] = {}
+        for lane in self._lanes.values():
+            head = heads.setdefault(lane.place, lane)
+            source = self._trainer if head is lane else head.relay
+            if lane.source is not source:
+                lane.source, lane.is_connected = source, False
+        self._change.tell()
 
-    async def _update(self, replica: int, receiver: Receiver, version: int) -> int | ReplicaLost:
-        """The protocol for one replica; returns its running rollouts at the flip."""
-        try:
-            offers = await self._ask(replica, receiver.offer(version), "offer")
-            is_verified = False
-            try:
-                written = await self._within(self._sender.write(version, offers), "trainer write")
-                found = await self._ask(replica, receiver.fingerprint(version), "fingerprint")
-                compare(_add_up(written), _add_up(found), replica, version)
-                is_verified = True
-            finally:
-                if not is_verified:
-                    await self._attempt(receiver.discard(version), DISCARD_S)
-            num_running = await self._ask(replica, receiver.flip(version), "flip")
-        except ReplicaLost as lost:
-            self._on_lost(replica, lost)
-            return lost
-        self._on_flip(replica, version)
-        return max(num_running)
+    def _head(self, source: Source | None) -> Lane | None:
+        """The lane of the replica that is this source; None for the trainer or one gone."""
+        lane = self._lanes.get(source.replica) if source and source.replica is not None else None
+        return lane if lane is not None and lane.relay is source else None
 
-    async def _ask(self, replica: int, call: Coroutine[Any, Any, T], step: str) -> T:
-        """The answer of a receiver; whatever else happens makes the replica lost."""
-        task = await self._attempt(call, self._timeout_s)
-        if not task.done() or task.cancelled():
-            raise ReplicaLost(
-                f"generator {replica} must answer {step} within weights.timeout_s="
-                f"{self._timeout_s:g} s, got no answer"
-            )
-        error = task.exception()
-        if error is not None:
-            raise ReplicaLost(f"generator {replica} failed at {step}: {error!r}") from error
-        return task.result()
+    async def _route(self, lane: Lane) -> tuple[Source, Route]:
+        """The route of a lane, and what it starts from."""
+        source = lane.source
+        assert source is not None
+        layout = await lane.layout_of(source)
+        return source, self._routes.make(
+            source.name,
+            layout,
+            lane.replica,
+            lane.target,
+            is_relay=source is not self._trainer,
+        )
+
+    async def _drive(self, lane: Lane) -> None:
+        """The life of a lane: its replica gets whatever its source has."""
+        try:
+            while True:
+                await self._change.until(
+                    lambda: not lane.is_connected or lane.next_version() is not None
+                )
+                try:
+                    await self._advance(lane)
+                except SourceLost as error:
+                    head = self._head(error.source)
+                    if head is not None:
+                        self._lose(head, ReplicaLost(str(error)))
+                    if lane.is_half_flipped:
+                        raise ReplicaLost(
+                            f"{error}, amid generator {lane.replica}'s flip"
+                        ) from error
+        except ReplicaLost as why:
+            self._lose(lane, why)
+        except Exception as error:  # noqa: BLE001 - raised again in `watch` and `publish`
+            self._fail(error)
+
+    async def _advance(self, lane: Lane) -> None:
+        """Connect the lane anew, or bring it to the version that its source has."""
+        version = lane.next_version()
+        if not lane.is_connected or version is None:
+            return await lane.connect(*await self._route(lane))
+        is_relayed = lane.source is not self._trainer
+        try:
+            with self._spans.span("publish", "publish", version=version, replica=lane.replica):
+                num_running = await lane.update(version)
+        except StaleVersion as error:
+            if lane.is_half_flipped:
+                raise ReplicaLost(f"{error}, amid generator {lane.replica}'s flip") from error
+            lane.refused = version
+        else:
+            self._stats.num_running[lane.replica] = num_running
+            self._stats.num_bytes += lane.num_bytes * (not is_relayed)
+            self._stats.num_relayed_bytes += lane.num_bytes * is_relayed
+            self._on_flip(lane.replica, version)
+        self._change.tell()
+
+    def _lose(self, lane: Lane, why: ReplicaLost) -> None:
+        """Give a replica up."""
+        if not lane.is_gone:
+            self._stats.lost[lane.replica] = why
+            self._remove(lane.replica)
+            self._on_lost(lane.replica, why)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all lanes for this error."""
+        self._error = self._error or error
+        self._cancel(self._lanes.values())
+        self._change.tell()
+
+    def _remove(self, replica: int) -> None:
+        """Forget a replica; whoever feeds it does so too, in the background."""
+        lane = self._lanes.pop(replica, None)
+        if lane is None:
+            return
+        lane.is_gone, lane.relay.is_steady = True, False
+        self._cancel([lane])
+        self._assign_sources()
+        if lane.route is not None:
+            self._leaving[replica] = asyncio.create_task(self._disconnect(lane))
 
     @staticmethod
-    async def _attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Task[T]:
-        """Wait for the call at most so long, then give it up; its outcome is left in the task."""
-        task = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait({task}, timeout=timeout_s)
-        finally:
-            task.cancel()  # of a finished one: asyncio need not warn if nobody asks how it ended
-        return task
+    def _cancel(lanes: Iterable[Lane]) -> None:
+        for lane in lanes:
+            if lane.task is not None and lane.task is not asyncio.current_task():
+                lane.task.cancel()
 
-    async def _within(self, call: Coroutine[Any, Any, T], what: str) -> T:
-        """The answer of a call whose failure ends the run."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await call
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{what} must end within weights.timeout_s={self._timeout_s:g} s, got no answer"
-            ) from error
-
-
-def compare(written: dict[str, int], found: dict[str, int], replica: int, version: int) -> None:
-    """FingerprintMismatch, naming the parameters, unless both fingerprints are equal."""
-    wrong = sorted(
-        name for name in written.keys() | found.keys() if written.get(name) != found.get(name)
-    )
-    if wrong:
-        names = ", ".join(wrong[:MAX_NAMED])
-        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-        raise FingerprintMismatch(
-            f"publish of version {version} to generator {replica}: {names}{more} must arrive as "
-            f"written, fingerprint {_hex(written, wrong[0])}, got {_hex(found, wrong[0])}"
-        )
-
-
-def _hex(fingerprints: dict[str, int], name: str) -> str:
-    return f"{fingerprints[name]:016x}" if name in fingerprints else "none"
-
-
-def _add_up(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Partial fingerprints of all ranks, added modulo 2^64."""
-    total: dict[str, int] = {}
-    for fingerprints in ranks:
-        for name, value in fingerprints.items():
-            total[name] = (total.get(name, 0) + value) % (1 << 64)
-    return total
+    async def _disconnect(self, lane: Lane) -> None:
+        """Let the source forget a replica that is gone, once nothing is written to it any more."""
+        if lane.task is not None:
+            await asyncio.wait({lane.task})
+        source = lane.source
+        assert source is not None
+        if source is not self._trainer and self._head(source) is None:
+            return
+        call = source.sender.connect_target(lane.replica, None)
+        task = await attempt(call, self._config.timeout_s)
+        error = task.exception() if task.done() else TimeoutError("no answer")
+        if error is not None and source is self._trainer and task.done():
+            self._fail(error)
+        elif error is not None:
+            log.warning("%s did not forget generator %d: %r", source.name, lane.replica, error)

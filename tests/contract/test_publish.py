@@ -1,238 +1,714 @@
-"""The two-phase protocol on fakes: order of calls, and what each failing step leaves behind."""
+"""Publishing on fakes that model parts: who sends what when, and what a failure leaves behind."""
 
 import asyncio
 import gc
 import json
+import random
+from collections import Counter
+from itertools import chain, pairwise
 
 import pytest
 
+from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
-from llamarl.weights import publish
+from llamarl.weights import lane, publish
+from llamarl.weights.calls import Stagger
+from llamarl.weights.comparison import compare
+from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersion, TargetLost
 from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout
-from llamarl.weights.publish import FingerprintMismatch, Publisher, ReplicaLost, compare
+from llamarl.weights.plan import num_bytes
+from llamarl.weights.publish import Publisher
+from tests.loop.virtual_clock import run
 
-NAMES = ("layers.0.weight", "layers.1.weight")
+NAMES = ("layers.0.weight", "layers.1.weight", "norm")
+WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one part, a part per parameter
+NUM_BYTES = len(NAMES) * 4 * 4
 
 
-def layout(rank):
-    box = Box(start=(0,), stop=(4,), buffer="arena", offset=0, strides=(1,))
+def layout(rank, host, parts, *, start=0, stop=4):
+    box = Box(start=(start,), stop=(stop,), buffer="arena", offset=0, strides=(1,))
     parameter = ParameterLayout(shape=(4,), dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host="h", parameters=dict.fromkeys(NAMES, parameter))
+    return RankLayout(rank=rank, host=host, parameters=dict.fromkeys(NAMES, parameter), parts=parts)
 
 
-class Journal(list):
-    """Everything that was called, in order, and which step shall fail how."""
+class World:
+    """Fake executors and a publisher between them.
 
-    def __init__(self):
-        self.failures = {}
+    `failures` says which call fails how, by (who, step) or step: an exception or "hang";
+    `delay_s(who, step)` how long calls take. Replica i stands on `hosts[i]`.
+    """
 
-    async def note(self, *entry):
-        self.append(entry)
-        await asyncio.sleep(0)
-        failure = self.failures.get(entry[:2], self.failures.get(entry[1]))
+    def __init__(
+        self, hosts=("h", "h"), *, parts=WHOLE, spans=None, folder="unused", device="cpu", **fields
+    ):
+        self.journal, self.heard = [], []
+        self.failures, self.delay_s = {}, lambda who, step: 0.0
+        self.parts = parts
+        self.trainer = FakeTrainer(self)
+        self.generators = {i: FakeGenerator(self, i, host) for i, host in enumerate(hosts)}
+        transport = "shared_memory" if {*hosts} == {"h"} else "rdma"
+        self.publisher = Publisher(
+            self.trainer,
+            dict(self.generators),
+            spans or Spans("controller", None),
+            WeightsConfig(**{"transport": transport, "grace_s": 1.0, "timeout_s": 5.0} | fields),
+            rendezvous_folder=str(folder),
+            generator_device=device,
+            on_flip=lambda replica, version: self.heard.append((replica, version)),
+            on_lost=lambda replica, why: self.heard.append((replica, str(why))),
+        )
+
+    async def note(self, who, step, *entry):
+        self.journal.append((who, step, *entry))
+        await asyncio.sleep(self.delay_s(who, step))
+        failure = self.failures.get((who, step), self.failures.get(step))
         if failure == "hang":
             await asyncio.Event().wait()
         elif failure is not None:
             raise failure
 
+    async def connected(self):
+        await self.publisher.connect()
+        self.journal.clear()
+        return self
 
-class FakeSender:
-    """Two trainer ranks whose weights' fingerprint is made of the version."""
+    async def publish(self, version):
+        self.trainer.version = version
+        return await self.publisher.publish(version)
 
-    def __init__(self, journal):
-        self.journal = journal
+    def steps(self, who):
+        return [entry[1] for entry in self.journal if entry[0] == who]
 
-    async def source_layout(self):
-        await self.journal.note("trainer", "source_layout")
-        return [layout(0), layout(1)]
+    def versions(self):
+        return [generator.version for generator in self.generators.values()]
 
-    async def connect(self, replica, copies):
-        await self.journal.note("trainer", "connect", replica, len(copies))
-        return [None, None]
+
+class FakeSource:
+    """What trainer and generators share: writing into offered memory, remembering routes."""
+
+    async def connect_target(self, replica, route):
+        self.routes[replica] = route
+        await self.world.note(self.who, "connect_target", replica)
+        return [None]
 
     async def write(self, version, offers):
-        await self.journal.note("trainer", "write", version, offers[0].replica)
-        halves = dict.fromkeys(NAMES, version * 10)
+        (offer,) = offers
+        assert self.routes[offer.replica].source == self.who
+        await self.world.note(self.who, "write", version, offer.replica, offer.part)
+        weights = self.weights(version)
+        target = self.world.generators[offer.replica]
+        names = self.world.parts[offer.part]
+        target.shadow = {name: weights[name] for name in names}
+        self.num_sent_bytes += num_bytes(
+            copy for copy in self.routes[offer.replica].copies if copy.name in names
+        )
+        halves = {name: weights[name] * 10 for name in names}
         return [halves, halves]
 
 
-class FakeReceiver:
-    """A replica of one rank. `version` is what it decodes with."""
+class FakeTrainer(FakeSource):
+    """Two ranks with half of each parameter; the weights of a version are its number."""
 
-    def __init__(self, journal, replica):
-        self.journal, self.replica = journal, replica
-        self.version, self.offered = -1, None
-        self.wrong = {}
+    def __init__(self, world):
+        self.world, self.who, self.routes = world, "trainer", {}
+        self.version, self.num_sent_bytes = -1, 0
+
+    async def source_layout(self):
+        await self.world.note("trainer", "source_layout")
+        halves = ((0, 0, 2), (1, 2, 4))
+        return [layout(rank, "h", WHOLE, start=a, stop=b) for rank, a, b in halves]
+
+    def weights(self, version):
+        if version != self.version:
+            raise StaleVersion(f"trainer is at {self.version}")
+        return dict.fromkeys(NAMES, version)
+
+
+class FakeGenerator(FakeSource):
+    """A replica of one rank with a shadow for one part; `live` is name -> version.
+
+    Once dead, by a call to `kill` or after `calls_left` calls, it answers nothing but errors.
+    """
+
+    def __init__(self, world, replica, host):
+        self.world, self.replica, self.who, self.host = world, replica, f"generator-{replica}", host
+        self.live, self.shadow, self.offered = dict.fromkeys(NAMES, -1), {}, None
+        self.flipped = 0
+        self.routes, self.route, self.num_sent_bytes = {}, None, 0
+        self.damage = {}
+        self.calls_left = None
+
+    @property
+    def version(self):
+        """The live version; a replica that decodes has one for all parameters."""
+        (version,) = set(self.live.values())
+        return version
+
+    async def note(self, step, *entry):
+        if self.calls_left is not None:
+            if self.calls_left == 0:
+                raise ConnectionError("dead")
+            self.calls_left -= 1
+        await self.world.note(self.replica, step, *entry)
 
     async def target_layout(self):
-        return [layout(0)]
+        await self.note("target_layout")
+        return [layout(0, self.host, self.world.parts)]
 
-    async def offer(self, version):
-        await self.journal.note(self.replica, "offer", version)
+    async def source_layout(self):
+        await self.note("source_layout")
+        return [layout(0, self.host, WHOLE)]
+
+    async def connect_source(self, route):
+        self.route = route
+        await self.note("connect_source", route.source)
+        return [None]
+
+    async def offer(self, version, part):
+        await self.note("offer", version, part)
         assert self.offered is None
-        self.offered = version
-        offer = Offer(
-            version=version, replica=self.replica, rank=0, host="h", segment="s", num_bytes=32
-        )
-        return [offer]
+        assert part == self.flipped
+        assert version > self.live[self.world.parts[part][0]]
+        self.offered, self.shadow = (version, part), {}
+        return [
+            Offer(
+                version=version, part=part, replica=self.replica, rank=0, host=self.host,
+                address=None, num_bytes=0,
+            )
+        ]  # fmt: skip
 
-    async def fingerprint(self, version):
-        await self.journal.note(self.replica, "fingerprint", version)
-        assert self.offered == version
-        return [dict.fromkeys(NAMES, version * 20) | self.wrong]
+    async def fingerprint(self, version, part):
+        await self.note("fingerprint", version, part)
+        assert self.offered == (version, part)
+        assert set(self.shadow) == set(self.world.parts[part])
+        return [{name: value * 20 for name, value in self.shadow.items()} | self.damage]
 
-    async def flip(self, version):
-        await self.journal.note(self.replica, "flip", version)
-        assert self.offered == version
-        self.version, self.offered = version, None
+    async def flip(self, version, part):
+        await self.note("flip", version, part)
+        assert self.offered == (version, part)
+        self.live |= self.shadow
+        self.flipped = (part + 1) % len(self.world.parts)
+        self.offered = None
         return [3]
 
     async def discard(self, version):
-        await self.journal.note(self.replica, "discard", version)
-        assert self.offered == version
+        await self.note("discard", version)
+        assert self.offered is not None
+        assert self.offered[0] == version
+        assert self.flipped == 0, "half-flipped"
         self.offered = None
         return [None]
 
+    def weights(self, version):
+        if set(self.live.values()) != {version}:
+            raise StaleVersion(f"{self.who} is at {self.live}")
+        return self.live
 
-class World:
-    """A publisher between fakes."""
-
-    def __init__(self, num_replicas=2, timeout_s=5.0, spans=None):
-        self.journal = Journal()
-        self.receivers = {i: FakeReceiver(self.journal, i) for i in range(num_replicas)}
-        self.heard = []
-        self.publisher = Publisher(
-            FakeSender(self.journal),
-            dict(self.receivers),
-            spans or Spans("controller", None),
-            timeout_s,
-            on_flip=lambda replica, version: self.heard.append((replica, version)),
-            on_lost=lambda replica, why: self.heard.append((replica, str(why))),
-        )
-
-    async def connect(self):
-        await self.publisher.connect()
-        self.journal.clear()
-
-    def of(self, who):
-        return [entry[1] for entry in self.journal if entry[0] == who]
+    async def write(self, version, offers):
+        await self.note("pass_on", version)
+        return await super().write(version, offers)
 
 
-def test_each_replica_is_offered_written_compared_and_flipped_in_this_order() -> None:
-    async def run():
-        world = World()
+def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first() -> None:
+    async def main():
+        world = World(("h",) * 3)
         await world.publisher.connect()
-        assert world.journal == [
-            ("trainer", "source_layout"),
-            ("trainer", "connect", 0, 2),
-            ("trainer", "connect", 1, 2),
-        ]
+        first = world.journal.index(("trainer", "connect_target", 0))
+        assert ("generator-2", "connect_target", 2) not in world.journal[:first]
+        routes = [world.generators[i].route for i in range(3)]
+        assert [route.source for route in routes] == ["trainer", "generator-0", "generator-0"]
+        assert {route.transport for route in routes} == {"shared_memory"}
+        assert world.trainer.routes == {0: routes[0]}
+        assert world.generators[0].routes == {1: routes[1], 2: routes[2]}
         world.journal.clear()
-        stats = await world.publisher.publish(7)
-        for replica in (0, 1):
-            mine = [e for e in world.journal if e[0] == replica or e[1:] == ("write", 7, replica)]
-            assert [e[1] for e in mine] == ["offer", "write", "fingerprint", "flip"]
-        assert {r.version for r in world.receivers.values()} == {7}
-        assert (stats.version, stats.num_bytes, stats.lost) == (7, 2 * 2 * 4 * 4, {})
-        assert stats.num_running == {0: 3, 1: 3}
+        stats = await world.publish(7)
+        for replica in range(3):
+            assert world.steps(replica)[:4] == ["offer", "fingerprint", "flip"] + ["pass_on"] * (
+                replica == 0
+            )
+        writes = [entry for entry in world.journal if entry[1] in ("write", "flip")]
+        assert writes[:2] == [("trainer", "write", 7, 0, 0), (0, "flip", 7, 0)]
+        assert world.versions() == [7, 7, 7]
+        assert (stats.version, stats.lost, stats.num_running) == (7, {}, {0: 3, 1: 3, 2: 3})
+        assert (stats.num_bytes, stats.num_relayed_bytes) == (NUM_BYTES, 2 * NUM_BYTES)
         assert stats.seconds >= 0
-        assert sorted(world.heard) == [(0, 7), (1, 7)]
+        assert sorted(world.heard) == [(0, 7), (1, 7), (2, 7)]
 
-    asyncio.run(run())
+    run(main())
 
 
-def test_replicas_are_updated_at_the_same_time() -> None:
-    async def run():
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+@pytest.mark.parametrize("hosts", [("a",) * 3, ("a", "b", "a", "b", "b", "a")])
+def test_each_byte_leaves_the_trainer_once_per_host(hosts, parts) -> None:
+    async def main():
+        world = await World(hosts, parts=parts, transport="rdma").connected()
+        for version in range(5):
+            stats = await world.publish(version)
+            assert stats.num_bytes == NUM_BYTES * len({*hosts})
+            assert stats.num_relayed_bytes == NUM_BYTES * (len(hosts) - len({*hosts}))
+        assert world.trainer.num_sent_bytes == 5 * NUM_BYTES * len({*hosts})
+        sent = sum(generator.num_sent_bytes for generator in world.generators.values())
+        assert sent == 5 * NUM_BYTES * (len(hosts) - len({*hosts}))
+        assert world.versions() == [4] * len(hosts)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "relay"),
+    [
+        ("collective", "cpu", "shared_memory"),
+        ("collective", "cuda", "cuda_ipc"),
+        ("cuda_ipc", "cuda", "cuda_ipc"),
+    ],
+)
+def test_routes_say_what_carries_the_bytes_and_collective_ones_meet_at_a_new_path(
+    transport, device, relay, tmp_path
+) -> None:
+    async def main():
+        folder = tmp_path / "rendezvous"
+        world = World(transport=transport, device=device, folder=folder, bucket_bytes=77)
+        await world.publisher.connect()
+        first, second = (generator.route for generator in world.generators.values())
+        assert (first.transport, second.transport) == (transport, relay)
+        assert (second.rendezvous, first.bucket_bytes) == ("", 77)
+        if transport == "collective":
+            await world.publisher.connect_replica(0, world.generators[0])
+            await world.publisher.connect_replica(1, world.generators[1])
+            again = world.generators[0].route
+            assert again.source == "generator-1" or again.rendezvous != first.rendezvous
+            paths = [first.rendezvous, world.generators[1].route.rendezvous]
+            assert all(path.startswith(f"{folder}/") for path in paths if path)
+            assert folder.is_dir()
+            assert list(folder.iterdir()) == []
+
+    run(main())
+
+
+def test_shared_memory_never_leaves_a_host_and_nothing_is_connected_before_all_fit() -> None:
+    async def main():
+        world = World(("h", "other"), transport="shared_memory")
+        with pytest.raises(ValueError, match=r"collective or rdma.*trainer on h .*1 on other"):
+            await world.publisher.connect()
+        assert not {entry[1] for entry in world.journal} & {"connect_target", "connect_source"}
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ([layout(0, "h", WHOLE), layout(1, "h", SINGLE)], "parts must be equal .* generator 1"),
+        ([layout(0, "h", (NAMES[:2],))], "norm in 0"),
+        ([layout(0, "h", (*WHOLE, ("odd",)))], "odd in 1, which no rank holds"),
+        ([layout(0, "h", (*WHOLE, NAMES[:1]))], "layers.0.weight in 2"),
+        ([RankLayout(rank=0, host="h", parameters={}, parts=())], NAMES[0]),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_when_connecting(layouts, message) -> None:
+    async def main():
         world = World()
-        await world.connect()
-        await world.publisher.publish(0)
-        steps = [entry[1] for entry in world.journal]
-        assert steps.index("flip") > max(i for i, step in enumerate(steps) if step == "write")
 
-    asyncio.run(run())
+        async def other_layout():
+            return layouts
+
+        world.generators[1].target_layout = other_layout
+        with pytest.raises(ValueError, match=message):
+            await world.publisher.connect()
+
+    run(main())
 
 
+@pytest.mark.parametrize("step", ["source_layout", "connect_target", "connect_source"])
+def test_an_error_while_connecting_at_the_start_is_raised_as_it_is(step) -> None:
+    async def main():
+        for failure in (MemoryError("own"), "hang"):
+            world = World()
+            world.failures[step] = failure
+            match = "own" if failure != "hang" else r"must .* within weights\.timeout_s=5 s"
+            with pytest.raises((MemoryError, TimeoutError, ReplicaLost), match=match):
+                await world.publisher.connect()
+
+    run(main())
+
+
+def test_both_ends_of_a_route_are_told_at_the_same_time() -> None:
+    async def main():
+        world = World(("h",))
+        ends = asyncio.Barrier(2)
+        for fake, name in (
+            (world.trainer, "connect_target"),
+            (world.generators[0], "connect_source"),
+        ):
+
+            async def meet(*args):
+                await ends.wait()
+
+            setattr(fake, name, meet)
+        await world.publisher.connect()
+
+    run(main())
+
+
+def test_parts_are_offered_written_compared_and_flipped_one_after_the_other() -> None:
+    async def main():
+        world = await World(parts=SINGLE).connected()
+        await world.publish(0)
+        assert world.steps(1) == ["offer", "fingerprint", "flip"] * 3
+        first = [entry for entry in world.journal if entry[0] in (0, "trainer")]
+        parts = [(entry[1], entry[-1]) for entry in first if entry[1] != "pass_on"]
+        steps = ("offer", "write", "fingerprint", "flip")
+        assert parts == [(step, part) for part in range(3) for step in steps]
+
+    run(main())
+
+
+@pytest.mark.parametrize("flip_s", [0.1, 1.0])
+def test_replicas_flip_one_by_one_but_a_slow_one_holds_the_others_only_for_a_moment(flip_s) -> None:
+    async def main():
+        world = await World("abc", parts=SINGLE, grace_s=60.0).connected()
+        num_flips, starts = Counter(), {}
+
+        async def note(who, step, *entry):
+            if step == "flip":
+                starts.setdefault(who, asyncio.get_running_loop().time())
+                num_flips[who] += 1
+                others = [n for other, n in num_flips.items() if other != who]
+                assert flip_s > 0.1 or set(others) <= {0, 3}
+                await asyncio.sleep(flip_s)
+
+        world.note = note
+        await world.publish(0)
+        assert world.versions() == [0, 0, 0]
+        gaps = [b - a for a, b in pairwise(sorted(starts.values()))]
+        assert gaps == pytest.approx([min(3 * flip_s, publish.FLIP_S)] * 2)
+
+    run(main())
+
+
+def test_a_stuck_turn_ends_after_its_limit_and_is_not_given_back_twice() -> None:
+    async def main():
+        stagger, order = Stagger(0.5), []
+
+        async def hold(name, seconds):
+            async with stagger.alone():
+                order.append((name, asyncio.get_running_loop().time()))
+                await asyncio.sleep(seconds)
+
+        await asyncio.gather(*(hold(i, seconds) for i, seconds in enumerate((2.0, 0.2, 0.2, 0.2))))
+        assert order == [(i, pytest.approx(t)) for i, t in enumerate((0.0, 0.5, 0.7, 0.9))]
+
+    run(main())
+
+
+def test_a_slow_replica_holds_nobody_and_catches_up_with_the_newest() -> None:
+    async def main():
+        world = await World(("h",) * 3, timeout_s=60.0).connected()
+        clock = asyncio.get_running_loop().time
+        world.delay_s = lambda who, step: 10.0 * ((who, step) == (1, "offer"))
+        for version in range(5):
+            start_s = clock()
+            stats = await world.publish(version)
+            assert clock() - start_s == pytest.approx(1.0), "the grace, not the slow replica"
+            assert stats.num_running == {0: 3, 2: 3}
+        world.delay_s = lambda who, step: 0.0
+        await asyncio.sleep(20)
+        assert world.versions() == [4, 4, 4]
+        assert [v for r, v in world.heard if r == 1][-1] == 4
+        assert len([v for r, v in world.heard if r == 1]) <= 2, "it skipped what was overtaken"
+        stats = await world.publish(5)
+        assert stats.num_running == {0: 3, 1: 3, 2: 3}
+        assert stats.num_relayed_bytes >= 3 * NUM_BYTES, "the flips between publishes count too"
+
+    run(main())
+
+
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
 @pytest.mark.parametrize("failure", [ValueError("broken"), "hang"])
 @pytest.mark.parametrize("step", ["offer", "fingerprint", "flip"])
+@pytest.mark.parametrize("replica", [0, 1])
 def test_a_replica_that_fails_at_any_step_is_lost_and_the_others_are_published(
-    step, failure
+    replica, step, failure, parts
 ) -> None:
-    async def run():
-        world = World(num_replicas=3, timeout_s=0.1)
-        await world.connect()
-        await world.publisher.publish(0)
+    async def main():
+        world = await World(("h",) * 3, parts=parts, grace_s=60.0).connected()
+        await world.publish(0)
         world.heard.clear()
-        world.journal.failures[1, step] = failure
-        stats = await asyncio.wait_for(world.publisher.publish(1), timeout=5)
-        assert [r.version for r in world.receivers.values()] == [1, 0, 1]
-        assert list(stats.lost) == [1]
-        assert stats.num_running == {0: 3, 2: 3}
-        assert stats.num_bytes == 2 * 32
-        assert f"generator 1 {'failed at' if failure != 'hang' else 'must answer'} {step}" in str(
-            stats.lost[1]
-        )
-        assert isinstance(stats.lost[1], ReplicaLost)
-        assert failure == "hang" or stats.lost[1].__cause__ is failure
-        assert sorted(world.heard) == [(0, 1), (1, str(stats.lost[1])), (2, 1)]
-        assert world.publisher.replicas == [0, 2]
-        assert world.journal[-1] == ("trainer", "connect", 1, 0), "its memory is unmapped"
+        world.failures[replica, step] = failure
+        stats = await world.publish(1)
+        others = [i for i in range(3) if i != replica]
+        assert [world.generators[i].version for i in others] == [1, 1]
+        assert world.generators[replica].version == 0
+        assert list(stats.lost) == [replica]
+        assert stats.num_running == dict.fromkeys(others, 3)
+        verb = "failed at" if failure != "hang" else "must answer"
+        assert f"generator {replica} {verb} {step}" in str(stats.lost[replica])
+        assert isinstance(stats.lost[replica], ReplicaLost)
+        assert failure == "hang" or stats.lost[replica].__cause__ is failure
+        expected = [(i, 1) for i in others] + [(replica, str(stats.lost[replica]))]
+        assert sorted(world.heard, key=str) == sorted(expected, key=str)
+        assert world.publisher.replicas == others
+        source = world.generators[0] if replica else world.trainer
+        await asyncio.sleep(0.1)
+        assert source.routes[replica] is None, "its memory is unmapped"
         world.journal.clear()
-        await world.publisher.publish(2)
-        assert world.of(1) == []
-        assert [world.receivers[i].version for i in (0, 2)] == [2, 2]
+        await world.publish(2)
+        assert world.steps(replica) == []
+        assert [world.generators[i].version for i in others] == [2, 2]
 
-    asyncio.run(run())
+    run(main())
 
 
-def test_a_replica_that_joins_or_comes_back_takes_part_from_the_next_publish() -> None:
-    async def run():
-        world = World(num_replicas=2)
-        await world.connect()
-        world.journal.failures[1, "offer"] = ConnectionError("gone")
-        await world.publisher.publish(0)
-        world.journal.failures.clear()
-        for replica in (1, 5):
-            world.receivers[replica] = FakeReceiver(world.journal, replica)
-            await world.publisher.connect_replica(replica, world.receivers[replica])
-        assert world.receivers[5].version == -1
-        await world.publisher.publish(1)
-        assert [r.version for r in world.receivers.values()] == [1, 1, 1]
-        await world.publisher.drop(0)
-        await world.publisher.publish(2)
-        assert [r.version for r in world.receivers.values()] == [1, 2, 2]
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(parts) -> None:
+    async def main(replica, num_calls):
+        world = await World(("h",) * 3, parts=parts).connected()
+        await world.publish(0)
+        victim = world.generators[replica]
+        victim.calls_left = num_calls
+        for version in (1, 2):
+            await world.publish(version)
+        for each in world.publisher.replicas:
+            assert world.generators[each].version == 2
+        for each in {0, 1, 2} - {replica, *world.publisher.replicas}:
+            assert world.generators[each].flipped > 0, "its head died amid its flip"
+        if len(parts) == 1:
+            assert victim.version in (0, 1, 2), "what it decodes with is whole"
+        return replica in world.publisher.replicas
 
-    asyncio.run(run())
+    for replica in (0, 1):
+        ends = [run(main(replica, num_calls)) for num_calls in range(40)]
+        assert ends[0] is False
+        assert ends[-1] is True
+        assert ends == sorted(ends), "each call of two publishes was the last one once"
+
+
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+def test_a_failure_before_the_first_flip_is_discarded_and_after_it_the_replica_is_lost(
+    parts,
+) -> None:
+    async def main():
+        world = await World(parts=parts).connected()
+        await world.publish(0)
+        relay, writes = world.generators[0], []
+
+        async def write(version, offers):
+            writes.append(offers[0].part)
+            if offers[0].part == len(parts) - 1:
+                raise StaleVersion("gone on")
+            return await FakeGenerator.write(relay, version, offers)
+
+        relay.write = write
+        stats = await world.publish(1)
+        assert relay.version == 1
+        if len(parts) == 1:
+            assert world.publisher.replicas == [0, 1]
+            assert world.generators[1].version == 0
+            assert world.steps(1)[-1] == "discard"
+            del relay.write
+            await world.publish(2)
+            assert world.versions() == [2, 2]
+        else:
+            assert list(stats.lost) == [1]
+            assert "gone on, amid generator 1's flip" in str(stats.lost[1])
+            assert "discard" not in world.steps(1)
+
+    run(main())
+
+
+def test_when_the_head_of_a_host_is_lost_the_next_replica_takes_its_place() -> None:
+    async def main():
+        for silent in (False, True):
+            world = await World("abbb", grace_s=60.0).connected()
+            await world.publish(0)
+            assert [world.generators[i].route.source for i in (1, 2, 3)] == [
+                "trainer", "generator-1", "generator-1",
+            ]  # fmt: skip
+            world.failures[1, "pass_on"] = "hang" if silent else ConnectionError("dead")
+            stats = await world.publish(1)
+            assert list(stats.lost) == [1], "the head, not those that it should feed"
+            assert "generator-1" in str(stats.lost[1])
+            assert world.publisher.replicas == [0, 2, 3]
+            assert [world.generators[i].version for i in (0, 2, 3)] == [1, 1, 1]
+            assert world.generators[2].route.source == "trainer"
+            assert world.generators[3].route.source == "generator-2"
+            stats = await world.publish(2)
+            assert (stats.num_bytes, stats.num_relayed_bytes) == (2 * NUM_BYTES, NUM_BYTES)
+            await world.publisher.drop(2)
+            await world.publish(3)
+            assert [world.generators[i].version for i in (0, 1, 2, 3)] == [3, 1, 2, 3]
+            assert world.generators[3].route.source == "trainer"
+
+    run(main())
+
+
+def test_a_replica_that_joins_or_comes_back_gets_the_newest_version() -> None:
+    async def main():
+        world = await World().connected()
+        world.failures[0, "offer"] = ConnectionError("gone")
+        await world.publish(0)
+        world.failures.clear()
+        for replica in (0, 5):
+            world.generators[replica] = FakeGenerator(world, replica, "h")
+            await world.publisher.connect_replica(replica, world.generators[replica])
+        await asyncio.sleep(1)
+        assert world.versions() == [0, 0, 0]
+        await world.publish(1)
+        assert world.versions() == [1, 1, 1]
+        assert world.generators[0].route.source == "generator-1"
+
+    run(main())
+
+
+def test_a_version_that_its_source_has_no_more_is_discarded_and_the_next_one_taken() -> None:
+    async def main():
+        world = await World("ab").connected()
+        await world.publish(0)
+        world.delay_s = lambda who, step: 4.0 * ((who, step) == (1, "offer"))
+        await world.publish(1)  # returns after the grace
+        world.trainer.version = 2  # the trainer steps
+        await asyncio.sleep(10)
+        assert world.steps(1)[-1] == "discard"
+        assert world.versions() == [1, 0]
+        world.delay_s = lambda who, step: 0.0
+        await world.publish(2)
+        assert world.versions() == [2, 2]
+
+    run(main())
+
+
+@pytest.mark.parametrize("hosts", ["a", "aa", "ab"])
+def test_a_publish_that_the_trainer_has_overtaken_ends_without_flips(hosts) -> None:
+    async def main():
+        world = await World(hosts).connected()
+        world.trainer.version = 1
+        stats = await world.publisher.publish(0)
+        assert (stats.num_running, stats.lost, stats.num_bytes) == ({}, {}, 0)
+        await world.publish(1)
+        assert world.versions() == [1] * len(hosts)
+
+    run(main())
+
+
+def test_no_publish_ends_while_a_replica_has_only_some_of_its_parts() -> None:
+    async def main():
+        world = await World("ab", parts=SINGLE, timeout_s=60.0).connected()
+        await world.publish(0)
+        world.delay_s = lambda who, step: 3.0 * ((who, step) == (1, "fingerprint"))
+        world.delay_s = lambda who, step: 0.4 * ((who, step) == (1, "flip"))
+        for version in (1, 2, 3):
+            await world.publish(version)
+            world.trainer.version += 1  # the trainer steps: no lane may need the old one
+        assert world.versions() == [3, 3]
+        world.delay_s = lambda who, step: 3.0 * ((who, step) == (1, "fingerprint"))
+        await world.publish(world.trainer.version)
+        world.trainer.version += 1
+        await asyncio.sleep(10)
+        assert world.versions() == [4, 3], "too late to begin: it waits for the next version"
+        assert world.steps(1)[-1] == "discard"
+        world.delay_s = lambda who, step: 0.0
+        await world.publish(world.trainer.version)
+        assert world.versions() == [5, 5]
+
+    run(main())
+
+
+def test_a_head_does_not_change_while_others_take_it_over_part_by_part() -> None:
+    async def main():
+        world = await World("aaa", parts=SINGLE, grace_s=0.0, transport="rdma").connected()
+        world.delay_s = lambda who, step: 0.7 * (who in (1, 2) and step == "flip")
+        for version in range(12):
+            stats = await world.publish(version)
+            assert stats.lost == {}
+        await asyncio.sleep(20)
+        assert world.versions() == [11, 11, 11]
+
+    run(main())
+
+
+def test_a_target_that_the_source_cannot_reach_is_lost_alone() -> None:
+    async def main():
+        for who, replica in (("trainer", 0), ("generator-0", 1)):
+            world = await World(("h",) * 3).connected()
+            world.failures[who, "write"] = TargetLost("connection reset")
+            world.generators[2].host = "h"
+            if who == "generator-0":
+                world.failures[2, "offer"] = "hang"
+            else:
+                world.failures.pop((who, "write"))
+                write = world.trainer.write
+
+                async def once(version, offers, write=write):
+                    if offers[0].replica == 0:
+                        raise TargetLost("connection reset")
+                    return await write(version, offers)
+
+                world.trainer.write = once
+            stats = await world.publish(0)
+            assert replica in stats.lost
+            assert "connection reset" in str(stats.lost[replica])
+            assert (0 in stats.lost) == (replica == 0)
+
+    run(main())
 
 
 def test_losing_the_last_replica_stops_the_run_with_its_error() -> None:
-    async def run():
-        world = World(num_replicas=1)
-        await world.connect()
-        world.journal.failures[0, "offer"] = ConnectionError("gone")
+    async def main():
+        world = await World(("h",)).connected()
+        world.failures[0, "offer"] = ConnectionError("gone")
         with pytest.raises(RuntimeError, match="no generator took version 0") as caught:
-            await world.publisher.publish(0)
+            await world.publish(0)
         assert isinstance(caught.value.__cause__.__cause__, ConnectionError)
+        with pytest.raises(RuntimeError, match="connected generator") as caught:
+            await world.publish(1)
+        assert isinstance(caught.value.__cause__, ReplicaLost)
 
-    asyncio.run(run())
+    run(main())
 
 
-def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_flips() -> None:
-    async def run():
-        world = World()
-        await world.connect()
-        await world.publisher.publish(0)
-        world.receivers[1].wrong = {NAMES[1]: 12345}
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_flips(parts) -> None:
+    async def main():
+        world = await World("ab", parts=parts).connected()
+        await world.publish(0)
+        world.generators[1].damage = {NAMES[0]: 12345}
         with pytest.raises(FingerprintMismatch) as caught:
-            await world.publisher.publish(1)
-        for word in (NAMES[1], "generator 1", "version 1", f"{12345:016x}", f"{20:016x}"):
+            await world.publish(1)
+        for word in (NAMES[0], "generator 1", "version 1", f"{12345:016x}", f"{20:016x}"):
             assert word in str(caught.value)
-        assert NAMES[0] not in str(caught.value)
-        assert world.receivers[1].version == 0
-        assert world.of(1)[-1] == "discard"
-        assert world.receivers[1].offered is None
-        assert world.publisher.version == 0
+        assert NAMES[1] not in str(caught.value)
+        assert world.generators[1].version == 0
+        assert world.steps(1)[-1] == "discard"
+        assert world.generators[1].offered is None
 
-    asyncio.run(run())
+    run(main())
+
+
+def test_what_a_relay_passes_on_is_compared_with_what_the_trainer_wrote() -> None:
+    async def main():
+        world = await World(("h",) * 2).connected()
+        await world.publish(0)
+        flip = world.generators[0].flip
+
+        async def rotten(version, part):
+            answer = await flip(version, part)
+            world.generators[0].live["norm"] = 77  # memory changes after it was verified
+            world.generators[0].weights = lambda version: world.generators[0].live
+            return answer
+
+        world.generators[0].flip = rotten
+        with pytest.raises(FingerprintMismatch) as caught:
+            await world.publish(1)
+        assert "generator 1 from the trainer through generator-0: norm must" in str(caught.value)
+        assert f"{20:016x}, got {77 * 20:016x}" in str(caught.value)
+        assert world.generators[1].version == 0
+
+        world = await World(("h",) * 3).connected()
+        world.generators[2].damage = {"norm": 5}
+        with pytest.raises(FingerprintMismatch, match="generator 2 from generator-0: norm"):
+            await world.publish(1)
+
+    run(main())
 
 
 def test_all_wrong_parameters_are_named_up_to_a_limit() -> None:
@@ -244,63 +720,86 @@ def test_all_wrong_parameters_are_named_up_to_a_limit() -> None:
 
 
 def test_an_error_of_the_trainer_is_raised_at_once_as_it_is_and_nothing_flips() -> None:
-    async def run():
-        world = World(timeout_s=60.0)
-        await world.connect()
-        await world.publisher.publish(0)
+    async def main():
+        world = await World("ab", timeout_s=60.0).connected()
+        await world.publish(0)
+        watching = asyncio.create_task(world.publisher.watch())
         world.journal.clear()
         error = MemoryError("a trainer's own")
-        world.journal.failures["trainer", "write"] = error
-        world.journal.failures[1, "offer"] = "hang"  # must not hold the error back
+        world.failures["trainer", "write"] = error
+        world.failures[1, "offer"] = "hang"  # must not hold the error back
         with pytest.raises(MemoryError) as caught:
-            await asyncio.wait_for(world.publisher.publish(1), timeout=5)
+            await asyncio.wait_for(world.publish(1), timeout=5)
         assert caught.value is error
-        assert [r.version for r in world.receivers.values()] == [0, 0]
-        assert world.of(0) == ["offer", "discard"]
+        assert world.versions() == [0, 0]
+        assert world.steps(0) == ["offer", "discard"]
+        with pytest.raises(MemoryError):
+            await watching
+        with pytest.raises(MemoryError):
+            await world.publish(2)
 
-    asyncio.run(run())
+    run(main())
 
 
 def test_a_silent_trainer_ends_the_run_in_time() -> None:
-    async def run():
-        world = World(timeout_s=0.1)
-        await world.connect()
-        world.journal.failures["trainer", "write"] = "hang"
-        with pytest.raises(TimeoutError, match=r"trainer write must end within .*0\.1 s"):
-            await world.publisher.publish(0)
-        assert [r.version for r in world.receivers.values()] == [-1, -1]
-        assert {r.offered for r in world.receivers.values()} == {None}
+    async def main():
+        world = await World("ab").connected()
+        world.failures["trainer", "write"] = "hang"
+        with pytest.raises(TimeoutError, match=r"trainer write must end within .*5 s"):
+            await world.publish(0)
+        assert world.versions() == [-1, -1]
+        assert {generator.offered for generator in world.generators.values()} == {None}
 
-    asyncio.run(run())
+    run(main())
+
+
+@pytest.mark.parametrize("error", [MemoryError("own"), None])
+def test_an_error_of_a_lane_in_the_background_surfaces(error) -> None:
+    async def main():
+        world = await World("ab", timeout_s=60.0).connected()
+        await world.publish(0)
+        watching = asyncio.create_task(world.publisher.watch())
+        world.delay_s = lambda who, step: 5.0 * ((who, step) == (1, "offer"))
+        await world.publish(1)
+        if error is None:
+            world.generators[1].damage = {"norm": 5}
+        else:
+            world.failures["trainer", "write"] = error
+        kind = FingerprintMismatch if error is None else MemoryError
+        with pytest.raises(kind):
+            await watching
+        with pytest.raises(kind):
+            await world.publish(2)
+        assert world.versions() == [1, 0]
+
+    run(main())
 
 
 @pytest.mark.parametrize("failure", ["hang", OSError("too")])
 def test_a_discard_that_fails_does_not_hide_or_delay_the_error(
     failure, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(publish, "DISCARD_S", 0.05)
+    monkeypatch.setattr(lane, "DISCARD_S", 0.05)
 
-    async def run():
-        world = World(num_replicas=1, timeout_s=60.0)
-        await world.connect()
-        world.journal.failures["trainer", "write"] = MemoryError("a trainer's own")
-        world.journal.failures[0, "discard"] = failure
+    async def main():
+        world = await World(("h",), timeout_s=60.0).connected()
+        world.failures["trainer", "write"] = MemoryError("a trainer's own")
+        world.failures[0, "discard"] = failure
         with pytest.raises(MemoryError):
-            await asyncio.wait_for(world.publisher.publish(0), timeout=5)
-        assert world.of(0) == ["offer", "discard"]
+            await asyncio.wait_for(world.publish(0), timeout=1)
+        assert world.steps(0) == ["offer", "discard"]
 
-    asyncio.run(run())
+    run(main())
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
 def test_a_loss_is_heard_of_while_other_replicas_are_busy() -> None:
-    async def run():
-        world = World()
-        await world.connect()
-        world.journal.failures[1, "offer"] = ConnectionError("gone")
-        world.journal.failures[0, "flip"] = "hang"
-        task = asyncio.create_task(world.publisher.publish(0))
+    async def main():
+        world = await World("ab").connected()
+        world.failures[1, "offer"] = ConnectionError("gone")
+        world.failures[0, "flip"] = "hang"
+        task = asyncio.create_task(world.publish(0))
         while not world.heard:
             await asyncio.sleep(0.01)
         assert world.heard[0][0] == 1
@@ -308,54 +807,84 @@ def test_a_loss_is_heard_of_while_other_replicas_are_busy() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(run())
+    run(main())
 
 
 def test_versions_go_up_and_publishes_go_one_by_one() -> None:
-    async def run():
+    async def main():
         world = World()
         with pytest.raises(RuntimeError, match="connected generator"):
-            await world.publisher.publish(0)
-        await world.connect()
-        await world.publisher.publish(3)
+            await world.publish(0)
+        await world.connected()
+        await world.publish(3)
         for version in (3, 2):
             with pytest.raises(RuntimeError, match="newer than 3"):
-                await world.publisher.publish(version)
-        running = asyncio.create_task(world.publisher.publish(4))
+                await world.publish(version)
+        replica = world.publisher._lanes[0]
+        for version in (3, 2):
+            with pytest.raises(RuntimeError, match="newer than 3, which generator 0 has"):
+                await replica.update(version)
+        running = asyncio.create_task(world.publish(4))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="must wait"):
             await world.publisher.publish(5)
         await running
-        await world.publisher.publish(5)
-        assert world.receivers[0].version == 5
+        await world.publish(5)
+        assert world.versions() == [5, 5]
 
-    asyncio.run(run())
-
-
-def test_a_layout_that_does_not_fit_is_refused_when_connecting() -> None:
-    async def run():
-        world = World()
-
-        async def other_layout():
-            return [RankLayout(rank=0, host="h", parameters={})]
-
-        world.receivers[1].target_layout = other_layout
-        with pytest.raises(ValueError, match=NAMES[0]):
-            await world.publisher.connect()
-
-    asyncio.run(run())
+    run(main())
 
 
-def test_a_publish_is_one_span(tmp_path) -> None:
+def test_closing_ends_the_lanes_and_discards_what_was_offered() -> None:
+    async def main():
+        world = await World("ab").connected()
+        world.failures["trainer", "write"] = "hang"
+        task = asyncio.create_task(world.publish(0))
+        await asyncio.sleep(1)
+        await world.publisher.close()
+        assert [world.steps(replica) for replica in (0, 1)] == [["offer", "discard"]] * 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(main())
+
+
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+def test_a_thousand_healthy_publishes_with_random_delays_raise_nothing(parts) -> None:
+    async def main():
+        rng = random.Random(0)
+        world = await World("aabbb", parts=parts, grace_s=0.05).connected()
+        world.delay_s = lambda who, step: rng.choice((0.0, 0.001, 0.02, rng.random() * 0.2))
+        watching = asyncio.create_task(world.publisher.watch())
+        for version in range(1000):
+            stats = await world.publish(version)
+            assert stats.lost == {}
+            world.trainer.version += rng.random() < 0.2  # steps before the next publish, or not
+            await asyncio.sleep(rng.random() * 0.1)
+        world.trainer.version = 1000
+        await world.publisher.publish(1000)
+        await asyncio.sleep(60)
+        assert world.versions() == [1000] * 5
+        order = [[v for r, v in world.heard if r == replica] for replica in range(5)]
+        assert all(versions == sorted(set(versions)) for versions in order)
+        assert set(chain(*order)) <= set(range(1001))
+        assert not watching.done()
+
+    run(main())
+
+
+def test_a_publish_is_one_span_and_each_replica_has_its_own(tmp_path) -> None:
     spans = Spans("controller", tmp_path)
 
-    async def run():
-        world = World(spans=spans)
-        await world.connect()
-        await world.publisher.publish(4)
+    async def main():
+        world = await World(spans=spans).connected()
+        await world.publish(4)
 
-    asyncio.run(run())
+    run(main())
     spans.close()
     lines = map(json.loads, (tmp_path / "controller.jsonl").read_text().splitlines())
-    (span,) = [line for line in lines if line.get("name") == "publish"]
-    assert (span["cat"], span["version"]) == ("publish", 4)
+    found = [line for line in lines if line.get("name") == "publish"]
+    assert [(span["cat"], span["version"], span.get("replica")) for span in found] == [
+        ("publish", 4, 0), ("publish", 4, 1), ("publish", 4, None),
+    ]  # fmt: skip

@@ -1,0 +1,247 @@
+"""The lane of one replica: how one version gets from its source into it.
+
+Owns: the protocol for one replica, and who is to blame for a failed call. Does not own: which
+version when, or which source (`publish.py`). Invariant: a part is flipped only after its
+fingerprint equals that of what was written; until the first flip the replica can go back to its old
+version, from then on it gets the whole new one or is lost.
+
+    per part: offer -> write -> fingerprint -> compare -> flip    or, before the first flip, discard
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from llamarl.protocols import Receiver, Sender
+from llamarl.weights.calls import Change, Stagger, attempt, silence
+from llamarl.weights.comparison import add_up, compare
+from llamarl.weights.errors import ReplicaLost, StaleVersion, TargetLost
+from llamarl.weights.layout import Offer, RankLayout, Route
+from llamarl.weights.plan import num_bytes
+from llamarl.weights.routes import parts_of, place_of
+
+T = TypeVar("T")
+DISCARD_S = 5.0  # a replica slower than this does not hold back the error that it should hear of
+
+
+class Relay(Receiver, Sender, Protocol):
+    """A generator replica: it receives versions and passes them on."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Source:
+    """What feeds a lane: the trainer (`replica` None), or a replica of the same host.
+
+    `version` is what it holds: the trainer the one published last, a replica its live one.
+    `is_steady`: that version stays as long as `num_readers` lanes have flipped some, not all of
+    its parts. `layout` is where its ranks keep what they send. Of a replica, `target` is where they
+    receive, and `sums` are fingerprints of its version as the trainer wrote it, empty if unknown.
+    """
+
+    name: str
+    sender: Sender
+    replica: int | None = None
+    layout: list[RankLayout] = field(default_factory=list)
+    target: list[RankLayout] = field(default_factory=list)
+    version: int = -1
+    is_steady: bool = False
+    num_readers: int = 0
+    sums: dict[str, int] = field(default_factory=dict)
+
+
+class SourceLost(Exception):  # noqa: N818 - an outcome more than an error
+    """A replica that should pass on its weights raised (the cause) or did not answer in time."""
+
+    def __init__(self, source: Source, why: str) -> None:
+        super().__init__(why)
+        self.source = source
+
+
+class Lane:
+    """A replica on its way from version to version.
+
+    `relay` is the replica as a source for others. `refused` is the newest version that its source
+    did not have any more. `is_half_flipped`: it has begun to flip, and not ended. `is_gone`: lost
+    or dropped. `is_connected`: `route` leads from `source`; else it must be connected anew.
+    ValueError if the layout's parts do not fit.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        generator: Relay,
+        target: list[RankLayout],
+        *,
+        timeout_s: float,
+        change: Change,
+        stagger: Stagger,
+    ) -> None:
+        self.replica = replica
+        self.target = target
+        self.place = place_of(replica, target)
+        self.parts = parts_of(replica, target)
+        self.relay = Source(
+            name=f"generator-{replica}", sender=generator, replica=replica, target=target
+        )
+        self.source: Source | None = None
+        self.is_connected = False
+        self.is_gone = False
+        self.is_half_flipped = False
+        self.refused = -1
+        self.route: Route | None = None
+        self.num_bytes = 0
+        self.task: asyncio.Task[None] | None = None
+        self._generator = generator
+        self._timeout_s = timeout_s
+        self._change = change
+        self._stagger = stagger
+
+    @property
+    def version(self) -> int:
+        """The live version, -1 before the first."""
+        return self.relay.version
+
+    def next_version(self) -> int | None:
+        """What the source has for this replica, if anything.
+
+        Between the parts of a version it must not change, so several need a steady source.
+        """
+        source = self.source
+        if source is None or source.version <= max(self.version, self.refused):
+            return None
+        return source.version if len(self.parts) == 1 or source.is_steady else None
+
+    async def layout_of(self, source: Source) -> list[RankLayout]:
+        """Where the source keeps what it can send, asked once. Raises as `connect` does."""
+        if not source.layout:
+            source.layout = await self._read(source, source.sender.source_layout(), "layout")
+        return source.layout
+
+    async def connect(self, source: Source, route: Route) -> None:
+        """Tell both ends of the route at the same time; they may wait for each other.
+
+        Raises ReplicaLost, SourceLost, or what the trainer raised (TimeoutError if nothing).
+        """
+        self.route = route
+        receiving = asyncio.ensure_future(self._generator.connect_source(route))
+        sending = asyncio.ensure_future(source.sender.connect_target(self.replica, route))
+        tasks = {receiving, sending}
+        try:
+            await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if receiving.done() or not sending.done():
+            self._answer(receiving, "connect")
+        self._result(source, sending, "connect")
+        self._answer(receiving, "connect")
+        self.num_bytes = num_bytes(route.copies)
+        self.refused = -1
+        self.is_connected = self.source is source  # it may have got another one meanwhile
+
+    async def update(self, version: int) -> int:
+        """Bring `version` from the source into the replica; returns its running rollouts.
+
+        Raises RuntimeError if it is not newer than what the replica has, StaleVersion, SourceLost,
+        ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if nothing).
+        """
+        source = self.source
+        if source is None or version <= self.version:
+            raise RuntimeError(
+                f"version {version} must be newer than {self.version}, which generator "
+                f"{self.replica} has"
+            )
+        is_known = source.version == version and source.target == self.target
+        origin = source.sums if is_known else {}
+        sums: dict[str, int] = {}
+        async with AsyncExitStack() as stack:
+            for part in range(len(self.parts)):
+                offers = await self._ask(self._generator.offer(version, part), "offer")
+                try:
+                    sums |= await self._fill(source, version, part, offers, origin)
+                    if part == 0:
+                        await stack.enter_async_context(self._flipping(source, version))
+                except BaseException:
+                    if not self.is_half_flipped:
+                        await attempt(self._generator.discard(version), DISCARD_S)
+                    raise
+                num_running = await self._ask(self._generator.flip(version, part), "flip")
+        self.relay.version = version
+        self.relay.sums = sums if source.replica is None or origin else {}
+        self.relay.is_steady = True
+        self.is_half_flipped = False
+        return max(num_running)
+
+    async def _fill(
+        self,
+        source: Source,
+        version: int,
+        part: int,
+        offers: list[Offer],
+        origin: dict[str, int],
+    ) -> dict[str, int]:
+        """Have one part written and compare: with what was written, and with its `origin`."""
+        written = add_up(await self._read(source, source.sender.write(version, offers), "write"))
+        answer = await self._ask(self._generator.fingerprint(version, part), "fingerprint")
+        found = add_up(answer)
+        is_relayed = source.replica is not None
+        compare(written, found, self.replica, version, f" from {source.name}" * is_relayed)
+        if origin:
+            sent = {name: origin[name] for name in self.parts[part] if name in origin}
+            way = f" from the trainer through {source.name}"
+            compare(sent, found, self.replica, version, way)
+        return found
+
+    @asynccontextmanager
+    async def _flipping(self, source: Source, version: int) -> AsyncIterator[None]:
+        """From the first part's flip to the last one's: alone, and on a version that stays."""
+        is_reader = len(self.parts) > 1
+        async with self._stagger.alone():
+            await self._change.until(lambda: not self.relay.num_readers)
+            if is_reader and not (source.is_steady and source.version == version):
+                raise StaleVersion(f"{source.name} goes on from version {version}")
+            source.num_readers += is_reader
+            self.relay.is_steady = False
+            self.is_half_flipped = True
+            try:
+                yield
+            finally:
+                source.num_readers -= is_reader
+                self._change.tell()
+
+    async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
+        """The answer of the replica; whatever else happens makes it lost."""
+        return self._answer(await attempt(call, self._timeout_s), step)
+
+    async def _read(self, source: Source, call: Coroutine[Any, Any, T], step: str) -> T:
+        """The answer of the source."""
+        return self._result(source, await attempt(call, self._timeout_s), step)
+
+    def _answer(self, task: asyncio.Future[T], step: str) -> T:
+        if not task.done() or task.cancelled():
+            raise ReplicaLost(
+                f"generator {self.replica} must answer {step} within weights.timeout_s="
+                f"{self._timeout_s:g} s, got no answer"
+            )
+        error = task.exception()
+        if error is not None:
+            raise ReplicaLost(f"generator {self.replica} failed at {step}: {error!r}") from error
+        return task.result()
+
+    def _result(self, source: Source, task: asyncio.Future[T], step: str) -> T:
+        error: BaseException | None
+        if not task.done() or task.cancelled():
+            error = silence(f"{source.name} {step}", self._timeout_s)
+        else:
+            error = task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, TargetLost):
+            raise ReplicaLost(f"{source.name} lost generator {self.replica}: {error}") from error
+        if source.replica is None or isinstance(error, StaleVersion):
+            raise error
+        raise SourceLost(source, f"{source.name} failed at {step}: {error!r}") from error
