@@ -26,6 +26,8 @@ FLOORS: list[set[str]] = [
     {"checkpoint"},
     {"dispatch"},
     {"staleness"},
+    {"placement"},
+    {"canary"},
     {"evaluate"},
     {"controller"},
     {"planner"},
@@ -36,7 +38,14 @@ FLOORS: list[set[str]] = [
 ]
 RANK = {room: rank for rank, rooms in enumerate(FLOORS) for room in rooms}
 FORBIDDEN_WORDS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
-EXECUTOR_CALLERS = {"controller.py", "evaluate.py", "dispatch.py", "weights/publish.py"}
+EXECUTOR_CALLERS = {
+    "controller.py",
+    "evaluate.py",
+    "dispatch.py",
+    "placement.py",
+    "canary.py",
+    "weights/publish.py",
+}
 # `checkpoint.py` saves through the trainer on the controller's behalf; build restores before it.
 PROTOCOL_METHODS = {"collect", "accumulate", "infer", "offer", "flip", "discard", "source_layout"}
 BROAD_EXCEPT_MARK = "noqa: BLE001 - "

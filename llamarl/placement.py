@@ -1,0 +1,144 @@
+"""Who has the device when.
+
+Owns: the order of turns, and what leaves and enters the device at each. Does not own: how memory is
+moved (`executors/`) or what is done in a turn (the controller). Invariant: if generators and
+trainer share a device, only one side is complete on it; both have weights there only during a
+handover, which copies them.
+
+    begin -> handover -> train -> handover -> train -> ... -> handover -> train (the export)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, Protocol
+
+from llamarl.cluster.errors import GroupLost
+from llamarl.metrics.span import Spans
+from llamarl.protocols import Tenant
+
+log = logging.getLogger(__name__)
+
+When = Callable[[], Awaitable[None]]
+TURNS = ("handover", "train")  # they alternate, and the first is a handover
+
+
+class Placement(Protocol):
+    """What the controller knows of where executors are."""
+
+    async def begin(self) -> None:
+        """Called once all executors have started, before the first turn."""
+
+    def turn(self, name: str, when: When | None = None) -> AbstractAsyncContextManager[None]:
+        """Run the body as "train" (whatever the trainer computes) or "handover" (a publish).
+
+        `when` waits until the generators can do without their device.
+        """
+
+
+class Disaggregated:
+    """Generators and trainer have devices of their own: nobody ever waits for a turn."""
+
+    async def begin(self) -> None:
+        """Nothing to make room for."""
+
+    @asynccontextmanager
+    async def turn(self, name: str, when: When | None = None) -> AsyncIterator[None]:
+        """The body at once; `when` is not asked."""
+        yield
+
+
+class Colocated:
+    """Generators and trainer share a device and alternate on it.
+
+    The generators work until a train turn's `when` returns, then from the end of the next handover.
+    A generator that is lost on the way is passed over; RuntimeError once none is left. `seconds` is
+    what moving took so far, by turn.
+    """
+
+    def __init__(self, trainer: Tenant, generators: dict[int, Tenant], spans: Spans) -> None:
+        self.seconds = dict.fromkeys(TURNS, 0.0)
+        self._trainer = trainer
+        self._generators = dict(generators)
+        self._spans = spans
+        self._num_turns = 0
+        self._ended = asyncio.Condition()
+        self._since_ns = time.monotonic_ns()
+
+    async def begin(self) -> None:
+        """The device starts with the generators: what the trainer loaded leaves it."""
+        await self._trainer.leave(["state", "weights"])
+        self._since_ns = time.monotonic_ns()
+
+    @asynccontextmanager
+    async def turn(self, name: str, when: When | None = None) -> AsyncIterator[None]:
+        """The body, once the turn before has ended, `when` has returned and the sides have changed
+        places. Turns alternate, whoever asks first; one that fails ends the run."""
+        place = TURNS.index(name)
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._num_turns % len(TURNS) == place)
+        body = self._train(when) if name == "train" else self._hand_over()
+        async with body:
+            yield
+        async with self._ended:
+            self._num_turns += 1
+            self._ended.notify_all()
+
+    @asynccontextmanager
+    async def _train(self, when: When | None) -> AsyncIterator[None]:
+        await self._trainer.prefetch(["weights", "state"])
+        if when is not None:
+            await when()
+        self._record("generators")
+        with self._switch("train"):
+            await self._each(lambda generator: generator.leave(["kv", "weights"]))
+            await self._trainer.enter(["weights", "state"])
+        await self._each(lambda generator: generator.prefetch(["weights", "kv"]))
+        yield
+        self._record("trainer")
+
+    @asynccontextmanager
+    async def _hand_over(self) -> AsyncIterator[None]:
+        """Both sides' weights, nothing else. At the first one the generators are still complete and
+        the trainer is away; at all others it is the other way round."""
+        with self._switch("handover"):
+            await self._trainer.leave(["state"])
+            await self._each(lambda generator: generator.leave(["kv"]))
+            await self._trainer.enter(["weights"])
+            await self._each(lambda generator: generator.enter(["weights"]))
+        yield
+        self._record("both")
+        with self._switch("handover"):
+            await self._trainer.leave(["weights"])
+            await self._each(lambda generator: generator.enter(["kv"]))
+
+    async def _each(self, ask: Callable[[Tenant], Coroutine[Any, Any, None]]) -> None:
+        """Ask all generators at once; those that are lost are asked no more."""
+        replicas = list(self._generators)
+        calls = (ask(self._generators[replica]) for replica in replicas)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if isinstance(outcome, GroupLost):
+                log.warning("generator %d takes no more turns: %s", replica, outcome)
+                del self._generators[replica]
+                if not self._generators:
+                    raise RuntimeError("every generator replica is lost") from outcome
+            elif outcome is not None:
+                raise outcome
+
+    def _record(self, who: str) -> None:
+        """Say who has had the device since the last switch."""
+        self._spans.record("turn", self._since_ns, time.monotonic_ns(), "mark", who=who)
+
+    @contextmanager
+    def _switch(self, name: str) -> Iterator[None]:
+        """Time a change of places; the executors record the bytes."""
+        start_ns = time.monotonic_ns()
+        yield
+        self._since_ns = time.monotonic_ns()
+        self.seconds[name] += (self._since_ns - start_ns) / 1e9
+        self._spans.record("switch", start_ns, self._since_ns, "mark", to=name)
