@@ -1,0 +1,249 @@
+"""Canaries on fakes: who is caught, who is left in peace, and what becomes of the rows."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from llamarl.canary import FACTOR, FLOOR, LARGEST_START, NUM_START_ROWS, NUM_TOKENS, Canary
+from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.types import FinishReason, Prompt, Purpose, Row, Sampling, VersionSpan
+from tests.loop.virtual_clock import run
+
+SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
+PROMPTS = [Prompt(prompt_id=i, text="", token_ids=(5, i)) for i in range(3)]
+
+
+class FakeDispatch:
+    """Replicas that write what they are asked at once, with the version they serve."""
+
+    def __init__(self, ledger, replicas):
+        self.ledger, self.versions = ledger, dict.fromkeys(replicas, 0)
+        self.asked = []
+        self.is_broken = False
+
+    async def submit_to(self, index, requests):
+        self.asked += [(index, request) for request in requests]
+        if self.is_broken:
+            raise ValueError("prompts must have a token, got none")
+        if index not in self.versions:
+            return  # lost
+        for request in requests:
+            versions = self.versions[index]
+            versions = versions if isinstance(versions, tuple) else (versions,)
+            row = Row(
+                row_id=request.row_id,
+                num_prompt_tokens=2,
+                num_tokens=2 * len(versions),
+                spans=tuple(VersionSpan(version=v, num_tokens=2) for v in versions),
+                finish_reason=FinishReason.LENGTH,
+                replica=index,
+            )
+            self.ledger.learn_rows([row])
+
+
+class FakeTrainer:
+    """`noise(replica)` is the difference of a row of that replica."""
+
+    def __init__(self, ledger):
+        self.ledger = ledger
+        self.noise = lambda replica: 1e-5
+        self.asked = []
+
+    async def infer(self, row_ids):
+        assert row_ids, "a collective for nothing"
+        self.asked.append(row_ids)
+        return [self.noise(self.ledger.entries[row_id].row.replica) for row_id in row_ids]
+
+
+class FakeStorage:
+    """Remembers what was retired."""
+
+    def __init__(self):
+        self.fates = {}
+
+    async def retire(self, row_ids, fate):
+        assert not self.fates.keys() & set(row_ids)
+        self.fates |= dict.fromkeys(row_ids, fate)
+
+
+class Setting:
+    """A canary among fakes, `publish` and `check` as the controller calls them."""
+
+    def __init__(self, replicas=(0, 1)):
+        self.ledger = Ledger(loop_stages(has_reference=True))
+        self.dispatch = FakeDispatch(self.ledger, replicas)
+        self.trainer, self.storage = FakeTrainer(self.ledger), FakeStorage()
+        self.num_rows = 0
+        self.canary = Canary(
+            dispatch=self.dispatch,
+            ledger=self.ledger,
+            storage=self.storage,
+            trainer=self.trainer,
+            allocate_rows=self.allocate,
+            prompts=PROMPTS,
+            sampling=SAMPLING,
+            seed=7,
+        )
+
+    def allocate(self, count):
+        self.num_rows += count
+        return range(self.num_rows - count, self.num_rows)
+
+    async def publish(self, version, *, serves=None):
+        for replica in list(self.dispatch.versions):
+            self.dispatch.versions[replica] = version if serves is None else serves
+            self.canary.flipped(replica, version)
+        await asyncio.sleep(0)
+
+    async def start(self):
+        await self.publish(0)
+        return await self.canary.check(0)
+
+
+def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
+    async def main():
+        setting, noise = Setting(), random.Random(0)
+        setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
+        scalars = await setting.start()
+        assert scalars["canary_rows"] == 2 * NUM_START_ROWS
+        assert setting.canary.tolerance == FLOOR
+        for version in range(1, 1001):
+            await setting.publish(version)
+            scalars = await setting.canary.check(version)
+            assert scalars["canary_rows"] == 2
+            assert scalars["canary_difference"] <= scalars["canary_tolerance"] == FLOOR
+        assert not setting.ledger.entries
+        assert set(setting.storage.fates) == set(range(setting.num_rows))
+        assert setting.storage.fates[setting.num_rows - 1] == {"fate": "canary", "version": 1000}
+        assert (setting.canary.num_checked, setting.canary.num_missed) == (setting.num_rows, 0)
+
+    run(main())
+
+
+def test_requests_are_short_of_the_training_distribution_and_nobody_elses():
+    async def main():
+        setting = Setting()
+        await setting.start()
+        await setting.publish(1)
+        requests = [request for _, request in setting.dispatch.asked]
+        assert [replica for replica, _ in setting.dispatch.asked] == [0] * 4 + [1] * 4 + [0, 1]
+        assert {r.sampling for r in requests} == {replace(SAMPLING, max_tokens=NUM_TOKENS)}
+        assert {r.purpose for r in requests} == {Purpose.CANARY}
+        assert [r.min_version for r in requests] == [0] * 8 + [1] * 2
+        assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
+        for stage in ("score", "infer", "settle"):  # they are never rewarded or trained on
+            assert not setting.ledger._queues[stage]
+
+    run(main())
+
+
+@pytest.mark.parametrize("lie", [0.5, float("nan"), float("inf")])
+def test_a_replica_that_decodes_with_something_else_is_named(lie):
+    async def main():
+        setting = Setting()
+        await setting.start()
+        await setting.publish(1)
+        setting.trainer.noise = lambda replica: lie if replica == 1 else 1e-5
+        what = rf"generator 1 must write with version 1, .* by {lie:.2g}, tolerated: 0.001"
+        with pytest.raises(RuntimeError, match=what):
+            await setting.canary.check(1)
+
+    run(main())
+
+
+def test_a_coarser_engine_gets_more_tolerance_but_not_for_a_lie_at_the_start():
+    async def main():
+        setting, noise = Setting(), random.Random(1)
+        setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
+        await setting.start()
+        assert FACTOR * 0.02 < setting.canary.tolerance <= FACTOR * 0.05
+        for version in range(1, 50):
+            await setting.publish(version)
+            await setting.canary.check(version)
+        await setting.publish(50)
+        setting.trainer.noise = lambda replica: 0.5
+        with pytest.raises(RuntimeError, match=r"differ from the trainer's by 0\.5"):
+            await setting.canary.check(50)
+        setting = Setting()
+        setting.trainer.noise = lambda replica: LARGEST_START + 1
+        with pytest.raises(RuntimeError, match="generator 0 must write with version 0"):
+            await setting.start()
+
+    run(main())
+
+
+@pytest.mark.parametrize("serves", [4, 6, (4, 5), (5, 6)])
+def test_rows_of_another_version_are_dropped_and_counted(serves):
+    async def main():
+        setting = Setting()
+        await setting.start()
+        setting.trainer.noise = lambda replica: 3.0
+        await setting.publish(5, serves=serves)
+        assert await setting.canary.check(5) == {"canary_rows": 0}
+        assert setting.canary.num_missed == 2
+        assert not setting.ledger.entries
+        assert len(setting.trainer.asked) == 1  # the start's
+
+    run(main())
+
+
+def test_a_row_that_never_comes_costs_nothing():
+    async def main():
+        setting = Setting()
+        await setting.start()
+        del setting.dispatch.versions[1]
+        setting.canary.flipped(1, 1)
+        setting.canary.flipped(0, 1)
+        setting.dispatch.versions[0] = 1
+        await asyncio.sleep(0)
+        assert (await setting.canary.check(1))["canary_rows"] == 1
+        assert len(setting.ledger.rows(Purpose.CANARY)) == 1  # the controller retires it in the end
+        assert await setting.canary.check(2) == {"canary_rows": 0}
+
+    run(main())
+
+
+def test_one_row_is_not_enough_to_know_what_is_normal():
+    async def main():
+        setting = Setting(replicas=[0])
+        setting.dispatch.versions.clear()
+        setting.canary.flipped(0, 0)  # its start rows are lost
+        await asyncio.sleep(0)
+        setting.dispatch.versions[0] = 0
+        for version in range(1, NUM_START_ROWS + 1):
+            assert setting.canary.tolerance is None
+            await setting.publish(version)
+            scalars = await setting.canary.check(version)
+            assert scalars["canary_rows"] == 1
+        assert setting.canary.tolerance == FLOOR
+
+    run(main())
+
+
+def test_a_request_that_is_refused_ends_the_run_at_the_next_check():
+    async def main():
+        setting = Setting()
+        setting.dispatch.is_broken = True
+        with pytest.raises(ValueError, match="prompts must have a token"):
+            await setting.start()
+
+    run(main())
+
+
+def test_a_longest_completion_below_that_of_a_canary_is_kept():
+    setting = Setting()
+    short = replace(SAMPLING, max_tokens=3)
+    canary = Canary(
+        dispatch=setting.dispatch, ledger=setting.ledger, storage=setting.storage,
+        trainer=setting.trainer, allocate_rows=setting.allocate, prompts=PROMPTS, sampling=short,
+        seed=0,
+    )  # fmt: skip
+
+    async def main():
+        canary.flipped(0, 0)
+        await asyncio.sleep(0)
+
+    run(main())
+    assert setting.dispatch.asked[0][1].sampling.max_tokens == 3
