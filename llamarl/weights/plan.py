@@ -1,4 +1,6 @@
-"""The planner: the copies that turn the trainer's layout into a generator replica's.
+"""The planner: the copies that turn a source's layout into a generator replica's.
+
+The source is the trainer, or a replica that passes on what it received; errors call it trainer.
 
 Owns: who sends which box to whom. Does not own: moving bytes (`writer.py`) or when (`publish.py`).
 Invariant: pure; on every target rank each element the rank holds is written by exactly one copy.

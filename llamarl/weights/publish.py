@@ -112,15 +112,24 @@ class Publisher:
         Any failure is raised: ValueError from the planner, or what the executor raised.
         """
         waiting, self._waiting = self._waiting, {}
-        await self._join(waiting)
+        try:
+            await self._join(waiting)
+        except (ReplicaLost, SourceLost) as error:
+            raise error.__cause__ or error from None
 
     async def connect_replica(self, replica: int, generator: Relay) -> None:
         """Let a replica take part, from the newest version on; again for one that was restarted.
 
-        Any failure is raised.
+        Any failure is raised; but if the head of its host is found to be lost, the next one is it.
         """
-        await self.drop(replica)
-        await self._join({replica: generator})
+        while True:
+            await self.drop(replica)
+            try:
+                return await self._join({replica: generator})
+            except ReplicaLost as error:
+                raise error.__cause__ or error from None
+            except SourceLost as error:
+                self._blame(error)
 
     async def drop(self, replica: int) -> None:
         """Forget a replica that left; its source unmaps its memory, its place is filled."""
@@ -132,9 +141,8 @@ class Publisher:
         """Bring `version`, the trainer's present weights, to the connected replicas.
 
         Returns once all have it, are lost or cannot have it any more, or `weights.grace_s` after
-        the first has it; the others follow on their own. Does not return while a replica has
-        flipped some, not all of the parts that the trainer sends it: until then the trainer must
-        be able to write `version`.
+        the first has it; the others follow on their own. But replicas that the trainer sends
+        several parts are waited for: the trainer must be able to write `version` until then.
 
         RuntimeError if it is not newer than the last one, a publish is running, or no replica is
         left; and the error that ended the lanes (see `watch`).
@@ -186,11 +194,16 @@ class Publisher:
         def has_flipped() -> bool:
             return any(lane.version >= version for lane in lanes)
 
+        def needs_trainer() -> bool:
+            heads = [lane for lane in lanes if lane.source is self._trainer and len(lane.parts) > 1]
+            is_settled = all(self._is_settled(head, version) for head in heads)
+            return self._trainer.num_readers > 0 or not is_settled
+
         await self._change.until(lambda: has_flipped() or is_over())
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.grace_s):
                 await self._change.until(is_over)
-        await self._change.until(lambda: self._error or not self._trainer.num_readers)
+        await self._change.until(lambda: self._error or not needs_trainer())
         if self._error is not None:
             await self.close()
             raise self._error
@@ -215,11 +228,9 @@ class Publisher:
             routes = [await self._route(lane) for lane in lanes]
             for lane, (source, route) in zip(lanes, routes, strict=True):
                 await lane.connect(source, route)
-        except BaseException as error:
+        except BaseException:
             for replica in generators:
                 self._remove(replica)
-            if isinstance(error, ReplicaLost | SourceLost) and error.__cause__ is not None:
-                raise error.__cause__ from None
             raise
         for lane in lanes:
             lane.task = asyncio.create_task(self._drive(lane))
@@ -275,9 +286,7 @@ class Publisher:
                 try:
                     await self._advance(lane)
                 except SourceLost as error:
-                    head = self._head(error.source)
-                    if head is not None:
-                        self._lose(head, ReplicaLost(str(error)))
+                    self._blame(error)
                     if lane.is_half_flipped:
                         raise ReplicaLost(
                             f"{error}, amid generator {lane.replica}'s flip"
@@ -299,13 +308,20 @@ class Publisher:
         except StaleVersion as error:
             if lane.is_half_flipped:
                 raise ReplicaLost(f"{error}, amid generator {lane.replica}'s flip") from error
-            lane.refused = version
+            if lane.is_connected:  # else another source may have it
+                lane.refused = version
         else:
             self._stats.num_running[lane.replica] = num_running
             self._stats.num_bytes += lane.num_bytes * (not is_relayed)
             self._stats.num_relayed_bytes += lane.num_bytes * is_relayed
             self._on_flip(lane.replica, version)
         self._change.tell()
+
+    def _blame(self, error: SourceLost) -> None:
+        """Give up the replica that failed to pass on its weights, if it is still there."""
+        head = self._head(error.source)
+        if head is not None:
+            self._lose(head, ReplicaLost(str(error)))
 
     def _lose(self, lane: Lane, why: ReplicaLost) -> None:
         """Give a replica up."""

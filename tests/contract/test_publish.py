@@ -590,25 +590,45 @@ def test_a_publish_that_the_trainer_has_overtaken_ends_without_flips(hosts) -> N
     run(main())
 
 
-def test_no_publish_ends_while_a_replica_has_only_some_of_its_parts() -> None:
+def test_a_publish_in_parts_waits_for_those_that_the_trainer_feeds_and_no_others() -> None:
     async def main():
-        world = await World("ab", parts=SINGLE, timeout_s=60.0).connected()
+        world = await World("abb", parts=SINGLE, timeout_s=60.0).connected()
         await world.publish(0)
-        world.delay_s = lambda who, step: 3.0 * ((who, step) == (1, "fingerprint"))
-        world.delay_s = lambda who, step: 0.4 * ((who, step) == (1, "flip"))
-        for version in (1, 2, 3):
+        slow = 1
+        world.delay_s = lambda who, step: 3.0 * (who == slow and step != "pass_on")
+        for version in (1, 2):
             await world.publish(version)
+            assert [world.generators[i].version for i in (0, 1)] == [version] * 2
             world.trainer.version += 1  # the trainer steps: no lane may need the old one
-        assert world.versions() == [3, 3]
-        world.delay_s = lambda who, step: 3.0 * ((who, step) == (1, "fingerprint"))
-        await world.publish(world.trainer.version)
-        world.trainer.version += 1
+        await asyncio.sleep(20)
+        slow = 2
+        start_s = asyncio.get_running_loop().time()
+        await world.publish(3)
+        assert asyncio.get_running_loop().time() - start_s == pytest.approx(1.0)
+        assert world.versions()[:2] == [3, 3]
+        await asyncio.sleep(60)
+        assert world.versions() == [3, 3, 3]
+
+    run(main())
+
+
+def test_a_replica_in_parts_that_joins_too_late_for_a_version_waits_for_the_next() -> None:
+    async def main():
+        world = await World("a", parts=SINGLE, grace_s=0.0).connected()
+        await world.publish(0)
+        world.delay_s = lambda who, step: {"flip": 0.5, "fingerprint": 1.0}.get(step, 0.0)
+        world.trainer.version = 1
+        publishing = asyncio.create_task(world.publish(1))
+        await asyncio.sleep(4)
+        world.generators[1] = FakeGenerator(world, 1, "b")
+        await world.publisher.connect_replica(1, world.generators[1])
+        await publishing
+        world.trainer.version = 2
         await asyncio.sleep(10)
-        assert world.versions() == [4, 3], "too late to begin: it waits for the next version"
+        assert world.versions() == [1, -1]
         assert world.steps(1)[-1] == "discard"
-        world.delay_s = lambda who, step: 0.0
-        await world.publish(world.trainer.version)
-        assert world.versions() == [5, 5]
+        stats = await world.publish(2)
+        assert (world.versions(), stats.lost) == ([2, 2], {})
 
     run(main())
 
@@ -872,6 +892,43 @@ def test_a_thousand_healthy_publishes_with_random_delays_raise_nothing(parts) ->
         assert not watching.done()
 
     run(main())
+
+
+@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+def test_whoever_dies_when_the_others_get_to_the_newest_version(parts) -> None:
+    async def main(seed):
+        rng = random.Random(seed)
+        world = await World("aabbb", parts=parts, grace_s=0.05, timeout_s=2.0).connected()
+        world.delay_s = lambda who, step: rng.choice((0.0, 0.001, 0.02, rng.random() * 0.3))
+        victims = {2, 3} if seed % 2 else {0, 3}
+        for victim in victims:
+            world.generators[victim].calls_left = rng.randrange(80)
+        watching = asyncio.create_task(world.publisher.watch())
+        for version in range(12):
+            await world.publish(version)
+            world.trainer.version += rng.random() < 0.5  # the trainer may step at once
+            if rng.random() < 0.2:
+                who = rng.choice(world.publisher.replicas)
+                world.generators[who] = FakeGenerator(world, who, world.generators[who].host)
+                await world.publisher.connect_replica(who, world.generators[who])
+                world.generators[who].calls_left = None
+            await asyncio.sleep(rng.random() * 0.2)
+        world.trainer.version = 12
+        world.delay_s = lambda who, step: 0.01
+        await world.publisher.publish(12)
+        await asyncio.sleep(10)
+        assert not watching.done()
+        whole = world.publisher.replicas
+        assert [world.generators[i].version for i in whole] == [12] * len(whole)
+        lost = set(range(5)) - set(whole)
+        assert len(parts) > 1 or lost <= victims
+        assert all(world.generators[i].flipped or i in victims for i in lost)
+        sources = {world.generators[i].host: world.generators[i].route.source for i in whole}
+        fed = [world.generators[i] for i in whole if world.generators[i].route.source == "trainer"]
+        assert sorted(generator.host for generator in fed) == sorted(sources)
+
+    for seed in range(60):
+        run(main(seed))
 
 
 def test_a_publish_is_one_span_and_each_replica_has_its_own(tmp_path) -> None:

@@ -1,4 +1,7 @@
-"""The planner against plain gather-and-slice, on random layouts of both sides."""
+"""The planner against plain gather-and-slice, on random layouts of both sides.
+
+A replica that passes on what it holds is a source like any other.
+"""
 
 import itertools
 import math
@@ -86,6 +89,7 @@ def side(draw, shapes):
                 name: ParameterLayout(shape=shape, dtype="float32", boxes=tuple(boxes[name][rank]))
                 for name, shape in shapes.items()
             },
+            parts=(tuple(shapes),),
         )
         for rank in range(num_ranks)
     ]
@@ -136,7 +140,9 @@ def grid(num_rows, num_columns, num_copies):
         memory = Memory("flat")
         boxes = (memory.place(start, stop, (rank % 2, 1 - rank % 2), rank),)
         parameters = {"w": ParameterLayout(shape=(6, 8), dtype="float32", boxes=boxes)}
-        layouts.append(RankLayout(rank=rank, host="h", parameters=parameters))
+        layouts.append(
+            RankLayout(rank=rank, host="h", parameters=parameters, parts=(tuple(parameters),))
+        )
         sizes.append(memory.size)
     return layouts, sizes
 
@@ -190,7 +196,7 @@ def whole(rank, shapes, dtype="float32"):
         )
         for name, shape in shapes.items()
     }
-    return RankLayout(rank=rank, host="h", parameters=parameters)
+    return RankLayout(rank=rank, host="h", parameters=parameters, parts=(tuple(parameters),))
 
 
 def rows(rank, start, stop, shape, offset=0):
@@ -198,7 +204,7 @@ def rows(rank, start, stop, shape, offset=0):
         start=(start, 0), stop=(stop, shape[1]), buffer="w", offset=offset, strides=(shape[1], 1)
     )
     parameter = ParameterLayout(shape=shape, dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host="h", parameters={"w": parameter})
+    return RankLayout(rank=rank, host="h", parameters={"w": parameter}, parts=(("w",),))
 
 
 @pytest.mark.parametrize("num_sources", [2, 3, 8])
@@ -230,7 +236,7 @@ def test_boxes_that_continue_each_other_become_one_copy() -> None:
         for a in (4, 0, 2)
     ]
     parameter = ParameterLayout(shape=(6, 4), dtype="float32", boxes=tuple(boxes))
-    source = RankLayout(rank=0, host="h", parameters={"w": parameter})
+    source = RankLayout(rank=0, host="h", parameters={"w": parameter}, parts=(("w",),))
     (copy,) = plan([source], [whole(0, {"w": (6, 4)})])
     assert (copy.start, copy.shape) == ((0, 0), (6, 4))
 
