@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llamarl.generation.kv_cache import Group, KVCache
-from llamarl.generation.parameters import LayerWeights, Weights
+from llamarl.generation.parameters import LayerWeights, Matrix, Weights
 from llamarl.models.architecture import Architecture
 from llamarl.models.transformer import rope_tables
 
@@ -40,8 +40,10 @@ class Decoder:
         self._cos = torch.cat([cos, cos], dim=1).to(cache.device, cache.dtype)
         self._sin = torch.cat([-sin, sin], dim=1).to(cache.device, cache.dtype)
         width = architecture.hidden_size
-        self._norm_floor = torch.tensor((width * architecture.norm_eps) ** 0.5)
-        self._head_norm_floor = torch.tensor((architecture.head_dim * architecture.norm_eps) ** 0.5)
+        self._norm_floor, self._head_norm_floor = (
+            torch.tensor((size * architecture.norm_eps) ** 0.5, device=cache.device)
+            for size in (width, architecture.head_dim)
+        )
 
     def prefill(self, sequences: list[tuple[int, np.ndarray]]) -> None:
         """Compute keys and values of whole sequences: (slot, int tokens [t]) each, no logits.
@@ -85,7 +87,7 @@ class Decoder:
             queries, keys, values = self._qkv(layer, x, cos, sin)
             self.cache.write(index, places, keys, values)
             self._finish_layer(layer, x, self.cache.attend(index, queries, groups))
-        return torch.mm(normalize(x, weights.norm, self._norm_floor), weights.head).float()
+        return product(normalize(x, weights.norm, self._norm_floor), weights.head).float()
 
     def _bound(self) -> Weights:
         if self.weights is None:
@@ -97,10 +99,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv_heads, head_dim]."""
         h = normalize(x, layer.input_norm, self._norm_floor)
-        if layer.qkv_bias is None:
-            qkv = torch.mm(h, layer.qkv)
-        else:
-            qkv = torch.addmm(layer.qkv_bias, h, layer.qkv)
+        qkv = product(h, layer.qkv, layer.qkv_bias)
         num_heads, dim = self.architecture.num_heads, self.architecture.head_dim
         qkv = qkv.view(x.shape[0], -1, dim)
         heads = qkv[:, : self._num_turned]
@@ -113,15 +112,12 @@ class Decoder:
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
         """Add the attention's output and the MLP to the residual stream `x`, in place."""
-        torch.addmm(x, attended, layer.output, out=x)
+        add_product(x, attended, layer.output)
         if layer.output_bias is not None:
             x.add_(layer.output_bias)
         h = normalize(x, layer.mlp_norm, self._norm_floor)
-        gate_up = torch.mm(h, layer.gate_up)
-        if layer.gate_up_bias is not None:
-            gate_up.add_(layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=1)
-        torch.addmm(x, functional.silu(gate).mul_(up), layer.down, out=x)
+        gate, up = product(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
+        add_product(x, functional.silu(gate).mul_(up), layer.down)
         if layer.down_bias is not None:
             x.add_(layer.down_bias)
 
@@ -140,6 +136,22 @@ class Decoder:
             parts.append(out.transpose(1, 2).reshape(count * length, -1))
             start += count * length
         return torch.cat(parts)
+
+
+def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """`x` [n, in] times `matrix`, plus `bias`: [n, out]."""
+    if isinstance(matrix, Tensor):
+        return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+    out = matrix.product(x)
+    return out if bias is None else out.add_(bias)
+
+
+def add_product(total: Tensor, x: Tensor, matrix: Matrix) -> None:
+    """Add `x` times `matrix` to `total`, in place."""
+    if isinstance(matrix, Tensor):
+        torch.addmm(total, x, matrix, out=total)
+    else:
+        total.add_(matrix.product(x))
 
 
 def normalize(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:

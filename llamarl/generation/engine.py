@@ -1,8 +1,8 @@
-"""The engine: continuous batching of rollouts under the newest weights.
+"""The embedded engine: continuous batching of rollouts under the newest weights.
 
 Owns: the step (admit, prefill, decode one token, stop), the version label, and where each rollout
-sits. Does not own: the memory of the weights, threads, storage. Invariant: weights change only
-between two steps, and every token is labelled with the version whose weights computed it.
+sits. Does not own: the memory that a publish writes, threads, storage. Invariant: weights change
+only between two steps, and every token is labelled with the version whose weights computed it.
 
 A rollout in a slot has all tokens but its last in the KV cache; a decode step feeds the last one.
 So starting, resuming and recomputing are one operation: prefill everything but the last token.
@@ -11,7 +11,6 @@ So starting, resuming and recomputing are one operation: prefill everything but 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +19,17 @@ from torch import Tensor
 from llamarl.config import GeneratorConfig
 from llamarl.generation.decoder import Decoder
 from llamarl.generation.kv_cache import PLAN_STEPS, Group, KVCache
-from llamarl.generation.parameters import DTYPES, arena_layout, bind
+from llamarl.generation.parameters import (
+    DTYPES,
+    Weights,
+    arena_layout,
+    bind,
+    load_checkpoint,
+    quantize,
+    tensors,
+)
+from llamarl.generation.protocol import Finished, Memory
+from llamarl.generation.quantized import make_scratch
 from llamarl.generation.running import Running
 from llamarl.generation.sampling import SamplingRows, sample
 from llamarl.generation.scheduler import (
@@ -38,20 +47,10 @@ PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activatio
 START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
 
-@dataclass(slots=True, kw_only=True)
-class Finished:
-    """A rollout that stopped, with everything written so far (earlier segments included)."""
-
-    request: Request
-    written: Written
-    reason: FinishReason
-
-
 class Engine:
-    """One replica's generation. Synchronous; call it from one thread.
+    """One replica's generation, as `generation.protocol.Engine` says; one rank.
 
-    `decode_text` turns token ids into text and is needed only for stop strings. `version` is -1
-    until weights are bound, and nothing starts before that.
+    ValueError if `config.device` is cuda and there is none.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Engine:
         architecture: Architecture,
         config: GeneratorConfig,
         *,
-        device: str = "cpu",
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.architecture = architecture
@@ -68,7 +66,19 @@ class Engine:
         self.decode_text = decode_text
         self.version = -1
         self.num_prefilled_tokens = 0  # since the start
-        self._device = torch.device(device)
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
+        self._device = torch.device(config.device)
+        dtype = DTYPES[config.dtype]
+        self.memory = Memory(
+            parameters=self.layout.parameters,
+            num_elements=self.layout.num_elements,
+            dtype=dtype,
+            is_staged=config.quantization != "none",
+        )
+        widest = max(architecture.intermediate_size, architecture.num_heads * architecture.head_dim)
+        widest = max(widest, architecture.hidden_size)
+        self._scratch = make_scratch(widest, dtype, self._device) if self.memory.is_staged else None
         slots, context = config.max_running, config.max_context_tokens
         self._cache = KVCache(
             num_layers=architecture.num_layers,
@@ -77,7 +87,7 @@ class Engine:
             num_kv_heads=architecture.num_kv_heads,
             num_positions=context,
             head_dim=architecture.head_dim,
-            dtype=DTYPES[config.dtype],
+            dtype=dtype,
             device=self._device,
         )
         self._decoder = Decoder(architecture, self._cache)
@@ -106,13 +116,26 @@ class Engine:
             return True
         return self.version >= 0 and self._queue.has_startable(self.version)
 
-    def flip(self, flat: Tensor, version: int) -> int:
-        """Use the weights in `flat` (see `layout`) as `version` from the next token on.
+    def load(self, flat: Tensor, folder: str) -> None:
+        """Fill `flat` with a checkpoint's weights; ValueError if they do not fit or are damaged."""
+        load_checkpoint(self.layout, flat, folder)
+
+    @torch.inference_mode()
+    def prepare(self, flat: Tensor) -> Weights:
+        """Views of `flat` (see `layout`), or quantised copies that need it no longer."""
+        weights = bind(self.layout, self.architecture, flat)
+        if self._scratch is None:
+            return weights
+        return quantize(weights, self.config.quantization, self._scratch)
+
+    def flip(self, prepared: Weights | Tensor, version: int) -> int:
+        """Use these weights as `version` from the next token on; a flat tensor is prepared here.
 
         Returns the number of running rollouts. With kv_after_flip=recompute their keys and values
         are computed anew before their next token.
         """
-        self._decoder.weights = bind(self.layout, self.architecture, flat)
+        weights = self.prepare(prepared) if isinstance(prepared, Tensor) else prepared
+        self._decoder.weights = weights
         self.version = version
         self._must_recompute = self.config.kv_after_flip == "recompute"
         self._may_start = True
@@ -154,6 +177,20 @@ class Engine:
             request = self._running.requests[slot]
             if request is not None and request.row_id in wanted:
                 self._stop(slot, FinishReason.ABORTED)
+
+    def movable(self, kind: str) -> list[Tensor]:
+        """The KV cache; of the weights, what was quantised."""
+        if kind == "kv":
+            return [self._cache.keys, self._cache.values]
+        weights = self._decoder.weights
+        return list(tensors(weights)) if self._scratch is not None and weights is not None else []
+
+    def forget_prompts(self) -> None:
+        """Compute every prompt anew, whatever the KV cache holds of it."""
+        self._prefixes.clear()
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def step(self) -> list[Finished]:
         """Admit what fits, decode one token for every running rollout, return what stopped."""

@@ -89,6 +89,12 @@ class KVCache:
         self.num_blocks = -(-num_positions // BLOCK)
         self.num_positions = self.num_blocks * BLOCK
         num = num_slots * num_kv_heads
+        num_rows = num * self.num_blocks * max(head_dim, BLOCK)
+        if num_rows >= 1 << 31:
+            raise ValueError(
+                "generator.max_running times max_context_tokens must stay below 2^31 table rows, "
+                f"got {num_slots} x {num_positions} ({num_rows} rows)"
+            )
         keys = (num_layers, num * self.num_blocks, head_dim, BLOCK)
         values = (num_layers, num * self.num_positions, head_dim)
         self.keys = torch.zeros(keys, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """Where every parameter lies in the engine's flat arena, and the fused views the forward uses.
 
 Owns: the arena's layout. Does not own: its memory (`weights/arena.py`) or the maths
-(`decoder.py`). Invariant: all matrices are views of one flat tensor, so changing the version is
-binding another tensor; only the norms' short vectors are copied.
+(`decoder.py`). Invariant: all matrices that `bind` makes are views of one flat tensor, so changing
+the version is binding another tensor; only the norms' short vectors are copied.
 
 Linear weights lie transposed, [in, out]: on CPUs `torch.mm` is a tenth faster with them (measured
 with float32, 8 to 64 rows). q, k and v lie side by side, and so do gate and up: fusing and
@@ -12,11 +12,13 @@ transposing are only offsets and strides of the layout.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
 from llamarl.models.hf import load_into
 from llamarl.models.inventory import parameter_shapes
@@ -24,6 +26,8 @@ from llamarl.weights.layout import Box, ParameterLayout
 
 BUFFER = "arena"
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
+
+MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # what is quantised
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -135,6 +139,9 @@ def arena_layout(architecture: Architecture, dtype: str) -> ArenaLayout:
     )
 
 
+Matrix = Tensor | QuantizedMatrix
+
+
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
     """One layer; matrices are [in, out].
@@ -144,27 +151,27 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
-    """Views of all weights of one version."""
+    """All weights of one version."""
 
     embedding: Tensor
     layers: list[LayerWeights]
     norm: Tensor
-    head: Tensor
+    head: Matrix
 
 
 def bind(layout: ArenaLayout, architecture: Architecture, flat: Tensor) -> Weights:
@@ -211,3 +218,34 @@ def bind(layout: ArenaLayout, architecture: Architecture, flat: Tensor) -> Weigh
     embedding = view("model.embed_tokens.weight")
     head = embedding.t() if architecture.tie_embeddings else view("lm_head.weight")
     return Weights(embedding=embedding, layers=layers, norm=norm("model.norm.weight"), head=head)
+
+
+def quantize(weights: Weights, kind: str, scratch: Tensor) -> Weights:
+    """A copy of `weights`, the matrices quantised ("int8" or "fp8"); embedding, norms and biases
+    keep their dtype. `scratch`: see `quantized.py`."""
+
+    def copy(value: Tensor | None, name: str) -> Matrix | None:
+        if value is None:
+            return None
+        if name in MATRICES:
+            return QuantizedMatrix.of(value, kind, scratch)
+        return value.clone()
+
+    def copies(record: LayerWeights | Weights) -> dict[str, Matrix | None]:
+        values = ((f.name, getattr(record, f.name)) for f in fields(record) if f.name != "layers")
+        return {name: copy(value, name) for name, value in values}
+
+    layers = [LayerWeights(**copies(layer)) for layer in weights.layers]  # type: ignore[arg-type]
+    return Weights(layers=layers, **copies(weights))  # type: ignore[arg-type]
+
+
+def tensors(weights: Weights) -> Iterator[Tensor]:
+    """Every tensor of a quantised set."""
+    records: list[Weights | LayerWeights] = [weights, *weights.layers]
+    for record in records:
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if isinstance(value, QuantizedMatrix):
+                yield from (value.values, value.scales)
+            elif isinstance(value, Tensor):
+                yield value

@@ -91,5 +91,9 @@ class Engine(Protocol):
         """The tensors of one kind, "weights" (beyond `flat`, which the executor owns) or "kv", that
         may leave the device while the engine stands still."""
 
+    def forget_prompts(self) -> None:
+        """The KV memory's contents are lost; called only while nothing runs. What stopped rollouts
+        left in it, such as prompts that new ones could share, must not be used again."""
+
     def close(self) -> None:
         """Give back processes, sockets and memory."""

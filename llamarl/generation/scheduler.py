@@ -1,8 +1,8 @@
 """Which waiting rollout starts next, and in which slot.
 
-Owns: the queue and the slot choice. Does not own: tensors or running rollouts. Invariant:
-evaluation before training, else first in, first out, except that a rollout whose `min_version` is
-not reached waits without holding up those behind it.
+Owns: the queue and the slot choice. Does not own: tensors or running rollouts. Invariant: canaries
+before evaluation before training, else first in, first out, except that a rollout whose
+`min_version` is not reached waits without holding up those behind it.
 """
 
 from __future__ import annotations
@@ -41,44 +41,60 @@ class Waiting:
 
 
 class Queue:
-    """Waiting rollouts."""
+    """Waiting rollouts. Adding and asking cost the same however many wait."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Purpose, deque[Waiting]] = {
-            Purpose.EVALUATE: deque(),
-            Purpose.TRAIN: deque(),
+        self._num_added = 0
+        # Of each purpose, by `min_version` (few differ): (number of arrival, rollout).
+        self._lanes: dict[Purpose, dict[int, deque[tuple[int, Waiting]]]] = {
+            Purpose.CANARY: {},
+            Purpose.EVALUATE: {},
+            Purpose.TRAIN: {},
         }
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(len(line) for lane in self._lanes.values() for line in lane.values())
 
     def add(self, waiting: Waiting) -> None:
         """Put one rollout at the end of its lane."""
-        self._lanes[waiting.request.purpose].append(waiting)
+        lane = self._lanes[waiting.request.purpose]
+        line = lane.setdefault(waiting.request.min_version, deque())
+        line.append((self._num_added, waiting))
+        self._num_added += 1
 
     def take(self, version: int, most: int) -> list[Waiting]:
         """Remove up to `most` rollouts that may start under `version`, in starting order."""
         taken: list[Waiting] = []
         for lane in self._lanes.values():
-            held: list[Waiting] = []
-            while lane and len(taken) < most:
-                waiting = lane.popleft()
-                allowed = waiting.request.min_version <= version
-                (taken if allowed else held).append(waiting)
-            lane.extendleft(reversed(held))
+            while len(taken) < most:
+                allowed = [v for v in lane if v <= version]
+                if not allowed:
+                    break
+                first = min(allowed, key=lambda v: lane[v][0][0])
+                taken.append(lane[first].popleft()[1])
+                if not lane[first]:
+                    del lane[first]
         return taken
 
     def has_startable(self, version: int) -> bool:
         """True if some rollout may start under `version`."""
-        return any(w.request.min_version <= version for lane in self._lanes.values() for w in lane)
+        return any(v <= version for lane in self._lanes.values() for v in lane)
 
     def remove(self, row_ids: set[int]) -> list[Waiting]:
-        """Remove and return the rollouts with these row ids."""
-        removed: list[Waiting] = []
-        for purpose, lane in self._lanes.items():
-            removed += [w for w in lane if w.request.row_id in row_ids]
-            self._lanes[purpose] = deque(w for w in lane if w.request.row_id not in row_ids)
-        return removed
+        """Remove and return the rollouts with these row ids, in the order they came."""
+        removed: list[tuple[int, Waiting]] = []
+        for lane in self._lanes.values():
+            for version, line in list(lane.items()):
+                gone = [item for item in line if item[1].request.row_id in row_ids]
+                if not gone:
+                    continue
+                removed += gone
+                kept = deque(item for item in line if item[1].request.row_id not in row_ids)
+                if kept:
+                    lane[version] = kept
+                else:
+                    del lane[version]
+        return [waiting for _, waiting in sorted(removed, key=lambda item: item[0])]
 
 
 @dataclass(slots=True)
@@ -99,6 +115,10 @@ class PrefixIndex:
     def put(self, slot: int, prompt: tuple[int, ...], version: int) -> None:
         """Slot `slot` holds `prompt`, computed under `version`."""
         self._prompts[slot], self._versions[slot] = prompt, version
+
+    def clear(self) -> None:
+        """No slot holds a prompt any more."""
+        self._prompts = [None] * self.num_slots
 
     def find(self, prompt: tuple[int, ...], version: int) -> list[int]:
         """Slots that hold `prompt` under exactly `version`."""

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import GeneratorConfig
-from llamarl.generation.engine import Engine, Finished
+from llamarl.config import EmbeddedConfig
+from llamarl.generation.engine import Engine
 from llamarl.generation.kv_cache import CALL_COST, cut
+from llamarl.generation.protocol import Finished
+from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from llamarl.generation.scheduler import Written
 from llamarl.models.architecture import Architecture, RopeScaling
 from llamarl.models.transformer import Transformer
@@ -73,7 +75,7 @@ def flat_weights(engine: Engine, model: torch.nn.Module) -> torch.Tensor:
 
 
 def make_engine(model: Transformer, *, slots: int = 4, **kwargs) -> Engine:
-    config = GeneratorConfig(max_running=slots, max_context_tokens=160, **kwargs.pop("config", {}))
+    config = EmbeddedConfig(max_running=slots, max_context_tokens=160, **kwargs.pop("config", {}))
     engine = Engine(model.architecture, config, **kwargs)
     engine.flip(flat_weights(engine, model), 0)
     return engine
@@ -133,7 +135,7 @@ def test_greedy_rollouts_equal_those_of_transformers() -> None:
         initializer_range=0.25,
     )
     reference = LlamaForCausalLM(config).eval()
-    engine = Engine(a, GeneratorConfig(max_running=4, max_context_tokens=160))
+    engine = Engine(a, EmbeddedConfig(max_running=4, max_context_tokens=160))
     engine.flip(flat_weights(engine, reference), 0)
     prompts = random_prompts(9)
     for row, prompt in enumerate(prompts):
@@ -166,7 +168,7 @@ def test_logprobs_equal_the_trainers_model(name: str) -> None:
 
 def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
     model = make_model(LLAMA, 1)
-    engine = Engine(LLAMA, GeneratorConfig(max_running=4, max_context_tokens=160, dtype="bfloat16"))
+    engine = Engine(LLAMA, EmbeddedConfig(max_running=4, max_context_tokens=160, dtype="bfloat16"))
     engine.flip(flat_weights(engine, model).bfloat16(), 0)
     for row, prompt in enumerate(random_prompts(6)):
         engine.submit(make_request(row, prompt))
@@ -246,7 +248,7 @@ def test_a_flip_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
         return LlamaForCausalLM(config).eval()
 
     models = [build(0), build(1)]
-    engine = Engine(LLAMA, GeneratorConfig(max_running=4, max_context_tokens=160))
+    engine = Engine(LLAMA, EmbeddedConfig(max_running=4, max_context_tokens=160))
     engine.flip(flat_weights(engine, models[0]), 0)
     requests = [make_request(r, p, 25, temperature=0.0) for r, p in enumerate(random_prompts(4))]
     done = run_with_flip(engine, requests, flat_weights(engine, models[1]), at=9)
@@ -435,7 +437,7 @@ def test_an_impossible_prompt_is_refused(prompt: tuple[int, ...], words: str) ->
 
 
 def test_nothing_starts_before_weights_are_bound() -> None:
-    engine = Engine(LLAMA, GeneratorConfig(max_running=2, max_context_tokens=32))
+    engine = Engine(LLAMA, EmbeddedConfig(max_running=2, max_context_tokens=32))
     engine.submit(make_request(0, (1,)))
     assert not engine.has_work
     assert engine.step() == []
@@ -451,3 +453,122 @@ def test_reading_groups_waste_little_and_cover_every_row_once() -> None:
         )
         for start, stop in runs:
             assert (lengths[start] - lengths[start:stop]).sum() <= CALL_COST
+
+
+def quantize_model(model: Transformer, kind: str) -> Transformer:
+    """`model` with every linear weight replaced by what eight bits make of it; the tied head, which
+    is quantised but not the embedding, gets its own copy."""
+    plain = Transformer(replace(model.architecture, tie_embeddings=False))
+    state = model.state_dict()
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    scratch = make_scratch(1, torch.float32, torch.device("cpu"))
+    for name, weight in state.items():
+        if weight.ndim == 2 and "embed" not in name:
+            state[name] = QuantizedMatrix.of(weight.t(), kind, scratch).dequantized().t()
+    plain.load_state_dict(state)
+    return plain
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_int8_logprobs_are_those_of_the_dequantised_model(name: str, recomputes: bool) -> None:
+    models = [make_model(VARIANTS[name], seed) for seed in (1, 2)]
+    config = {"quantization": "int8"} | ({"kv_after_flip": "recompute"} if recomputes else {})
+    engine = make_engine(models[0], config=config)
+    assert engine.memory.is_staged
+    requests = [make_request(r, p, 25) for r, p in enumerate(random_prompts(4))]
+    flat = flat_weights(engine, models[1])
+    prepared = engine.prepare(flat)
+    flat.zero_()  # staged: what was prepared needs it no longer
+    for request in requests:
+        engine.submit(request)
+    for _ in range(9):
+        engine.step()
+    engine.flip(prepared, 1)
+    for item in finish(engine).values():
+        plain, quantised = (
+            [model_logprobs(m, item) for m in choice]
+            for choice in (models, [quantize_model(m, "int8") for m in models])
+        )
+        logprobs = item.written.logprobs
+        np.testing.assert_allclose(logprobs[:9], quantised[0][:9], atol=1e-4)
+        if recomputes:
+            np.testing.assert_allclose(logprobs[9:], quantised[1][9:], atol=1e-4)
+        assert np.abs(logprobs[:9] - plain[0][:9]).max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 254), ("fp8", 32)])
+def test_a_quantised_matrix_is_near_the_plain_one_and_multiplies_as_it_says(
+    kind: str, steps: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(700, 1500).mul_(torch.logspace(-3, 3, 1500)).to(dtype)
+    matrix[:, 7] = 0
+    quantised = QuantizedMatrix.of(matrix, kind, make_scratch(700, dtype, torch.device("cpu")))
+    wide = quantised.dequantized()
+    span = 2 * matrix.float().abs().amax(dim=0)
+    assert ((wide - matrix.float()).abs() <= span / steps * 1.02).all()
+    assert not wide[:, 7].any()
+    for num_rows in (1, 5, 40):
+        x = torch.randn(num_rows, 700).to(dtype)
+        exact = x.float() @ wide
+        error = (quantised.product(x).float() - exact).norm(dim=0)
+        assert (error <= (1e-5 if dtype is torch.float32 else 1e-2) * exact.norm(dim=0)).all()
+
+
+def test_a_long_queue_costs_a_submit_nothing() -> None:
+    engine = make_engine(make_model(LLAMA, 1), slots=2)
+    for row in range(5000):
+        engine.submit(make_request(row, (1, 2), min_version=1 + row % 2))
+    engine.submit(make_request(5000, (1, 2), 3))
+    examined = CountedVersions(0)
+    engine.version = examined
+    assert engine.has_work
+    assert len(engine._queue.take(examined, 2)) == 1
+    assert examined.count < 50
+
+
+class CountedVersions(int):
+    """A version that counts how often it is compared."""
+
+    count = 0
+
+    def __ge__(self, other: int) -> bool:
+        self.count += 1
+        return int(self) >= other
+
+
+def test_canaries_start_first() -> None:
+    engine = make_engine(make_model(LLAMA, 1), slots=1)
+    for row, purpose in enumerate((Purpose.TRAIN, Purpose.EVALUATE, Purpose.CANARY)):
+        engine.submit(make_request(row, (1,), 5, purpose=purpose))
+    assert list(finish(engine)) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_what_moves_is_the_cache_and_what_was_quantised(quantization: str) -> None:
+    engine = make_engine(make_model(LLAMA, 1), config={"quantization": quantization})
+    kv_bytes = sum(t.nbytes for t in engine.movable("kv"))
+    assert kv_bytes == 2 * LLAMA.num_layers * 4 * LLAMA.num_kv_heads * 160 * LLAMA.head_dim * 4
+    moved = engine.movable("weights")
+    if quantization == "none":
+        assert moved == []
+    else:
+        eighths = sum(t.numel() for t in moved if t.dtype == torch.int8)
+        layer = 48 * (6 + 4) * 16 + 96 * 48 + 3 * 48 * 80
+        assert eighths == LLAMA.num_layers * layer + 96 * 48
+
+
+def test_prompts_are_computed_anew_once_the_cache_was_lost() -> None:
+    model = make_model(LLAMA, 1)
+    engine = make_engine(model)
+    prompt = tuple(range(30))
+    engine.submit(make_request(0, prompt, 3))
+    finish(engine)
+    engine.forget_prompts()
+    for tensor in engine.movable("kv"):
+        tensor.zero_()
+    engine.submit(make_request(1, prompt, 5))
+    item = finish(engine)[1]
+    np.testing.assert_allclose(item.written.logprobs, model_logprobs(model, item), atol=1e-5)

@@ -11,7 +11,10 @@ from llamarl.types import Purpose, Request, Sampling
 SAMPLING = Sampling(max_tokens=4)
 
 
-def waiting(row_id: int, min_version: int, evaluate: bool, prompt: int = 0) -> Waiting:
+PURPOSES = (Purpose.CANARY, Purpose.EVALUATE, Purpose.TRAIN)  # in starting order
+
+
+def waiting(row_id: int, min_version: int, purpose: Purpose, prompt: int = 0) -> Waiting:
     return Waiting(
         request=Request(
             row_id=row_id,
@@ -19,13 +22,13 @@ def waiting(row_id: int, min_version: int, evaluate: bool, prompt: int = 0) -> W
             sampling=SAMPLING,
             seed=0,
             min_version=min_version,
-            purpose=Purpose.EVALUATE if evaluate else Purpose.TRAIN,
+            purpose=purpose,
         )
     )
 
 
 EVENT = st.one_of(
-    st.tuples(st.just("add"), st.integers(0, 4), st.booleans()),
+    st.tuples(st.just("add"), st.integers(0, 4), st.sampled_from(PURPOSES)),
     st.tuples(st.just("take"), st.integers(0, 4), st.integers(0, 5)),
     st.tuples(st.just("remove"), st.integers(0, 30), st.integers(0, 30)),
 )
@@ -42,14 +45,14 @@ def test_the_queue_equals_a_plain_list(events: list[tuple]) -> None:
             model.append(item)
         elif kind == "take":
             ready = [w for w in model if w.request.min_version <= first]
-            ready.sort(key=lambda w: w.request.purpose is Purpose.TRAIN)
+            ready.sort(key=lambda w: PURPOSES.index(w.request.purpose))
             assert queue.has_startable(first) == bool(ready)
             assert queue.take(first, second) == ready[:second]
             model = [w for w in model if w not in ready[:second]]
         else:
             gone = {first, second}
-            removed = {w.request.row_id for w in queue.remove(gone)}
-            assert removed == {w.request.row_id for w in model} & gone
+            removed = [w.request.row_id for w in queue.remove(gone)]
+            assert removed == [w.request.row_id for w in model if w.request.row_id in gone]
             model = [w for w in model if w.request.row_id not in gone]
         assert len(queue) == len(model)
 
@@ -71,7 +74,9 @@ def test_a_shared_prefix_is_always_the_prompt_under_the_present_version(
         busy -= done
         version += flips
         free = set(range(num_slots)) - busy
-        starting = [waiting(row_id + i, 0, False, (prompt + i) % 3) for i in range(len(free))]
+        starting = [
+            waiting(row_id + i, 0, Purpose.TRAIN, (prompt + i) % 3) for i in range(len(free))
+        ]
         row_id += len(starting)
         placements = place(starting, set(free), prefixes, version)
         slots = [p.slot for p in placements]
