@@ -7,16 +7,19 @@ imports nothing of vLLM, whose environment must be set before.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
+import shutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from llamarl.config import VllmConfig
 from llamarl.generation.parameters import DTYPES
-from llamarl.models.architecture import Architecture
+from llamarl.models.architecture import MODEL_TYPES, Architecture
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
 ENVIRONMENT = {
@@ -58,11 +61,11 @@ def make_core(
     in one line, if vLLM cannot run this checkpoint with this config on this machine.
     """
     _check(config, architecture, num_ranks)
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    meeting = _meeting(rendezvous, run_id)
+    alone = "" if rendezvous else tempfile.mkdtemp(prefix="llamarl-")
+    meeting = _meeting(rendezvous or f"{alone}/meeting", run_id)
     local_rank = rank % max(torch.cuda.device_count(), 1) if config.device == "cuda" else 0
 
     class RankExecutor(UniProcExecutor):
@@ -72,33 +75,52 @@ def make_core(
             return f"file://{meeting}", rank, local_rank
 
     try:
+        _register(architecture)
         if config.device == "cpu":
             _keep_weights_plain()
-        arguments = EngineArgs(
-            model=checkpoint,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype=config.dtype,
-            quantization=None if config.quantization == "none" else config.quantization,
-            max_model_len=config.max_context_tokens,
-            max_num_seqs=config.max_running,
-            max_num_batched_tokens=min(
-                PREFILL_TOKENS, config.max_running * config.max_context_tokens
-            ),
-            block_size=config.block_size,
-            kv_cache_memory_bytes=config.kv_cache_bytes,
-            enable_prefix_caching=True,
-            enforce_eager=config.enforce_eager,
-            tensor_parallel_size=num_ranks,
-            distributed_executor_backend=RankExecutor,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",
-            disable_log_stats=True,
-            seed=0,
-        )
-        return EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
+        arguments = _arguments(checkpoint, config, num_ranks, RankExecutor)
+        core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise ValueError(f"vLLM cannot run {checkpoint}: {_one_line(error)}") from error
+    finally:
+        shutil.rmtree(alone, ignore_errors=True)
+    _unlink_shared_memory(meeting, rank)
+    return core
+
+
+def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: type) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=checkpoint,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=config.dtype,
+        quantization=None if config.quantization == "none" else config.quantization,
+        max_model_len=config.max_context_tokens,
+        max_num_seqs=config.max_running,
+        max_num_batched_tokens=min(PREFILL_TOKENS, config.max_running * config.max_context_tokens),
+        block_size=config.block_size,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        enable_prefix_caching=True,
+        enforce_eager=config.enforce_eager,
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend=executor,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+        seed=0,
+    )
+
+
+def _register(architecture: Architecture) -> None:
+    """Load the model's class here: vLLM would start a process of ten seconds to look at it."""
+    from vllm.model_executor.models import ModelRegistry
+
+    name = MODEL_TYPES[architecture.model_type]
+    if name not in ModelRegistry.models:
+        raise ValueError(f"it has no model {name}")
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _keep_weights_plain() -> None:
@@ -117,6 +139,11 @@ def _keep_weights_plain() -> None:
 def _check(config: VllmConfig, architecture: Architecture, num_ranks: int) -> None:
     """What can be told without building the model; ValueError."""
     a = architecture
+    if torch.distributed.is_initialized():
+        raise ValueError(
+            "generator=vllm must have a process of its own for each rank (cluster=monarch), "
+            "got one that is in a process group already"
+        )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
     if config.quantization != "none" and config.dtype != "bfloat16":
@@ -165,11 +192,16 @@ def _check_cpu(config: VllmConfig, architecture: Architecture) -> None:
 def _meeting(rendezvous: str, run_id: str) -> str:
     """A path for torch's file store: vLLM names shared memory after the last part of it, so that
     part must differ from that of every other replica on this host."""
-    if not rendezvous:
-        return os.path.join(tempfile.mkdtemp(prefix="llamarl-"), "meeting")
     path = os.path.abspath(rendezvous)
     unique = hashlib.blake2b(f"{run_id} {path}".encode(), digest_size=8).hexdigest()
     return f"{path}-{unique}"
+
+
+def _unlink_shared_memory(meeting: str, rank: int) -> None:
+    """Leave the memory over which ranks on a CPU reduce without a name: all have mapped it, and so
+    nothing stays behind whoever is killed."""
+    for path in Path("/dev/shm").glob(f"{glob.escape(Path(meeting).name)}-*_{rank}"):
+        path.unlink(missing_ok=True)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,84 @@
+"""Small random checkpoints that vLLM can run, two versions of each, and transformers' log-probs.
+
+Heads have 32 channels, the smallest that vLLM's CPU attention takes. Logits spread (standard
+deviation at least 1) and biases and norms are not at their neutral start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from llamarl.generation.protocol import Finished
+
+TOLERANCE = 1e-5
+VOCAB = 99  # odd: vLLM pads it to a multiple of 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.13,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen25": (Qwen2Config, Qwen2ForCausalLM, {"hidden_size": 128, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+
+
+def write_versions(folder: Path, family: str) -> list[tuple[str, PreTrainedModel]]:
+    """Two checkpoints of one architecture: (folder, transformers' model) of versions 0 and 1."""
+    config_class, model_class, changes = FAMILIES[family]
+    versions = []
+    for version in range(2):
+        torch.manual_seed(version)
+        model = model_class(config_class(**(SIZES | changes))).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        path = folder / f"{family}-{version}"
+        model.save_pretrained(path)
+        versions.append((str(path), model))
+    return versions
+
+
+def token_logprobs(
+    model: PreTrainedModel, prompt: tuple[int, ...], ids: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """log p of each of `ids` after `prompt`: float32 [len(ids)]."""
+    sequence = torch.tensor([[*prompt, *ids]])
+    with torch.no_grad():
+        logits = model(sequence).logits[0, len(prompt) - 1 : -1].float()
+    assert logits.std() >= 1, "flat logits would hide wrong weights"
+    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def check_logprobs(item: Finished, models: list[PreTrainedModel], temperature: float = 1.0) -> None:
+    """Every token's log-prob is that of the version that it is labelled with, on the whole text."""
+    written = item.written
+    ids = written.ids.tolist()
+    for version in np.unique(written.versions):
+        mine = written.versions == version
+        expected = token_logprobs(models[version], item.request.prompt_ids, ids, temperature)
+        np.testing.assert_allclose(written.logprobs[mine], expected[mine], atol=TOLERANCE, rtol=0)

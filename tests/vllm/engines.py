@@ -1,0 +1,77 @@
+"""Making vLLM engines, feeding them and running them; imports vLLM only when called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llamarl.config import VllmConfig
+from llamarl.generation.protocol import Finished
+from llamarl.generation.vllm.engine import VllmEngine
+from llamarl.types import Request, Sampling
+
+DEFAULTS: dict[str, Any] = {
+    "max_running": 8,
+    "max_context_tokens": 192,
+    "kv_cache_bytes": 1 << 24,
+}
+
+
+def make_engine(
+    checkpoint: str, rendezvous: Path | None = None, rank: int = 0, num_ranks: int = 1, **changes
+) -> VllmEngine:
+    return VllmEngine(
+        checkpoint,
+        VllmConfig(num_ranks=num_ranks, **(DEFAULTS | changes)),
+        rank=rank,
+        num_ranks=num_ranks,
+        rendezvous=str(rendezvous or ""),
+        run_id="test",
+    )
+
+
+def loaded(engine: VllmEngine, folder: str) -> torch.Tensor:
+    """Fresh flat memory with the weights of a checkpoint."""
+    flat = torch.zeros(engine.memory.num_elements, dtype=engine.memory.dtype)
+    engine.load(flat, folder)
+    return flat
+
+
+def flip(engine: VllmEngine, folder: str, version: int) -> int:
+    return engine.flip(engine.prepare(loaded(engine, folder)), version)
+
+
+def request(row_id: int, prompt: tuple[int, ...] = (5, 6, 7), **kwargs) -> Request:
+    fields = {"row_id": row_id, "prompt_ids": prompt, "seed": row_id}
+    own = {key: kwargs.pop(key) for key in list(kwargs) if key in Request.__dataclass_fields__}
+    sampling = Sampling(**({"max_tokens": 12} | kwargs))
+    return Request(**(fields | {"sampling": sampling} | own))
+
+
+def step(engine: VllmEngine, num_steps: int = 1) -> list[Finished]:
+    done: list[Finished] = []
+    for _ in range(num_steps):
+        engine.admit()
+        done += engine.decode()
+    return done
+
+
+def drain(engine: VllmEngine) -> dict[int, Finished]:
+    """Run until nothing is left to do; what finished, by row."""
+    done: list[Finished] = []
+    while engine.has_work:
+        done += step(engine)
+    return {item.request.row_id: item for item in done}
+
+
+def as_vllm_loads(engine: VllmEngine, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters after vLLM's own reload of whole tensors."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    dtype = engine.memory.dtype
+    layerwise.initialize_layerwise_reload(engine._model)
+    engine._model.load_weights((name, tensor.to(dtype)) for name, tensor in weights.items())
+    layerwise.finalize_layerwise_reload(engine._model, engine._core.vllm_config.model_config)
+    return {name: tensor.data.clone() for name, tensor in engine._model.named_parameters()}

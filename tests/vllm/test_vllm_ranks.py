@@ -1,0 +1,91 @@
+"""One replica of two tensor-parallel processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.test_processes import is_loopback
+from tests.vllm.checkpoints import check_logprobs, write_versions
+from tests.vllm.engines import request
+from tests.vllm.publishing import publish
+from tests.vllm.ranks import replicas
+
+pytestmark = pytest.mark.vllm
+
+
+def shared_memory_files(prefix: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{prefix}*"))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen25", pytest.param("llama", marks=pytest.mark.slow),
+     pytest.param("qwen3", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) -> None:
+    (first, old), (second, new) = write_versions(tmp_path, family)
+    weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
+    with replicas(first, [tmp_path / "meeting"], kv_after_flip="recompute") as (replica,):
+        assert shared_memory_files("meeting-") == []
+        memories = replica.call("memory")
+        whole = sum(tensor.numel() for tensor in weights.values())
+        assert all(memory.num_elements < 0.7 * whole for memory in memories)
+        flats = publish(memories, weights)
+        for flat, loaded in zip(flats, replica.call("load", second), strict=True):
+            assert torch.equal(flat, loaded)  # from the trainer's shards, and from the file
+
+        replica.call_each("flip", [(flat, 0) for flat in replica.call("load", first)])
+        rows = [request(row, tuple(range(3, 5 + 9 * row)), max_tokens=20) for row in range(5)]
+        replica.call("submit", rows)
+        assert replica.call("step", 8) == [[], []]
+        assert replica.call_each("flip", [(flat, 1) for flat in flats]) == [5, 5]
+        mine, theirs = replica.call("drain")
+        assert len(mine) == 5
+        for row, item in mine.items():
+            assert set(item.written.versions) == {0, 1}
+            check_logprobs(item, [old, new])
+            assert theirs[row].written.ids.tolist() == item.written.ids.tolist()
+        for found in replica.call("listening"):
+            assert found
+            assert [entry for entry in found if not is_loopback(entry[1])] == []
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_ranks_do_not_meet_each_other(tmp_path: Path) -> None:
+    """Their meeting files even have the same name."""
+    ((first, _), (second, _)) = write_versions(tmp_path, "llama")
+    meetings = [tmp_path / side / "meeting" for side in "ab"]
+    for meeting in meetings:
+        meeting.parent.mkdir()
+    with replicas(first, meetings) as (a, b):
+        for replica, folder in ((a, first), (b, second)):
+            replica.call_each("flip", [(flat, 0) for flat in replica.call("load", folder)])
+            replica.call("submit", [request(row) for row in range(4)])
+        for replica in (a, b):  # both in flight at once
+            for pipe in replica._pipes:
+                pipe.send(("drain", ()))
+        texts = [
+            [[item.written.ids.tolist() for item in done.values()] for done in replica.answers()]
+            for replica in (a, b)
+        ]
+        assert texts[0][0] == texts[0][1]
+        assert texts[1][0] == texts[1][1]
+        assert texts[0][0] != texts[1][0]
+
+
+@pytest.mark.slow
+def test_two_ranks_quantise_as_vllm_would(tmp_path: Path) -> None:
+    ((first, _), (second, new)) = write_versions(tmp_path, "qwen25")
+    weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
+    changes = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    with replicas(first, [tmp_path / "meeting"], **changes) as (replica,):
+        replica.call_each("flip", [(flat, 0) for flat in replica.call("load", first)])
+        flats = publish(replica.call("memory"), weights)
+        replica.call_each("flip", [(flat, 1) for flat in flats])
+        replica.call("submit", [request(0)])
+        mine, theirs = replica.call("drain")
+        assert mine[0].written.ids.tolist() == theirs[0].written.ids.tolist()
+        assert replica.call("differs_from_own_loader", second) == [[], []]

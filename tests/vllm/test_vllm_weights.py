@@ -1,0 +1,91 @@
+"""Weights into vLLM: the numbers that it computes from them, and the bits that a publish writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.types import FinishReason
+from tests.vllm.checkpoints import check_logprobs, write_versions
+from tests.vllm.engines import as_vllm_loads, drain, flip, make_engine, request, step
+from tests.vllm.publishing import publish
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen25", "qwen3"])
+def test_logprobs_equal_those_of_transformers_before_and_after_an_update(
+    family: str, tmp_path: Path
+) -> None:
+    (first, old), (second, new) = write_versions(tmp_path, family)
+    engine = make_engine(first, kv_after_flip="recompute")
+    try:
+        flip(engine, first, 0)
+        for row in range(6):
+            engine.submit(
+                request(row, tuple(range(3, 5 + 9 * row)), max_tokens=24, temperature=0.8)
+            )
+        assert step(engine, 9) == []
+        assert flip(engine, second, 1) == 6
+        done = drain(engine)
+        for item in done.values():
+            assert set(item.written.versions) == {0, 1}
+            assert (np.diff(item.written.versions) >= 0).all()
+            assert item.reason is FinishReason.LENGTH
+            check_logprobs(item, [old, new], 0.8)
+        assert not engine.memory.is_staged
+    finally:
+        engine.close()
+
+
+def test_what_vllm_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    ((folder, _), _) = write_versions(tmp_path, "llama")
+    for changes, words in [
+        ({"quantization": "fp8_per_channel"}, "generator.dtype must be bfloat16"),
+        ({"kv_cache_bytes": 1000}, "generator.kv_cache_bytes must be at least"),
+        ({"block_size": 24}, "generator.block_size must be a multiple of 32"),
+        ({"device": "cuda"}, "generator.device must be cpu"),
+        ({"num_ranks": 3}, "generator.num_ranks must divide"),
+        ({"max_context_tokens": 4096, "kv_cache_bytes": 1 << 28}, "vLLM cannot run .*4096"),
+    ]:
+        if changes.get("device") == "cuda" and torch.cuda.is_available():
+            continue
+        with pytest.raises(ValueError, match=words) as raised:
+            make_engine(folder, **changes)
+        assert "\n" not in str(raised.value)
+    config = Path(folder, "config.json")
+    config.write_text(config.read_text().replace('"head_dim": 32', '"head_dim": 24'))
+    with pytest.raises(ValueError, match=r"head size must be one of 32, 64, .* got 24"):
+        make_engine(folder)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
+@pytest.mark.parametrize("family", ["qwen25", "qwen3"])
+def test_a_publish_from_uneven_shards_is_what_vllm_would_load(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    (first, _), (_, new) = write_versions(tmp_path, family)
+    weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
+    engine = make_engine(first, quantization=quantization, dtype="bfloat16")
+    try:
+        assert engine.memory.is_staged == (quantization != "none")
+        flip(engine, first, 0)
+        engine.submit(request(0, max_tokens=12))
+        step(engine, 4)
+        (flat,) = publish([engine.memory], weights)
+        assert engine.flip(engine.prepare(flat), 1) == 1
+        expected = {n: t.data.clone() for n, t in engine._model.named_parameters()}
+        first_tokens = drain(engine)[0].written
+        assert first_tokens.versions.tolist() == [0] * 4 + [1] * 8
+        if engine.memory.is_staged:
+            flat.zero_()  # the engine keeps nothing of it
+        found = as_vllm_loads(engine, weights)
+        assert expected.keys() == found.keys()
+        assert any(t.dtype != torch.bfloat16 for t in found.values()) == engine.memory.is_staged
+        for name, tensor in found.items():
+            assert torch.equal(tensor.float(), expected[name].float()), name
+    finally:
+        engine.close()
