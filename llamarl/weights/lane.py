@@ -5,7 +5,7 @@ version when, or which source (`publish.py`). Invariant: a part is flipped only 
 fingerprint equals that of what was written; until the first flip the replica can go back to its old
 version, from then on it gets the whole new one or is lost.
 
-    per part: offer -> write -> fingerprint -> compare -> flip    or, before the first flip, discard
+    per part: offer -> write -> fingerprint -> compare -> flip    or, after offer, discard
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from llamarl.weights.comparison import add_up, compare
 from llamarl.weights.errors import ReplicaLost, StaleVersion, TargetLost
 from llamarl.weights.layout import Offer, RankLayout, Route
 from llamarl.weights.plan import num_bytes
-from llamarl.weights.routes import parts_of, place_of
+from llamarl.weights.routes import MAPPED, parts_of, place_of
 
 T = TypeVar("T")
 DISCARD_S = 5.0  # a replica slower than this does not hold back the error that it should hear of
+PROBE_S = 5.0  # a source that answers within this is not silent
 
 
 class Relay(Receiver, Sender, Protocol):
@@ -140,7 +141,6 @@ class Lane:
         self._result(source, sending, "connect")
         self._answer(receiving, "connect")
         self.num_bytes = num_bytes(route.copies)
-        self.refused = -1
         self.is_connected = self.source is source  # it may have got another one meanwhile
 
     async def update(self, version: int) -> int:
@@ -166,8 +166,7 @@ class Lane:
                     if part == 0:
                         await stack.enter_async_context(self._flipping(source, version))
                 except BaseException:
-                    if not self.is_half_flipped:
-                        await attempt(self._generator.discard(version), DISCARD_S)
+                    await attempt(self._generator.discard(version), DISCARD_S)
                     raise
                 num_running = await self._ask(self._generator.flip(version, part), "flip")
         self.relay.version = version
@@ -185,7 +184,7 @@ class Lane:
         origin: dict[str, int],
     ) -> dict[str, int]:
         """Have one part written and compare: with what was written, and with its `origin`."""
-        written = add_up(await self._read(source, source.sender.write(version, offers), "write"))
+        written = add_up(await self._write(source, version, offers))
         answer = await self._ask(self._generator.fingerprint(version, part), "fingerprint")
         found = add_up(answer)
         is_relayed = source.replica is not None
@@ -195,6 +194,20 @@ class Lane:
             way = f" from the trainer through {source.name}"
             compare(sent, found, self.replica, version, way)
         return found
+
+    async def _write(
+        self, source: Source, version: int, offers: list[Offer]
+    ) -> list[dict[str, int]]:
+        """Let the source write. Who answers anything else waits for a replica that is silent."""
+        writing = await attempt(source.sender.write(version, offers), self._timeout_s)
+        if not writing.done() and self.route and self.route.transport not in MAPPED:
+            probe = await attempt(source.sender.source_layout(), PROBE_S)
+            if probe.done() and not probe.cancelled() and probe.exception() is None:
+                raise ReplicaLost(
+                    f"generator {self.replica} must take what {source.name} writes within "
+                    f"weights.timeout_s={self._timeout_s:g} s, got stuck"
+                )
+        return self._result(source, writing, "write")
 
     @asynccontextmanager
     async def _flipping(self, source: Source, version: int) -> AsyncIterator[None]:

@@ -255,7 +255,7 @@ class Publisher:
             head = heads.setdefault(lane.place, lane)
             source = self._trainer if head is lane else head.relay
             if lane.source is not source:
-                lane.source, lane.is_connected = source, False
+                lane.source, lane.is_connected, lane.refused = source, False, -1
         self._change.tell()
 
     def _head(self, source: Source | None) -> Lane | None:
@@ -301,15 +301,17 @@ class Publisher:
         version = lane.next_version()
         if not lane.is_connected or version is None:
             return await lane.connect(*await self._route(lane))
-        is_relayed = lane.source is not self._trainer
+        source = lane.source
+        is_relayed = source is not self._trainer
         try:
             with self._spans.span("publish", "publish", version=version, replica=lane.replica):
                 num_running = await lane.update(version)
         except StaleVersion as error:
             if lane.is_half_flipped:
                 raise ReplicaLost(f"{error}, amid generator {lane.replica}'s flip") from error
-            if lane.is_connected:  # else another source may have it
+            if lane.source is source:  # another one may have it
                 lane.refused = version
+            lane.is_connected = False  # other ranks may still write: a new route ends the old one
         else:
             self._stats.num_running[lane.replica] = num_running
             self._stats.num_bytes += lane.num_bytes * (not is_relayed)
