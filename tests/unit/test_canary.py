@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.canary import FACTOR, FLOOR, LARGEST_START, NUM_START_ROWS, NUM_TOKENS, Canary
+from llamarl.canary import FACTOR, FLOOR, NUM_PROOFS, NUM_START_ROWS, NUM_TOKENS, Canary
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.types import FinishReason, Prompt, Purpose, Row, Sampling, VersionSpan
 from tests.loop.virtual_clock import run
@@ -128,10 +128,14 @@ def test_requests_are_short_of_the_training_distribution_and_nobody_elses():
         await setting.start()
         await setting.publish(1)
         requests = [request for _, request in setting.dispatch.asked]
-        assert [replica for replica, _ in setting.dispatch.asked] == [0] * 4 + [1] * 4 + [0, 1]
+        assert [replica for replica, _ in setting.dispatch.asked] == [
+            *[0] * NUM_START_ROWS,
+            *[1] * NUM_START_ROWS,
+            *[0, 1],
+        ]
         assert {r.sampling for r in requests} == {replace(SAMPLING, max_tokens=NUM_TOKENS)}
         assert {r.purpose for r in requests} == {Purpose.CANARY}
-        assert [r.min_version for r in requests] == [0] * 8 + [1] * 2
+        assert [r.min_version for r in requests] == [0] * 2 * NUM_START_ROWS + [1] * 2
         assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
         for stage in ("score", "infer", "settle"):  # they are never rewarded or trained on
             assert not setting.ledger._queues[stage]
@@ -153,23 +157,48 @@ def test_a_replica_that_decodes_with_something_else_is_named(lie):
     run(main())
 
 
-def test_a_coarser_engine_gets_more_tolerance_but_not_for_a_lie_at_the_start():
+def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
     async def main():
         setting, noise = Setting(), random.Random(1)
         setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
         await setting.start()
-        assert FACTOR * 0.02 < setting.canary.tolerance <= FACTOR * 0.05
-        for version in range(1, 50):
+        assert FACTOR * 0.03 < setting.canary.tolerance <= FACTOR * 0.05
+        for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
+            is_outlier = version % NUM_PROOFS != 0
+            setting.trainer.noise = lambda replica, is_outlier=is_outlier: (
+                2.0 if is_outlier else 0.02
+            )
+            await setting.publish(version)
+            scalars = await setting.canary.check(version)
+            assert scalars["canary_difference"] == (2.0 if is_outlier else 0.02)
+        setting.trainer.noise = lambda replica: 2.0 if replica == 1 else 0.02
+        for version in range(100, 99 + NUM_PROOFS):
             await setting.publish(version)
             await setting.canary.check(version)
-        await setting.publish(50)
-        setting.trainer.noise = lambda replica: 0.5
-        with pytest.raises(RuntimeError, match=r"differ from the trainer's by 0\.5"):
-            await setting.canary.check(50)
+        await setting.publish(200)
+        with pytest.raises(RuntimeError, match=r"generator 1 .* differ from the trainer's by 2, "):
+            await setting.canary.check(200)
+
+    run(main())
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_a_lie_at_the_start_is_no_measure_of_what_is_normal(liar):
+    async def main():
         setting = Setting()
-        setting.trainer.noise = lambda replica: LARGEST_START + 1
-        with pytest.raises(RuntimeError, match="generator 0 must write with version 0"):
+        setting.trainer.noise = lambda replica: 7.0 if replica == liar else 0.02
+        with pytest.raises(RuntimeError, match=f"generator {liar} must write with version 0"):
             await setting.start()
+
+    run(main())
+
+
+def test_outliers_at_the_start_are_normal_for_coarse_engines():
+    async def main():
+        setting, noise = Setting(), random.Random(2)
+        setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
+        await setting.start()
+        assert setting.canary.tolerance in (FACTOR * 0.03, FACTOR * 5.0)
 
     run(main())
 
@@ -205,7 +234,7 @@ def test_a_row_that_never_comes_costs_nothing():
     run(main())
 
 
-def test_one_row_is_not_enough_to_know_what_is_normal():
+def test_few_rows_are_not_enough_to_know_what_is_normal():
     async def main():
         setting = Setting(replicas=[0])
         setting.dispatch.versions.clear()
