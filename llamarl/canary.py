@@ -130,8 +130,9 @@ class Canary:
         """Forget requests that are on their way no more; raise what went wrong with one."""
         done = {task for task in self._submits if task.done()}
         self._submits -= done
-        for task in done:
-            task.result()
+        errors = [error for error in (task.exception() for task in done) if error is not None]
+        if errors:
+            raise errors[0]
 
     def _arrived(self) -> list[Row]:
         entries = (self._ledger.entries[r] for r in self._ledger.rows(Purpose.CANARY))

@@ -164,13 +164,11 @@ def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
         await setting.start()
         assert FACTOR * 0.03 < setting.canary.tolerance <= FACTOR * 0.05
         for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
-            is_outlier = version % NUM_PROOFS != 0
-            setting.trainer.noise = lambda replica, is_outlier=is_outlier: (
-                2.0 if is_outlier else 0.02
-            )
+            difference = 2.0 if version % NUM_PROOFS else 0.02
+            setting.trainer.noise = lambda replica, difference=difference: difference
             await setting.publish(version)
             scalars = await setting.canary.check(version)
-            assert scalars["canary_difference"] == (2.0 if is_outlier else 0.02)
+            assert scalars["canary_difference"] == difference
         setting.trainer.noise = lambda replica: 2.0 if replica == 1 else 0.02
         for version in range(100, 99 + NUM_PROOFS):
             await setting.publish(version)
