@@ -1,15 +1,16 @@
 """Fingerprints: 64-bit sums that tell whether the right bits are in the right places.
 
-Owns: the sum, and the walk over a box in small tiles. Does not own: who compares (`publish.py`).
-Invariant: sums over disjoint boxes of a parameter add up, modulo 2^64, to the sum over their
-union, whatever the layout.
+Owns: the sum, and the walk over a box in small tiles, alone or while it is copied. Does not own:
+who compares (`publish.py`). Invariant: sums over disjoint boxes of a parameter add up, modulo
+2^64, to the sum over their union, whatever the layout.
 
     fingerprint(name) = sum over elements e of  key(name) * key(row(e)) * key(column(e)) * bits(e)
 
 `column` is the global index along the last dimension, `row` the flat global index over all others,
 `bits` the element's bit pattern after casting. Keys are odd pseudo-random 64-bit numbers, so one
 changed bit always changes the sum, and swapped, misplaced or skipped elements do but for a chance
-below 2^-31. The product form makes it one integer matrix-vector product per tile.
+below 2^-31. The product form makes it one integer matrix-vector product per tile, along whichever
+dimension is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = 8192  # 64 KiB of int64: stays in the cache and far below any real parameter
 MODULUS = 1 << 64
+RUN_ELEMENTS = 8192  # longest stretch of the contiguous dimension in a tile
+SIDE_ELEMENTS = 256  # the same where one side is transposed: lines of both stay in the cache
+TILE_ELEMENTS = 65536  # with its int64 copy it fits a core's cache, and is far below a parameter
+CUDA_TILE_ELEMENTS = 1 << 22  # a kernel launch costs as much as 30 MB of reading
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _ROW_SALT, _COLUMN_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
-
-Tile = tuple[tuple[int | slice, ...], int, int]
-"""Index of a tile of at most two dimensions in its box, its global row and its global column."""
 
 
 def fingerprint(name: str, box: Tensor, start: Sequence[int], shape: Sequence[int]) -> int:
@@ -36,46 +37,76 @@ def fingerprint(name: str, box: Tensor, start: Sequence[int], shape: Sequence[in
 
     `box` is a view of any strides whose first element has global index `start`.
     """
-    total = 0
-    for index, row, column in tiles(start, tuple(box.shape), shape):
-        total += tile_sum(box[index], row, column)
-    return finish(name, total)
+    return _walk(name, box, None, start, shape)
 
 
-def finish(name: str, total: int) -> int:
-    """Turn a sum of `tile_sum` into a fingerprint of `name`, in 0 .. 2^64 - 1."""
-    return total * _name_key(name) % MODULUS
+def transfer(
+    name: str, source: Tensor, target: Tensor, start: Sequence[int], shape: Sequence[int]
+) -> int:
+    """Copy `source` into `target` [same shape], cast to its dtype, tile by tile.
+
+    Returns the fingerprint of the values after casting: of what was to be written, not of what
+    `target` holds afterwards. Strides and devices are any.
+    """
+    return _walk(name, source, target, start, shape)
 
 
-def tile_sum(tile: Tensor, row: int, column: int) -> int:
-    """Keyed sum over one tile of shape [], [C] or [R, C], before the key of the name."""
-    bits = tile.view(_BITS[tile.element_size()])
-    wide = bits.to(torch.int64).reshape(-1, tile.shape[-1] if tile.ndim else 1)
-    rows = torch.mv(wide, _keys(_COLUMN_SALT, column, wide.shape[1]))
-    return int(torch.dot(rows, _keys(_ROW_SALT, row, wide.shape[0])))
-
-
-def tiles(start: Sequence[int], extents: Sequence[int], shape: Sequence[int]) -> Iterator[Tile]:
-    """Cut the box at global `start` into tiles of at most TILE_ELEMENTS, in memory order."""
-    if not extents:
-        yield (), 0, 0
-        return
-    if 0 in extents:
-        return
-    num_columns = min(extents[-1], TILE_ELEMENTS)
-    if len(extents) == 1:
-        for column in range(0, extents[0], num_columns):
-            yield (slice(column, column + num_columns),), 0, start[0] + column
-        return
-    num_rows = TILE_ELEMENTS // num_columns
-    for outer in _indices(extents[:-2]):
-        base = start[-2]
+def _walk(
+    name: str, source: Tensor, target: Tensor | None, start: Sequence[int], shape: Sequence[int]
+) -> int:
+    if source.numel() == 0:
+        return 0
+    missing = max(0, 2 - source.ndim)
+    source = source.reshape((1,) * missing + source.shape) if missing else source
+    target = target.view(source.shape) if missing and target is not None else target
+    start, shape = (0,) * missing + tuple(start), (1,) * missing + tuple(shape)
+    total = torch.zeros((), dtype=torch.int64, device=source.device)
+    for outer in _indices(source.shape[:-2]):
+        row = start[-2]
         for dim, index in enumerate(outer):
-            base += (start[dim] + index) * math.prod(shape[dim + 1 : -1])
-        for row in range(0, extents[-2], num_rows):
-            for column in range(0, extents[-1], num_columns):
-                rows, columns = slice(row, row + num_rows), slice(column, column + num_columns)
-                yield (*outer, rows, columns), base + row, start[-1] + column
+            row += (start[dim] + index) * math.prod(shape[dim + 1 : -1])
+        plane = None if target is None else target[outer]
+        _add_plane(total, source[outer], plane, row, start[-1])
+    return int(total) * _name_key(name) % MODULUS
+
+
+def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, column: int) -> None:
+    """Add the keyed sum over `source` [R, C] to `total`, before the key of the name."""
+    slow, fast = (_ROW_SALT, row), (_COLUMN_SALT, column)
+    if source.shape[0] > 1 and (source.shape[1] == 1 or source.stride(0) < source.stride(1)):
+        source, target = source.t(), None if target is None else target.t()
+        slow, fast = fast, slow
+    # From here on the last dimension is the one that is contiguous in the source.
+    is_crossed = target is not None and target.stride(1) > target.stride(0)
+    is_cast = target is not None and target.dtype != source.dtype
+    dtype = target.dtype if target is not None else source.dtype
+    num_slow, num_fast = source.shape
+    run = min(num_fast, SIDE_ELEMENTS if is_crossed else RUN_ELEMENTS)
+    step = min(num_slow, (CUDA_TILE_ELEMENTS if source.is_cuda else TILE_ELEMENTS) // run)
+    wide = torch.empty(step * run, dtype=torch.int64, device=source.device)
+    cast = torch.empty(step * run if is_cast else 0, dtype=dtype, device=source.device)
+    for left in range(0, num_fast, run):
+        width = min(run, num_fast - left)
+        fast_keys = _keys(fast[0], fast[1] + left, width, source.device)
+        for top in range(0, num_slow, step):
+            height = min(step, num_slow - top)
+            values = source[top : top + height, left : left + width]
+            if is_cast:
+                values = cast[: height * width].view(height, width).copy_(values)
+            bits = (
+                wide[: height * width].view(height, width).copy_(values.view(_BITS[dtype.itemsize]))
+            )
+            slow_keys = _keys(slow[0], slow[1] + top, height, source.device)
+            total += _keyed_sum(bits, slow_keys, fast_keys)
+            if target is not None:
+                target[top : top + height, left : left + width].copy_(values)
+
+
+def _keyed_sum(bits: Tensor, slow_keys: Tensor, fast_keys: Tensor) -> Tensor:
+    """Sum of bits [S, F] * slow_keys [S] * fast_keys [F], int64 []; may overwrite `bits`."""
+    if bits.is_cuda:  # which has no integer matrix-vector product
+        return bits.mul_(fast_keys).sum(1).mul_(slow_keys).sum()
+    return torch.dot(torch.mv(bits, fast_keys), slow_keys)
 
 
 def _indices(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -92,23 +123,23 @@ def _name_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-def _keys(salt: int, start: int, count: int) -> Tensor:
+def _keys(salt: int, start: int, count: int, device: torch.device) -> Tensor:
     """Keys of indices start .. start + count - 1, int64 [count]; usually a view of the cache."""
-    first, last = start // TILE_ELEMENTS, (start + count - 1) // TILE_ELEMENTS
-    blocks = [_key_block(salt, block) for block in range(first, last + 1)]
+    first, last = start // RUN_ELEMENTS, (start + count - 1) // RUN_ELEMENTS
+    blocks = [_key_block(salt, block, device) for block in range(first, last + 1)]
     keys = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-    begin = start - first * TILE_ELEMENTS
+    begin = start - first * RUN_ELEMENTS
     return keys[begin : begin + count]
 
 
 @functools.lru_cache(maxsize=64)
-def _key_block(salt: int, block: int) -> Tensor:
+def _key_block(salt: int, block: int, device: torch.device) -> Tensor:
     """Odd keys of one block of indices: splitmix64 of salt + index."""
-    index = torch.arange(block * TILE_ELEMENTS, (block + 1) * TILE_ELEMENTS, dtype=torch.int64)
+    index = torch.arange(block * RUN_ELEMENTS, (block + 1) * RUN_ELEMENTS, dtype=torch.int64)
     mixed = index * _signed(0x9E3779B97F4A7C15) + _signed(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ _shift_right(mixed, shift)) * _signed(factor)
-    return (mixed ^ _shift_right(mixed, 31)) | 1
+    return ((mixed ^ _shift_right(mixed, 31)) | 1).to(device)
 
 
 def _shift_right(values: Tensor, shift: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""The writer: a trainer rank's end of a publish over shared memory.
+"""The writer: a source rank's end of a publish, over any transport.
 
-Owns: the mappings of offered segments and the strided copies. Does not own: which copies
-(`plan.py`) or when (`publish.py`). Invariant: it works in tiles, so it never allocates memory in
+Owns: which copies start here, and reading them as one version. Does not own: which copies there are
+(`plan.py`), when (`publish.py`), how bytes travel (`mapped.py`, `collective.py`, `rdma.py`) or
+versions (`holdings.py`). Invariant: it works in tiles and messages, so it never allocates memory in
 proportion to a parameter; what it fingerprints are its own values after casting, never what it
 reads back.
 """
@@ -9,22 +10,30 @@ reads back.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 
 import torch
 from torch import Tensor
 
-from llamarl.weights.fingerprint import MODULUS, finish, tile_sum, tiles
-from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout
+from llamarl.weights.collective import CollectiveOutlet
+from llamarl.weights.fingerprint import MODULUS, transfer
+from llamarl.weights.holdings import Holdings
+from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout, Route
+from llamarl.weights.mapped import MappedOutlet
 from llamarl.weights.plan import box_offset
-from llamarl.weights.shared_memory import Segment
+from llamarl.weights.rdma import RdmaOutlet
+from llamarl.weights.transport import Outlet, Rdma
 
 
-class Writer:
-    """Writes the local shards of trainer rank `rank` into generators' shadow arenas.
+class Writer(Holdings):
+    """Writes the tensors of source rank `rank` into generators' shadow memory.
 
-    `tensors` are the local shards by buffer name; they are read at every `write`, so they must
-    stay where they are. `parameters` says which boxes of which parameter they hold. The trainer
-    must not change them while `write` runs.
+    `tensors` are flat memory or shards by buffer name, read at every `write`; `parameters` says
+    which boxes of which parameter they hold. The owner labels them with `present(version)` and
+    calls `begin_step()`, or `retire(version)`, before it changes them; see Holdings. Writes to
+    different replicas may run at once, each on its own thread, beside those calls.
+
+    `timeout_s` limits what waits for the other end; `rdma` is needed by routes over rdma.
     """
 
     def __init__(
@@ -33,59 +42,94 @@ class Writer:
         host: str,
         tensors: dict[str, Tensor],
         parameters: dict[str, ParameterLayout],
+        *,
+        timeout_s: float = 60.0,
+        rdma: Rdma | None = None,
     ) -> None:
-        self._layout = RankLayout(rank=rank, host=host, parameters=parameters)
-        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        self._copies: dict[int, list[Copy]] = {}
-        self._segments: dict[int, dict[str, Segment]] = {}
+        super().__init__(tensors)
+        self._layout = RankLayout(
+            rank=rank, host=host, parameters=parameters, parts=(tuple(parameters),)
+        )
+        self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        self._timeout_s, self._rdma = timeout_s, rdma
+        self._routes: dict[int, tuple[list[Copy], Outlet | None]] = {}
+        self._written: dict[int, tuple[int, set[str]]] = {}  # version, parameters
 
     def layout(self) -> RankLayout:
         """Where this rank keeps its boxes."""
         return self._layout
 
-    def connect(self, replica: int, copies: list[Copy]) -> None:
-        """Keep the copies to `replica` that start at this rank; none of them means forget it.
+    def connect(self, replica: int, route: Route | None) -> None:
+        """Keep the copies of `route` that start at this rank; None forgets the replica.
 
-        Also drops what was mapped for `replica` before, so a dead replica's memory is freed.
+        What was mapped for `replica` before is dropped, so a dead replica's memory is freed. Over
+        the collective transport this waits for the other ranks of the route: TargetLost if they
+        do not come. ValueError if a copy does not read from where the layout has its elements.
         """
+        copies = [] if route is None else list(route.copies)
         mine = [copy for copy in copies if copy.source_rank == self._layout.rank]
         for copy in mine:
             self._require_own(copy)
+        _, before = self._routes.pop(replica, ([], None))
+        self._written.pop(replica, None)
         self.forget(replica)
-        if copies:
-            self._copies[replica] = mine
-
-    def forget(self, replica: int) -> None:
-        """Drop the copies and mappings of `replica`."""
-        self._copies.pop(replica, None)
-        for segment in self._segments.pop(replica, {}).values():
-            segment.close()
+        if before is not None:
+            before.close()
+        if route is not None:
+            self._routes[replica] = mine, self._outlet(route) if mine else None
+            self.owe(replica)
 
     def close(self) -> None:
-        """Drop all mappings."""
-        for replica in list(self._copies):
-            self.forget(replica)
+        """Drop all routes."""
+        for replica in list(self._routes):
+            self.connect(replica, None)
 
     def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
-        """Write this rank's slices of `version` into one replica's `offers`, one per rank of it.
+        """Write this rank's slices of one part of `version` into one replica's `offers`.
 
-        Returns the fingerprint by parameter of all values written, for all target ranks together.
-        RuntimeError if an offer is for another version or host, or the replica is not connected.
+        An offer per rank of it. Returns the fingerprint by parameter of all values written, for
+        all target ranks together. StaleVersion if `version` is not, or no longer, to be had;
+        TargetLost if the replica cannot be reached; RuntimeError if an offer is for another
+        version, or the replica is not connected.
         """
-        replica = offers[0].replica
+        replica, names = offers[0].replica, set(offers[0].names)
         for offer in offers:
-            self._check(offer, version, replica)
-        by_rank = {offer.rank: offer for offer in offers}
-        flat: dict[tuple[int, str], Tensor] = {}
-        totals: dict[str, int] = {}
-        with torch.no_grad():
-            for copy in self._copies[replica]:
-                place = (copy.target_rank, copy.target_dtype)
-                if place not in flat:
-                    flat[place] = self._map(by_rank, copy)
-                total = self._copy(copy, flat[place])
-                totals[copy.name] = (totals.get(copy.name, 0) + total) % MODULUS
-        return totals
+            self._check(offer, version, offers[0])
+        mine, outlet = self._routes[replica]
+        copies = [copy for copy in mine if not names or copy.name in names]
+        totals: dict[str, int] = defaultdict(int)
+
+        def carry(copy: Copy, target: Tensor) -> None:
+            with self.reading(version) as tensors:
+                tensor = tensors[copy.source_buffer]
+                offset = tensor.storage_offset() + copy.source_offset
+                source = tensor.as_strided(copy.shape, copy.source_strides, offset)
+                shape = self._layout.parameters[copy.name].shape
+                totals[copy.name] += transfer(copy.name, source, target, copy.start, shape)
+
+        if outlet is not None and copies:
+            with torch.no_grad():
+                outlet.write(version, copies, {offer.rank: offer for offer in offers}, carry)
+        self._note(replica, version, {copy.name for copy in copies})
+        return {name: total % MODULUS for name, total in totals.items()}
+
+    def _note(self, replica: int, version: int, names: set[str]) -> None:
+        """A part was written; with the last one the replica has its due."""
+        before, written = self._written.get(replica, (version, set()))
+        written = names | written if before == version else names
+        self._written[replica] = version, written
+        mine, _ = self._routes.get(replica, ([], None))
+        if written >= {copy.name for copy in mine}:
+            self.settle(replica, version)
+
+    def _outlet(self, route: Route) -> Outlet:
+        if route.transport == "collective":
+            return CollectiveOutlet(route, self._layout.rank, self._device, self._timeout_s)
+        if route.transport == "rdma":
+            if self._rdma is None:
+                raise ValueError("weights.transport must not be rdma without Monarch")
+            return RdmaOutlet(route, self._layout.rank, self._rdma, self._timeout_s)
+        return MappedOutlet(self._layout.host)
 
     def _require_own(self, copy: Copy) -> None:
         """ValueError unless the copy reads where this rank's layout has those elements.
@@ -108,40 +152,13 @@ class Writer:
             f"{copy.source_offset} of {copy.source_buffer!r} for index {copy.start}"
         )
 
-    def _check(self, offer: Offer, version: int, replica: int) -> None:
+    def _check(self, offer: Offer, version: int, first: Offer) -> None:
         if offer.version != version:
             raise RuntimeError(f"asked to write version {version}, offered {offer.version}")
-        if offer.host != self._layout.host:
+        if (offer.replica, offer.part) != (first.replica, first.part):
             raise RuntimeError(
-                f"weights=shared_memory must stay on one host: trainer rank "
-                f"{self._layout.rank} is on {self._layout.host}, generator {replica} rank "
-                f"{offer.rank} on {offer.host}"
+                f"offers must be of one generator and part, got {first.replica}, {first.part} and "
+                f"{offer.replica}, {offer.part}"
             )
-        if offer.replica != replica:
-            raise RuntimeError(f"offers must be of one generator, got {replica}, {offer.replica}")
-        if replica not in self._copies:
-            raise RuntimeError(f"generator {replica} is not connected")
-
-    def _map(self, offers: dict[int, Offer], copy: Copy) -> Tensor:
-        """The offered memory of the copy's target rank; a segment is mapped once."""
-        if copy.target_rank not in offers:
-            raise RuntimeError(f"no offer for rank {copy.target_rank} of the generator")
-        offer = offers[copy.target_rank]
-        cached = self._segments.setdefault(offer.replica, {})
-        if offer.segment not in cached:
-            cached[offer.segment] = Segment.open(offer.segment, offer.num_bytes)
-        return cached[offer.segment].tensor(getattr(torch, copy.target_dtype))
-
-    def _copy(self, copy: Copy, flat: Tensor) -> int:
-        """Cast, fingerprint and copy tile by tile; returns the fingerprint of the values."""
-        tensor = self._tensors[copy.source_buffer]
-        offset = tensor.storage_offset() + copy.source_offset
-        source = tensor.as_strided(copy.shape, copy.source_strides, offset)
-        target = flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
-        shape = self._layout.parameters[copy.name].shape
-        total = 0
-        for index, row, column in tiles(copy.start, copy.shape, shape):
-            values = source[index].to(device=flat.device, dtype=flat.dtype)
-            total += tile_sum(values, row, column)
-            target[index].copy_(values)
-        return finish(copy.name, total)
+        if offer.replica not in self._routes:
+            raise RuntimeError(f"generator {offer.replica} is not connected")

@@ -10,9 +10,10 @@ import torch
 
 from llamarl.weights import shared_memory
 from llamarl.weights.arena import Arena
-from llamarl.weights.layout import Box, ParameterLayout, RankLayout
+from llamarl.weights.comparison import compare
+from llamarl.weights.errors import FingerprintMismatch, StaleVersion, TargetLost
+from llamarl.weights.layout import Box, ParameterLayout, Route
 from llamarl.weights.plan import plan
-from llamarl.weights.publish import FingerprintMismatch, compare
 from llamarl.weights.writer import Writer
 
 SHAPE = (6, 4)
@@ -21,6 +22,11 @@ SHAPE = (6, 4)
 def layout(start, stop, buffer, offset=0, dtype="float32"):
     box = Box(start=(start, 0), stop=(stop, 4), buffer=buffer, offset=offset, strides=(4, 1))
     return ParameterLayout(shape=SHAPE, dtype=dtype, boxes=(box,))
+
+
+def route(writers, arena, transport="shared_memory"):
+    copies = plan([writer.layout() for writer in writers], [arena.layout()])
+    return Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
 
 
 def make_arena(**changes):
@@ -53,16 +59,20 @@ class Ends:
             Writer(rank, "here", {"w": self.weights[a:b]}, {"w": layout(a, b, "w")})
             for rank, (a, b) in enumerate([(0, 2), (2, 6)])
         ]
-        target = RankLayout(rank=0, host="here", parameters={"w": layout(0, 6, "arena", 8)})
-        self.copies = plan([writer.layout() for writer in self.writers], [target])
+        self.route = route(self.writers, arena)
         for writer in self.writers:
-            writer.connect(0, self.copies)
+            writer.connect(0, self.route)
+
+    def present(self, version):
+        for writer in self.writers:
+            writer.present(version)
 
     def publish(self, version):
-        offers = [self.arena.offer(version)]
+        self.present(version)
+        offers = [self.arena.offer(version, 0)]
         written = [writer.write(version, offers)["w"] for writer in self.writers]
-        compare({"w": sum(written) % 2**64}, self.arena.fingerprint(version), 0, version)
-        self.arena.flip(version)
+        compare({"w": sum(written) % 2**64}, self.arena.fingerprint(version, 0), 0, version)
+        self.arena.flip(version, 0)
 
 
 @pytest.fixture
@@ -91,12 +101,13 @@ def test_a_thousand_healthy_publishes_raise_nothing(ends) -> None:
 
 
 def test_weights_that_change_between_fingerprint_and_copy_are_found(ends) -> None:
-    offers = [ends.arena.offer(0)]
+    ends.present(0)
+    offers = [ends.arena.offer(0, 0)]
     written = [writer.write(0, offers)["w"] for writer in ends.writers]
     ends.weights += 1
     ends.writers[1].write(0, offers)
     with pytest.raises(FingerprintMismatch, match="w must arrive as written"):
-        compare({"w": sum(written) % 2**64}, ends.arena.fingerprint(0), 0, 0)
+        compare({"w": sum(written) % 2**64}, ends.arena.fingerprint(0, 0), 0, 0)
 
 
 def test_the_sender_casts(arena) -> None:
@@ -104,35 +115,38 @@ def test_the_sender_casts(arena) -> None:
     small = make_arena(parameters=parameters, num_elements=24, dtype=torch.bfloat16)
     weights = torch.randn(SHAPE)
     writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
-    target = RankLayout(rank=0, host="here", parameters=parameters)
-    writer.connect(0, plan([writer.layout()], [target]))
-    written = writer.write(0, [small.offer(0)])
-    assert written == small.fingerprint(0)
-    assert torch.equal(small.flip(0).view(6, 4), weights.bfloat16())
+    writer.connect(0, route([writer], small))
+    writer.present(0)
+    written = writer.write(0, [small.offer(0, 0)])
+    assert written == small.fingerprint(0, 0)
+    assert torch.equal(small.flip(0, 0).view(6, 4), weights.bfloat16())
     writer.close()
     small.close()
 
 
 def test_calls_in_a_wrong_order_are_refused_and_change_nothing(arena) -> None:
     live = arena.live
-    for call in (arena.fingerprint, arena.flip, arena.discard):
+    calls = [(arena.fingerprint, 0), (arena.flip, 0), (arena.discard,)]
+    for call, *part in calls:
         with pytest.raises(RuntimeError, match="version 1 was not offered: none is open"):
-            call(1)
-    arena.offer(1)
+            call(1, *part)
+    arena.offer(1, 0)
     with pytest.raises(RuntimeError, match="version 2 offered while version 1 is still open"):
-        arena.offer(2)
-    for call in (arena.fingerprint, arena.flip, arena.discard):
+        arena.offer(2, 0)
+    for call, *part in calls:
         with pytest.raises(RuntimeError, match="version 2 was not offered: version 1 is open"):
-            call(2)
+            call(2, *part)
     assert arena.live.data_ptr() == live.data_ptr()
     arena.discard(1)
-    arena.offer(1)
-    flipped = arena.flip(1)
+    with pytest.raises(RuntimeError, match="part 1 offered, the next one of 1 is 0"):
+        arena.offer(1, 1)
+    arena.offer(1, 0)
+    flipped = arena.flip(1, 0)
     assert flipped.data_ptr() == arena.live.data_ptr() != live.data_ptr()
     assert arena.shadow.data_ptr() == live.data_ptr()
     for version in (1, 0):
         with pytest.raises(RuntimeError, match="1 is already live"):
-            arena.offer(version)
+            arena.offer(version, 0)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +197,19 @@ def test_a_container_limit_counts(tmp_path, monkeypatch) -> None:
 
 def test_writes_to_the_wrong_place_time_or_host_are_refused(arena, ends) -> None:
     writer = ends.writers[0]
-    offer = arena.offer(3)
+    ends.present(3)
+    offer = arena.offer(3, 0)
     with pytest.raises(RuntimeError, match="asked to write version 4, offered 3"):
         writer.write(4, [offer])
     other = Writer(0, "there", {"w": ends.weights[:2]}, {"w": layout(0, 2, "w")})
-    other.connect(0, ends.copies)
-    with pytest.raises(RuntimeError, match=r"one host: trainer rank 0 is on there.* on here"):
+    other.connect(0, ends.route)
+    other.present(3)
+    with pytest.raises(RuntimeError, match=r"of host there to be mapped, got .* rank 0 on here"):
         other.write(3, [offer])
-    writer.connect(0, [])
+    ends.present(4)
+    with pytest.raises(StaleVersion, match="version 3 is not there to be read, .* is 4"):
+        writer.write(3, [offer])
+    writer.connect(0, None)
     with pytest.raises(RuntimeError, match="generator 0 is not connected"):
         writer.write(3, [offer])
     assert not arena.shadow.any()
@@ -203,7 +222,7 @@ def mapped(label):
 
 def own_an_arena(pipe):
     arena = make_arena(run_id="killed")
-    pipe.send(arena.offer(0))
+    pipe.send((arena.offer(0, 0), arena.layout()))
     pipe.recv()
 
 
@@ -213,20 +232,21 @@ def test_a_killed_owner_leaves_nothing_behind() -> None:
     owner = spawn.Process(target=own_an_arena, args=(there,), daemon=True)
     owner.start()
     there.close()
-    offer = here.recv()
+    offer, target = here.recv()
     weights = torch.ones(SHAPE)
     writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
-    target = RankLayout(rank=0, host="here", parameters={"w": layout(0, 6, "arena", 8)})
-    copies = plan([writer.layout()], [target])
-    writer.connect(0, copies)
+    copies = tuple(plan([writer.layout()], [target]))
+    way = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
+    writer.connect(0, way)
+    writer.present(0)
     writer.write(0, [offer])
     assert mapped("llamarl-killed")
     owner.kill()
     owner.join()
     writer.write(0, [offer])  # into memory that nobody reads, but not into a fault
-    writer.connect(0, copies)  # as if the replica had been restarted
+    writer.connect(0, way)  # as if the replica had been restarted
     assert not mapped("llamarl-killed")
-    with pytest.raises(RuntimeError, match="cannot be opened"):
+    with pytest.raises(TargetLost, match="cannot be opened"):
         writer.write(0, [offer])
     with contextlib.suppress(FileNotFoundError):
         assert not [name for name in os.listdir("/dev/shm") if "llamarl" in name]

@@ -1,0 +1,70 @@
+"""The two ends of a transport, as writer and arena see them.
+
+Owns: the interfaces. Does not own: any transport. Invariant: everything here blocks, and is called
+from threads that may block.
+
+An outlet stands at a source rank, for one replica; an inlet at a target rank, if the transport
+needs the target to take part. Mapped transports (`mapped.py`) need none: the source writes straight
+into the target's shadow. Packed ones (`collective.py`, `rdma.py`) carry messages (`packed.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from llamarl.weights.layout import Copy, Offer
+
+Carry = Callable[[Copy, Tensor], None]
+"""Copies the values of a Copy, cast, into a tensor of its shape and target dtype; StaleVersion."""
+
+
+class Outlet(Protocol):
+    """Writes one source rank's copies into one replica's memory."""
+
+    def write(
+        self, version: int, copies: Sequence[Copy], offers: Mapping[int, Offer], carry: Carry
+    ) -> None:
+        """Carry `copies`, all of one part, into the memory of `offers` (by target rank).
+
+        Returns once the targets can see the bytes. TargetLost; what `carry` raises is passed on,
+        after the targets were told that nothing more will come.
+        """
+
+    def close(self) -> None:
+        """Let go of the targets' memory; a write that runs ends with TargetLost."""
+
+
+class Inlet(Protocol):
+    """Takes one target rank's messages apart into its shadow."""
+
+    def open(self, version: int, part: int) -> object:
+        """Make ready for a part; returns the address that goes into the offer."""
+
+    def arrive(self, version: int, part: int) -> None:
+        """Wait until all of the part lies in the shadow. RuntimeError if it cannot any more."""
+
+    def discard(self) -> None:
+        """Let nothing of the open part reach the shadow any more."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Rdma(Protocol):
+    """One-sided writes into memory of another process (`cluster/rdma.py`, over Monarch)."""
+
+    def register(self, memory: Tensor) -> object:
+        """Let others write into `memory` (uint8 [bytes], host memory); a picklable handle.
+
+        The caller keeps the memory as long as it is registered.
+        """
+
+    def write(self, handle: object, message: Tensor, timeout_s: float) -> None:
+        """Write `message` (uint8 [bytes]) to the start of the memory behind `handle`; returns once
+        it is there. RuntimeError or TimeoutError if that cannot be."""
+
+    def forget(self, handle: object) -> None:
+        """Let nobody write into the memory behind `handle`, which this process registered."""
