@@ -21,7 +21,7 @@ StepRecord = tuple[Scalars, Histograms, Texts]
 STALENESS_HISTOGRAM = "staleness/tokens"
 TRAINED_TOKENS = "tokens/trained"
 
-# The trainer's statistics by the tag they are shown under; any other name goes under `trainer/`.
+# Statistics of trainer and canaries by the tag they are shown under; others go under `trainer/`.
 TRAINER_TAGS = {
     "ratio_mean": "ratio/mean",
     "ratio_max": "ratio/max",
@@ -32,6 +32,9 @@ TRAINER_TAGS = {
     "grad_norm": "policy/grad_norm",
     "trained_tokens": TRAINED_TOKENS,
     "masked_tokens": "tokens/masked",
+    "canary_rows": "canary/rows",
+    "canary_difference": "canary/difference",
+    "canary_tolerance": "canary/tolerance",
 }
 
 
