@@ -206,6 +206,11 @@ class VllmEngine:
         is_own = self.memory.is_staged or self._keeps_addresses
         return [tensor.data for tensor in self._live.values()] if is_own else []
 
+    def forget_prompts(self) -> None:
+        """Compute every prompt anew, whatever the KV cache holds of it; only while nothing runs."""
+        if not self._core.reset_prefix_cache():
+            raise RuntimeError("vLLM's prefix cache must be free when its contents are lost")
+
     def close(self) -> None:
         """End vLLM's core and leave its process group. May be called twice."""
         if self._core is not None:
