@@ -158,13 +158,11 @@ class Arena:
             return
         names = [part.names for part in self._parts]
         if route.transport == "collective":
-            self._inlet = CollectiveInlet(
-                route, self._rank, names, self.shadow, self._device, self._timeout_s
-            )
+            self._inlet = CollectiveInlet(route, self._rank, names, self._device, self._timeout_s)
         elif route.transport == "rdma":
             if self._rdma is None:
                 raise ValueError("weights.transport must not be rdma without Monarch")
-            self._inlet = RdmaInlet(route, self._rank, names, self.shadow, self._rdma)
+            self._inlet = RdmaInlet(route, self._rank, names, self._rdma)
 
     def offer(self, version: int, part: int) -> Offer:
         """Open the shadow for one part of `version`, which must be newer than the live one."""
@@ -190,7 +188,9 @@ class Arena:
         if len(self._parts) > 1 and not cut.is_dense:
             self.shadow[: cut.end - cut.begin].copy_(self.live[cut.begin : cut.end])
             self._synchronize()
-        address = self._inlet.open(version, part) if self._inlet else self._shadow.address
+        address = (
+            self._inlet.open(version, part, self.shadow) if self._inlet else self._shadow.address
+        )
         self._offered, self._shadow_version = (version, part), -1
         return Offer(
             version=version,

@@ -201,22 +201,21 @@ class CollectiveInlet:
         route: Route,
         rank: int,
         parts: Sequence[Sequence[str]],
-        flat: Tensor,
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self._route, self._rank, self._parts, self._flat = route, rank, parts, flat
+        self._route, self._rank, self._parts = route, rank, parts
         self.group = Group(route, "target", rank, device, timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_broken = False
 
-    def open(self, version: int, part: int) -> object:
+    def open(self, version: int, part: int, flat: Tensor) -> object:
         if self._is_broken:
             raise RuntimeError(f"{self._route.source} must connect anew: the connection was lost")
         self._error = None
         self._thread = threading.Thread(
-            target=self._receive, args=(version, part), name="receive-weights", daemon=True
+            target=self._receive, args=(version, part, flat), name="receive-weights", daemon=True
         )
         self._thread.start()
         return None
@@ -239,7 +238,7 @@ class CollectiveInlet:
         self.group.give_up()
         self.discard()
 
-    def _receive(self, version: int, part: int) -> None:
+    def _receive(self, version: int, part: int, flat: Tensor) -> None:
         by_rank = {
             rank: messages(
                 copies_between(self._route, rank, self._rank, self._parts[part]),
@@ -263,12 +262,12 @@ class CollectiveInlet:
                         f"{found[:3]} from {self._route.source} rank {rank}"
                     )
                 if found[3]:
-                    unpack(message, memory, self._flat)
+                    unpack(message, memory, flat)
                 else:
                     ended.add(rank)
                     self._error = StaleVersion(f"{self._route.source} rank {rank} gave it up")
-            if self._flat.is_cuda:
-                torch.cuda.current_stream(self._flat.device).synchronize()
+            if flat.is_cuda:
+                torch.cuda.current_stream(flat.device).synchronize()
         except Exception as error:  # noqa: BLE001 - raised again by `arrive`
             self._error = error
             if not self._is_broken:

@@ -70,10 +70,9 @@ class RdmaOutlet:
 class RdmaInlet:
     """Inboxes of one target rank, taken apart at the fingerprint; see transport.Inlet."""
 
-    def __init__(
-        self, route: Route, rank: int, parts: Sequence[Sequence[str]], flat: Tensor, rdma: Rdma
-    ) -> None:
-        self._flat, self._rdma = flat, rdma
+    def __init__(self, route: Route, rank: int, parts: Sequence[Sequence[str]], rdma: Rdma) -> None:
+        self._rdma = rdma
+        self._flat = torch.empty(0)  # what is open
         self._messages: list[dict[int, list[Message]]] = [
             {
                 source: messages(copies_between(route, source, rank, names), route.bucket_bytes)
@@ -91,7 +90,8 @@ class RdmaInlet:
         }
         self._handles: dict[tuple[int, int, int], object] = {}
 
-    def open(self, version: int, part: int) -> object:
+    def open(self, version: int, part: int, flat: Tensor) -> object:
+        self._flat = flat
         return {
             source: [self._handle(source, *place) for place in _places(made)]
             for source, made in self._messages[part].items()

@@ -40,8 +40,8 @@ class Outlet(Protocol):
 class Inlet(Protocol):
     """Takes one target rank's messages apart into its shadow."""
 
-    def open(self, version: int, part: int) -> object:
-        """Make ready for a part; returns the address that goes into the offer."""
+    def open(self, version: int, part: int, flat: Tensor) -> object:
+        """Make ready for a part that belongs into the memory `flat`; returns the offer's address."""
 
     def arrive(self, version: int, part: int) -> None:
         """Wait until all of the part lies in the shadow. RuntimeError if it cannot any more."""
