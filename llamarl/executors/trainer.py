@@ -33,7 +33,6 @@ from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offload import Offload
 from llamarl.executors.passes import Passes
-from llamarl.executors.sending import Sending
 from llamarl.metrics.span import Spans
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import compute_device, join, leave
@@ -103,6 +102,8 @@ class TrainerExecutor:
         self._num_steps = num_steps
         self._seed = seed
         self._storage = storage
+        self._weights = weights
+        self._rdma = rdma
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
         if needs_reference:
             self._columns.append(REF_LOGPROBS)
@@ -157,7 +158,7 @@ class TrainerExecutor:
             self._idle_since_ns = time.monotonic_ns()
 
     async def step(self) -> StepStats:
-        """Divide the summed gradients, clip, let writes that read the weights be, update.
+        """Divide the summed gradients, clip, update; writes of this version go on from a snapshot.
 
         RuntimeError without a batch or if the gradient is not finite.
         """
@@ -187,11 +188,11 @@ class TrainerExecutor:
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
-        return self._sending.layout()
+        return self._writer.layout()
 
     async def connect_target(self, replica: int, route: Route | None) -> None:
         """Remember the copies of `route` that lead from this rank to `replica`; see Sender."""
-        await asyncio.to_thread(self._sending.connect, replica, route)
+        await asyncio.to_thread(self._writer.connect, replica, route)
 
     async def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
         """Write `version` into the offered memory beside the compute thread; see Sender.write.
@@ -199,7 +200,7 @@ class TrainerExecutor:
         StaleVersion if the weights are of another version or off the device.
         """
         with self._spans.span("write", "publish", version=version):
-            return await asyncio.to_thread(self._sending.write, version, offers)
+            return await asyncio.to_thread(self._writer.write, version, offers)
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response; the same on all ranks.
@@ -240,10 +241,15 @@ class TrainerExecutor:
         self._passes = Passes(
             self.policy, self._device, self._algorithm, self._sampling.temperature
         )
-        writer = Writer(self._rank, this_host(), *shard_boxes(self.policy.parameters))
-        self._sending = Sending(writer)
-        self._sending.present(self._version)
-        self._resources.callback(self._sending.close)
+        self._writer = Writer(
+            self._rank,
+            this_host(),
+            *shard_boxes(self.policy.parameters),
+            timeout_s=self._weights.timeout_s,
+            rdma=self._rdma,
+        )
+        self._writer.present(self._version)
+        self._resources.callback(self._writer.close)
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
         """This rank's micro-batches without the rows that have no gradient.
@@ -271,7 +277,7 @@ class TrainerExecutor:
         )
         lr = learning_rate(self._config, self._version, self._num_steps)
         start_ns = time.monotonic_ns()
-        self._sending.begin_step()
+        self._writer.begin_step()
         self._waited("publish", start_ns)
         with self._spans.span("optimizer_step", version=self._version):
             norm = self.policy.scale_gradients(divisor, self._config.max_grad_norm)
@@ -283,7 +289,8 @@ class TrainerExecutor:
                 )
             self.policy.update(lr)
             self._version += 1
-            self._sending.present(self._version)
+            self._writer.present(self._version)
+            self._writer.announce()  # every step is published
             scalars = statistics(self._gather(self._passes.tally.vector()), divisor)
         scalars |= {"grad_norm": norm, "lr": lr}
         scalars |= {"num_tokens": num_tokens, "num_rollouts": len(self._rows)}
@@ -298,9 +305,9 @@ class TrainerExecutor:
         return torch.stack(vectors)
 
     def _restore(self, folder: str) -> int:
-        self._sending.begin_step()
+        self._writer.begin_step()
         self._version = self.policy.restore(folder)
-        self._sending.present(self._version)
+        self._writer.present(self._version)
         return self._version
 
     def _infer(self, columns: Columns) -> list[float]:
@@ -313,13 +320,14 @@ class TrainerExecutor:
 
     def _leave(self, kind: str) -> int:
         if kind == "weights":
-            self._sending.begin_step()  # until they are back, nothing is there to be read
+            self._writer.retire(self._version)  # until they are back, there is nothing to read
+            self._writer.release()
         return self._offload.leave(kind, self.policy.movable(kind))
 
     def _enter(self, kind: str) -> int:
         num_bytes = self._offload.enter(kind)
         if kind == "weights":
-            self._sending.present(self._version)
+            self._writer.present(self._version)
         return num_bytes
 
     def _require_presence(self) -> None:

@@ -39,6 +39,8 @@ from llamarl.types import (
     FinishReason,
 )
 from llamarl.weights.arena import Arena
+from llamarl.weights.errors import StaleVersion
+from llamarl.weights.layout import Route
 from llamarl.weights.plan import plan
 
 VOCAB = 61
@@ -263,7 +265,6 @@ async def take_turns(rank, num_ranks, job):
             (executor.accumulate, [batches[0]]),
             (executor.step, []),
             (executor.infer, [[0]]),
-            (executor.write, [len(seen["stats"]), []]),
         ):
             try:
                 await call(*arguments)
@@ -325,21 +326,65 @@ async def infer(rank, num_ranks, checkpoint, cells, compute_dtype):
     return {i: cell[REF_LOGPROBS] for i, cell in storage.cells.items() if REF_LOGPROBS in cell}
 
 
-async def write_beside_step(rank, num_ranks, job):
-    """Starts a step while a write reads the weights; what the write left, and the weights before.
+async def write_beside_steps(rank, num_ranks, job):
+    """Writes each version before, during or after the step that replaces it, or while it is away.
 
-    Also the error of a write that names a version which is not the trainer's.
+    What lay in the weights and what each write left: {"write": array, or the text of its error}.
     """
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
     source = await executor.source_layout()
+    arena = _arena(source)
+    copies = tuple(plan([source], [arena.layout()]))
+    route = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
+    await executor.connect_target(0, route)
+    weights, written = [], {}
+
+    async def step(version):
+        weights.append(_flat(executor))
+        await executor.accumulate(job.steps[version][0])
+        return await executor.step()
+
+    async def write(version):
+        try:
+            sums = await executor.write(version, [arena.offer(version, 0)])
+            assert sums == arena.fingerprint(version, 0)
+            return arena.shadow.numpy().copy()
+        except StaleVersion as error:
+            return str(error)
+        finally:
+            arena.discard(version)
+
+    beside = asyncio.create_task(write(0))
+    while not arena.shadow[:99].any():
+        await asyncio.sleep(0)
+    was_running = not beside.done()
+    await step(0)
+    written["beside"] = await beside
+    await step(1)  # nobody has taken version 1 yet
+    written["after"] = await write(1)
+    written["present"] = await write(2)
+    await step(2)  # version 2 was taken
+    written["too late"] = await write(2)
+    await executor.leave(["weights"])
+    written["away"] = await write(3)
+    await executor.enter(["weights"])
+    written["back"] = await write(3)
+    weights.append(_flat(executor))
+    await executor.connect_target(0, None)
+    arena.close()
+    await executor.close()
+    return {"was_running": was_running, "weights": weights, "written": written}
+
+
+def _arena(source):
+    """A generator's memory for all that a trainer of one rank has."""
     boxes, offset = {}, 0
     for name, layout in source.parameters.items():
-        strides = layout.boxes[0].strides
-        box = replace(layout.boxes[0], buffer="arena", offset=offset, strides=strides)
+        box = replace(layout.boxes[0], buffer="arena", offset=offset)
         boxes[name] = replace(layout, boxes=(box,))
         offset += math.prod(layout.shape)
-    arena = Arena(
+    return Arena(
         parameters=boxes,
         num_elements=offset,
         dtype=torch.float32,
@@ -347,31 +392,6 @@ async def write_beside_step(rank, num_ranks, job):
         rank=0,
         run_id="test",
     )
-    target = replace(source, parameters=boxes)
-    await executor.connect(0, plan([source], [target]))
-    await executor.accumulate(job.steps[0][0])
-    before = _flat(executor)
-    write = asyncio.create_task(executor.write(0, [arena.offer(0)]))
-    await asyncio.sleep(0.002)
-    was_running = not write.done()
-    stats = await executor.step()
-    sums = await write
-    seen = {
-        "was_running": was_running,
-        "before": before,
-        "after": _flat(executor),
-        "written": arena.shadow.numpy().copy(),
-        "fingerprints": (sums, arena.fingerprint(0)),
-        "version": stats.version,
-    }
-    arena.discard(0)
-    try:
-        await executor.write(0, [arena.offer(0)])
-    except RuntimeError as error:
-        seen["error"] = str(error)
-    arena.close()
-    await executor.close()
-    return seen
 
 
 def _flat(executor):
