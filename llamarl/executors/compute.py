@@ -12,9 +12,19 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something to run on the thread; `key` says which call it is (see `lockstep.py`)."""
+
+    key: str
+    call: Callable[[], Any]
+    future: Future[Any]
 
 
 class ComputeThread:
@@ -31,21 +41,22 @@ class ComputeThread:
         work: Callable[[], bool] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
-        self._commands = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._work = work
         self._on_error = on_error
+        self._last: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, command: Callable[[], T]) -> T:
-        """Run `command` on the thread, after the commands before it; its exceptions come back."""
+    async def run(self, call: Callable[[], T], key: str = "") -> T:
+        """Run `call` on the thread, after the commands before it; its exceptions come back."""
         future: Future[T] = Future()
-        self._commands.put((command, future))
+        self._commands.put(Command(key, call, future))
         return await asyncio.wrap_future(future)
 
-    def close(self) -> None:
-        """Stop after the commands already queued; returns once the thread has ended."""
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Stop after the commands already queued, and after `last`; returns once it has ended."""
+        self._last = last
         self._commands.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -53,27 +64,47 @@ class ComputeThread:
     def _loop(self) -> None:
         has_work = self._work is not None
         while True:
+            commands, goes_on = self._next(has_work)
+            for command in commands:
+                _run(command)
+            if not goes_on:
+                break
+            has_work = self._step()
+        if self._last is not None:
+            self._last()
+
+    def _next(self, has_work: bool) -> tuple[list[Command], bool]:
+        """What to run before the next step, and whether there will be one; waits if there is no
+        work."""
+        commands: list[Command] = []
+        while True:
             try:
-                item = self._commands.get(block=not has_work)
+                command = self._commands.get(block=not has_work and not commands)
             except queue.Empty:
-                has_work = self._step()
-                continue
-            if item is None:
-                return
-            command, future = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(command())
-                except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
-                    future.set_exception(error)
-            has_work = self._work is not None
+                return commands, True
+            if command is None:
+                return commands, False
+            commands.append(command)
 
     def _step(self) -> bool:
-        assert self._work is not None
+        if self._work is None:
+            return False
         try:
             return self._work()
         except BaseException as error:  # noqa: BLE001 - a dead engine must tell its executor
-            self._work = None
-            if self._on_error is not None:
-                self._on_error(error)
+            self._stop_work(error)
             return False
+
+    def _stop_work(self, error: BaseException) -> None:
+        self._work = None
+        if self._on_error is not None:
+            self._on_error(error)
+
+
+def _run(command: Command) -> None:
+    if not command.future.running() and not command.future.set_running_or_notify_cancel():
+        return
+    try:
+        command.future.set_result(command.call())
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        command.future.set_exception(error)

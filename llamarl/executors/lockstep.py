@@ -1,0 +1,173 @@
+"""One order of commands and steps on all ranks of a replica.
+
+Owns: which commands run before which step. Does not own: what they do. Invariant: every rank runs
+the same commands, in the same order, between the same two steps, whenever the calls reached it.
+
+Every rank gets every call, at any time. Between two steps rank 0 tells the others by a broadcast
+which of the calls that it got are to run now; they wait until they got these too. Calls are known
+by a key made of their content; of equal calls it does not matter which is which. Rank 0 without
+work sleeps on its queue, the others in the broadcast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from llamarl.executors.compute import Command, ComputeThread
+
+T = TypeVar("T")
+
+KEYS_PER_ROUND = 14
+STEP, STOP = 0, 1  # what a round's broadcast ends with
+CALL_S = 60.0  # a call that reached rank 0 reaches the others within this, or never will
+JOIN = timedelta(minutes=10)  # between the first rank and the last one, which load an engine
+IDLE = timedelta(days=365)  # rank 0 may have nothing to do; a dead one is noticed at once
+
+
+class Lockstep(ComputeThread):
+    """A compute thread in step with those of the other ranks, once `join` has run on it.
+
+    Before, it is a plain one. `work` must do the same on all ranks, and return the same. When a
+    rank fails or dies, the next round fails on the others: `on_error` hears of it, and every call
+    raises from then on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], bool],
+        on_error: Callable[[BaseException], None],
+        *,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._group: dist.ProcessGroupGloo | None = None
+        self._early: defaultdict[int, deque[Command]] = defaultdict(deque)
+        self._error: BaseException | None = None
+        self._is_closing = False
+        super().__init__(name, work, on_error)
+
+    def join(self, rendezvous: str) -> None:
+        """Meet the other ranks at the file `rendezvous`, which no others use; run it here."""
+        store = dist.FileStore(rendezvous, self._num_ranks)
+        store.set_timeout(JOIN)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=loopback)]
+        options._timeout = JOIN
+        self._group = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, options)
+
+    async def run(self, call: Callable[[], T], key: str = "") -> T:
+        """Run `call`, which all ranks get, between the same two steps on all of them.
+
+        It runs even if the caller is cancelled: it does on the other ranks.
+        """
+        if self._error is not None:
+            raise self._error
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._commands.put(Command(key, call, future))
+        return await asyncio.wrap_future(future)
+
+    def _next(self, has_work: bool) -> tuple[list[Command], bool]:
+        if self._group is None and self._error is None:
+            command = self._commands.get()
+            return ([], False) if command is None else ([command], True)
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._lead(has_work) if self._rank == 0 else self._follow()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the order is lost
+            self._break(error)
+            return [], False
+
+    def _lead(self, has_work: bool) -> tuple[list[Command], bool]:
+        commands: list[Command] = []
+        ending = STEP
+        while len(commands) < KEYS_PER_ROUND:
+            try:
+                command = self._commands.get(block=not has_work and not commands)
+            except queue.Empty:
+                break
+            if command is None:
+                ending = STOP
+                break
+            commands.append(command)
+        keys = [_digest(command.key) for command in commands]
+        padding = [0] * (KEYS_PER_ROUND - len(keys))
+        self._broadcast(torch.tensor([len(keys), ending, *keys, *padding]))
+        return commands, ending == STEP
+
+    def _follow(self) -> tuple[list[Command], bool]:
+        num_keys, ending, *keys = self._broadcast(
+            torch.zeros(2 + KEYS_PER_ROUND, dtype=torch.int64)
+        ).tolist()
+        if ending == STOP:
+            self._error = RuntimeError("rank 0 of this replica was closed")
+        return [self._command(key) for key in keys[:num_keys]], ending == STEP
+
+    def _command(self, key: int) -> Command:
+        """The call with this key; waits for it."""
+        deadline_s = time.monotonic() + CALL_S
+        while not self._early[key]:
+            try:
+                command = self._commands.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise RuntimeError(
+                    f"rank {self._rank} never got a call that reached rank 0 {CALL_S:.0f} s ago"
+                ) from None
+            if command is None:
+                self._is_closing = True  # so will rank 0 be, which ends the rounds
+            else:
+                self._early[_digest(command.key)].append(command)
+        command = self._early[key].popleft()
+        if not self._early[key]:
+            del self._early[key]
+        return command
+
+    def _broadcast(self, frame: torch.Tensor) -> torch.Tensor:
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, IDLE
+        self._group.broadcast([frame], options).wait()  # type: ignore[attr-defined]
+        return frame
+
+    def _stop_work(self, error: BaseException) -> None:
+        super()._stop_work(error)
+        self._error = error
+
+    def _break(self, error: BaseException) -> None:
+        """Let this rank's calls, and the other ranks' next rounds, fail."""
+        if self._work is not None:
+            self._stop_work(error)
+        self._error = error
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        waiting = [command for line in self._early.values() for command in line]
+        self._early.clear()
+        for command in waiting:
+            command.future.set_exception(error)
+        while not self._is_closing:
+            last = self._commands.get()
+            if last is None:
+                return
+            last.future.set_exception(error)
+
+
+def _digest(key: str) -> int:
+    """63 bits of a key, equal in all processes."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,544 @@
+"""What every generator executor promises, whatever engine it runs.
+
+A test module that asks these questions of an engine imports them all (`from ... import *`) and has
+a fixture `engine_case` that returns an EngineCase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
+from llamarl.executors.generator import GeneratorExecutor
+from llamarl.metrics.span import Spans
+from llamarl.models.architecture import read_architecture
+from llamarl.models.hf import load_into
+from llamarl.models.inventory import parameter_shapes
+from llamarl.types import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    Columns,
+    FinishReason,
+    Request,
+    Row,
+    Sampling,
+)
+from llamarl.weights.errors import StaleVersion
+from llamarl.weights.layout import Box, ParameterLayout, Route
+from llamarl.weights.plan import plan
+from llamarl.weights.shared_memory import this_host
+from llamarl.weights.writer import Writer
+
+COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCase:
+    """An engine to ask: its config class and fields, a checkpoint, how exact its log-probs are,
+    whether it derives its weights from the arena, whether it tells what it prefills."""
+
+    config: type[GeneratorConfig]
+    checkpoint: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    atol: float = 1e-5
+    is_staged: bool = False
+    counts_prefill: bool = True
+
+
+class MemoryStorage:
+    """Cells in a dictionary."""
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[int, str], np.ndarray] = {}
+        self.num_writes = 0
+
+    async def write(self, row_ids: list[int], columns: Columns) -> None:
+        self.num_writes += 1
+        for name, arrays in columns.items():
+            for row_id, array in zip(row_ids, arrays, strict=True):
+                self.cells[row_id, name] = array
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        return {name: [self.cells[row_id, name] for row_id in row_ids] for name in names}
+
+    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+        for key in [key for key in self.cells if key[0] in row_ids]:
+            del self.cells[key]
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("run"))
+
+
+def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> GeneratorExecutor:
+    config = case.config(
+        **{"max_running": 4, "max_context_tokens": 128, "heartbeat_s": 0.2}
+        | case.fields
+        | kwargs.pop("config", {})
+    )
+    return GeneratorExecutor(
+        rank=0,
+        num_ranks=kwargs.pop("num_ranks", 1),
+        spans=kwargs.pop("spans", Spans("generator-0", None)),
+        replica=kwargs.pop("replica", 3),
+        checkpoint=case.checkpoint,
+        load_weights=kwargs.pop("load_weights", True),
+        config=config,
+        weights=WeightsConfig(**kwargs.pop("weights", {})),
+        placement=PlacementConfig(colocated=True),
+        storage=storage,
+        tokenizer=case.checkpoint,
+        run_id="test",
+        run_dir=run_dir,
+        **kwargs,
+    )
+
+
+def request(row_id: int, **kwargs) -> Request:
+    sampling = Sampling(max_tokens=kwargs.pop("max_tokens", 10), temperature=1.0)
+    return Request(
+        **{"row_id": row_id, "prompt_ids": (5, 6, 7), "sampling": sampling, "seed": row_id} | kwargs
+    )
+
+
+async def gather(generator: GeneratorExecutor, num_rows: int) -> list[Row]:
+    rows: list[Row] = []
+    while len(rows) < num_rows:
+        rows += await asyncio.wait_for(generator.collect(), 20)
+    return rows
+
+
+Scenario = Callable[[GeneratorExecutor, MemoryStorage], Coroutine[None, None, None]]
+
+
+def drive(case: EngineCase, run_dir: str, scenario: Scenario, **kwargs) -> None:
+    """Run `scenario` on a started executor, and close it."""
+
+    async def main() -> None:
+        storage = MemoryStorage()
+        generator = make(case, storage, run_dir, **kwargs)
+        try:
+            await generator.start()
+            await scenario(generator, storage)
+        finally:
+            await generator.close()
+
+    asyncio.run(main())
+
+
+def make_source(case: EngineCase, change: float = 0.0) -> Writer:
+    """A trainer of one rank, with the checkpoint's weights, all larger by a factor 1 + change."""
+    shapes = parameter_shapes(read_architecture(case.checkpoint))
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_into(tensors, case.checkpoint)
+    layouts = {}
+    for name, tensor in tensors.items():
+        tensor.mul_(1 + change)
+        box = Box(
+            start=(0,) * tensor.ndim,
+            stop=tuple(tensor.shape),
+            buffer=name,
+            offset=0,
+            strides=tensor.stride(),
+        )
+        layouts[name] = ParameterLayout(shape=tuple(tensor.shape), dtype="float32", boxes=(box,))
+    return Writer(0, this_host(), tensors, layouts)
+
+
+async def connect(source: Any, generator: GeneratorExecutor, replica: int = 3) -> None:
+    is_relay = isinstance(source, GeneratorExecutor)
+    layout = await source.source_layout() if is_relay else source.layout()
+    copies = plan([layout], [await generator.target_layout()])
+    name = "generator-0" if is_relay else "trainer"
+    route = Route(source=name, replica=replica, transport="shared_memory", copies=tuple(copies))
+    if is_relay:
+        await asyncio.gather(source.connect_target(replica, route), generator.connect_source(route))
+    else:
+        source.connect(replica, route)
+        await generator.connect_source(route)
+
+
+async def send(source: Any, generator: GeneratorExecutor, version: int, part: int) -> None:
+    """Everything but the flip, as the publisher does it."""
+    offer = await generator.offer(version, part)
+    assert (offer.version, offer.part, offer.replica) == (version, part, 3)
+    if isinstance(source, GeneratorExecutor):
+        written = await source.write(version, [offer])
+    else:
+        written = await asyncio.to_thread(source.write, version, [offer])
+    assert await generator.fingerprint(version, part) == written
+    assert any(written.values())
+
+
+async def publish(source: Any, generator: GeneratorExecutor, version: int) -> list[int]:
+    """All parts; returns what the flips did."""
+    if isinstance(source, Writer):
+        source.present(version)
+    parts = (await generator.target_layout()).parts
+    running = []
+    for part in range(len(parts)):
+        await send(source, generator, version, part)
+        running.append(await generator.flip(version, part))
+    return running
+
+
+def token_columns(storage: MemoryStorage, num_rows: int) -> list[tuple[list[int], np.ndarray]]:
+    cells = storage.cells
+    return [
+        (cells[row, RESPONSE_IDS].tolist(), cells[row, GENERATOR_LOGPROBS])
+        for row in range(num_rows)
+    ]
+
+
+def assert_same(case: EngineCase, one: MemoryStorage, other: MemoryStorage, num_rows: int) -> None:
+    pairs = zip(token_columns(one, num_rows), token_columns(other, num_rows), strict=True)
+    for (ids, logprobs), (expected_ids, expected) in pairs:
+        assert ids == expected_ids
+        np.testing.assert_allclose(logprobs, expected, atol=case.atol)
+
+
+def test_columns_of_a_row_are_stored_when_collect_returns_it(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(i, max_tokens=5 + i) for i in range(9)])
+        rows: list[Row] = []
+        while len(rows) < 9:
+            for row in await generator.collect():
+                rows.append(row)
+                assert all((row.row_id, name) in storage.cells for name in COLUMNS)
+        for row in rows:
+            assert row.num_tokens == 5 + row.row_id
+            assert row.finish_reason is FinishReason.LENGTH
+            assert row.replica == 3
+            assert [(s.version, s.num_tokens) for s in row.spans] == [(0, row.num_tokens)]
+            cell = {name: storage.cells[row.row_id, name] for name in COLUMNS}
+            assert cell[PROMPT_IDS].tolist() == [5, 6, 7]
+            assert cell[PROMPT_IDS].dtype == cell[RESPONSE_IDS].dtype == np.int32
+            assert cell[GENERATOR_LOGPROBS].dtype == np.float32
+            assert cell[TOKEN_VERSIONS].dtype == np.int32
+            assert len(cell[RESPONSE_IDS]) == len(cell[GENERATOR_LOGPROBS]) == row.num_tokens
+            assert cell[SAMPLING].tolist() == [1.0, 0, 1.0, 5 + row.row_id, row.row_id, 1]
+
+    drive(engine_case, run_dir, scenario)
+
+
+def test_collect_returns_nothing_within_the_heartbeat_when_idle(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        assert await asyncio.wait_for(generator.collect(), 5) == []
+        assert storage.num_writes == 0
+
+    drive(engine_case, run_dir, scenario)
+
+
+def test_rows_that_finished_together_are_written_together(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(i) for i in range(4)])
+        assert len(await gather(generator, 4)) == 4
+        assert storage.num_writes == 1
+
+    drive(engine_case, run_dir, scenario)
+
+
+def test_aborted_rows_come_out_marked_whether_running_or_queued(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(i, max_tokens=120) for i in range(4)])
+        await generator.submit([request(9, min_version=5)])
+        await generator.abort([2, 9])
+        rows = {row.row_id: row for row in await gather(generator, 5)}
+        assert rows[2].finish_reason is rows[9].finish_reason is FinishReason.ABORTED
+        assert rows[9].num_tokens == 0
+        assert rows[9].spans == ()
+        assert storage.cells[9, RESPONSE_IDS].shape == (0,)
+        assert {rows[i].finish_reason for i in (0, 1, 3)} == {FinishReason.LENGTH}
+
+    drive(engine_case, run_dir, scenario)
+
+
+def test_a_partial_row_is_resumed_from_storage_on_another_replica(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    storage = MemoryStorage()
+
+    async def uncut(generator: GeneratorExecutor, other: MemoryStorage) -> None:
+        await generator.submit([request(0, max_tokens=12)])
+        await gather(generator, 1)
+        storage.cells.update({(100, name): other.cells[0, name] for name in COLUMNS})
+
+    drive(engine_case, run_dir, uncut)
+
+    async def part(resume: bool) -> Row:
+        generator = make(engine_case, storage, run_dir)
+        await generator.start()
+        await generator.submit([request(0, max_tokens=12, segment_tokens=5, resume=resume)])
+        (row,) = await gather(generator, 1)
+        await generator.close()
+        return row
+
+    rows = [asyncio.run(part(resume)) for resume in (False, True, True)]
+    assert [row.num_tokens for row in rows] == [5, 10, 12]
+    assert [row.finish_reason for row in rows] == [
+        FinishReason.SEGMENT,
+        FinishReason.SEGMENT,
+        FinishReason.LENGTH,
+    ]
+    ids = storage.cells[0, RESPONSE_IDS]
+    assert ids.tolist() == storage.cells[100, RESPONSE_IDS].tolist()
+    np.testing.assert_allclose(
+        storage.cells[0, GENERATOR_LOGPROBS],
+        storage.cells[100, GENERATOR_LOGPROBS],
+        atol=engine_case.atol,
+    )
+
+
+def test_a_prompt_that_does_not_fit_is_refused_at_submit(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        with pytest.raises(ValueError, match=r"generator\.max_context_tokens 128"):
+            await generator.submit([request(0, prompt_ids=(1,) * 128)])
+
+    drive(engine_case, run_dir, scenario)
+
+
+def test_spans_tell_prefill_decode_and_waiting_apart(
+    engine_case: EngineCase, run_dir: str, tmp_path: Path
+) -> None:
+    spans = Spans("generator-0", tmp_path)
+
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(i, max_tokens=7) for i in range(3)])
+        await gather(generator, 3)
+        await generator.collect()
+
+    drive(engine_case, run_dir, scenario, spans=spans)
+    spans.close()
+    lines = [
+        json.loads(line) for line in (tmp_path / "generator-0.jsonl").read_text().split("\n")[1:-1]
+    ]
+    decoded = [line["tokens"] for line in lines if line["name"] == "decode"]
+    assert sum(decoded) == 21
+    prefilled = sum(line["tokens"] for line in lines if line["name"] == "prefill")
+    assert prefilled == (2 if engine_case.counts_prefill else 0)
+    assert {line["cat"] for line in lines if line["name"] in ("decode", "prefill")} == {"busy"}
+    waits = [line for line in lines if line["name"] == "requests"]
+    assert waits
+    assert {line["cat"] for line in waits} == {"wait"}
+    ordered = sorted((line["start_ns"], line["end_ns"]) for line in lines)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ordered))
+
+
+def test_a_replica_without_weights_starts_at_its_first_flip(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    loaded = MemoryStorage()
+
+    async def whole(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(0)])
+        await gather(generator, 1)
+        loaded.cells.update(storage.cells)
+
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(0)])
+        assert await generator.collect() == []
+        source = make_source(engine_case)
+        await connect(source, generator)
+        assert await publish(source, generator, 4) == [0]
+        (row,) = await gather(generator, 1)
+        assert [(s.version, s.num_tokens) for s in row.spans] == [(4, 10)]
+        assert_same(engine_case, storage, loaded, 1)
+
+    drive(engine_case, run_dir, whole)
+    drive(engine_case, run_dir, scenario, load_weights=False)
+
+
+@pytest.mark.parametrize("shadow", ["full", "bucket"])
+def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
+    engine_case: EngineCase, run_dir: str, shadow: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        source = make_source(engine_case, 0.1)
+        await connect(source, generator)
+        num_parts = len((await generator.target_layout()).parts)
+        assert (num_parts > 5) == (shadow == "bucket")
+        await generator.submit([request(i, max_tokens=110) for i in range(4)])
+        source.present(1)
+        await generator.offer(1, 0)
+        await generator.discard(1)
+        running = await publish(source, generator, 2)
+        assert len(running) == num_parts
+        assert await publish(source, generator, 5)
+        rows = await gather(generator, 4)
+        seen = set()
+        for row in rows:
+            assert sum(span.num_tokens for span in row.spans) == 110
+            versions = storage.cells[row.row_id, TOKEN_VERSIONS]
+            assert [span.version for span in row.spans] == sorted(set(versions.tolist()))
+            seen |= {span.version for span in row.spans}
+        assert seen <= {0, 2, 5}
+        if running[-1]:
+            assert seen & {2, 5}
+
+    weights = {"shadow": shadow, "bucket_bytes": 4096}
+    if shadow == "bucket" and engine_case.is_staged:  # derives its weights from the whole
+        with pytest.raises(ValueError, match=r"weights\.shadow must be full or host"):
+            drive(engine_case, run_dir, scenario, weights=weights)
+    else:
+        drive(engine_case, run_dir, scenario, weights=weights)
+
+
+def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str) -> None:
+    if engine_case.is_staged:
+        engine_case = replace(engine_case, fields={}, is_staged=False)
+
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        source = make_source(engine_case)
+        await connect(source, generator)
+        source.present(1)
+        await generator.submit([request(i, max_tokens=110) for i in range(4)])
+        await send(source, generator, 1, 0)
+        await generator.flip(1, 0)
+        assert await generator.collect() == []  # nothing is decoded between two parts
+        await send(source, generator, 1, 1)
+        for call in (
+            generator.discard(1),
+            generator.collect(),
+            generator.submit([request(9)]),
+            generator.offer(2, 0),
+        ):
+            with pytest.raises(RuntimeError, match="two versions"):
+                await call
+
+    drive(engine_case, run_dir, scenario, weights={"shadow": "bucket", "bucket_bytes": 4096})
+
+
+def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: str) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        first, direct = make(engine_case, storage, run_dir, replica=0), MemoryStorage()
+        await first.start()
+        try:
+            source = make_source(engine_case, 0.1)
+            for version in (1, 2):  # both of its memories serve as source
+                await connect(first, generator)
+                layout = await first.target_layout()
+                copies = tuple(plan([source.layout()], [layout]))
+                route = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
+                source.connect(0, route)
+                source.present(version)
+                offer = await first.offer(version, 0)
+                written = await asyncio.to_thread(source.write, version, [offer])
+                assert await first.fingerprint(version, 0) == written
+                await first.flip(version, 0)
+                await publish(first, generator, version)
+            offer = await generator.offer(3, 0)
+            with pytest.raises(StaleVersion):
+                await first.write(3, [offer])
+            await generator.discard(3)
+            await first.submit([request(0, max_tokens=30)])
+            await gather(first, 1)
+            direct.cells.update(storage.cells)
+            await generator.submit([request(0, max_tokens=30)])
+            (row,) = await gather(generator, 1)
+            assert [span.version for span in row.spans] == [2]
+            assert_same(engine_case, storage, direct, 1)
+        finally:
+            await first.close()
+
+    drive(engine_case, run_dir, scenario, load_weights=False)
+
+
+def test_leaving_in_the_middle_of_rollouts_changes_nothing(
+    engine_case: EngineCase, run_dir: str, tmp_path: Path
+) -> None:
+    """Twice with rollouts in the cache, once without any; prompts are shared across."""
+    stayed, left = MemoryStorage(), MemoryStorage()
+    spans = Spans("generator-0", tmp_path)
+    both = ["kv", "weights"]
+
+    async def stay(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(i, max_tokens=100) for i in range(6)])
+        await gather(generator, 6)
+        await generator.submit([request(6), request(7)])
+        await gather(generator, 2)
+        stayed.cells.update(storage.cells)
+
+    async def leave(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        await generator.submit([request(i, max_tokens=100) for i in range(5)])
+        await asyncio.sleep(0.02)
+        await generator.leave(both)
+        await generator.leave(["kv"])  # has left: no effect
+        await generator.submit([request(5, max_tokens=100)])
+        await generator.collect()
+        num_stored = len(storage.cells)
+        assert await generator.collect() == []
+        assert len(storage.cells) == num_stored
+        await generator.prefetch(both)
+        await generator.enter(["weights"])
+        assert await generator.collect() == []
+        await generator.enter(["kv"])
+        rows: list[Row] = []
+        while len(storage.cells) < 6 * len(COLUMNS):
+            rows += await asyncio.wait_for(generator.collect(), 20)
+        await generator.leave(both)
+        await generator.enter(both)
+        await generator.submit([request(6), request(7)])
+        await gather(generator, 2)
+        left.cells.update(storage.cells)
+
+    drive(engine_case, run_dir, stay)
+    drive(engine_case, run_dir, leave, spans=spans)
+    assert_same(engine_case, left, stayed, 8)
+    spans.close()
+    text = (tmp_path / "generator-0.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()[1:]]
+    for name in ("offload", "reload"):
+        moves = [line for line in lines if line["name"] == name]
+        assert sorted(line["kind"] for line in moves) == ["kv", "kv", "weights", "weights"]
+        shapes = parameter_shapes(read_architecture(engine_case.checkpoint)).values()
+        weight_bytes = sum(math.prod(shape) for shape in shapes)
+        assert all(line["bytes"] > weight_bytes for line in moves if line["kind"] == "weights")
+    assert any(line["name"] == "turn" and line["cat"] == "wait" for line in lines)
+
+
+def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        source = make_source(engine_case, 0.1)
+        await connect(source, generator)
+        await generator.submit([request(i, max_tokens=110) for i in range(4)])
+        await generator.leave(["kv", "weights"])
+        early = asyncio.create_task(publish(source, generator, 1))
+        await asyncio.sleep(0.05)
+        assert not early.done()  # there is no memory to write to
+        await generator.enter(["weights"])
+        await early
+        await generator.submit([request(4)])
+        assert await generator.collect() == []
+        await generator.enter(["kv"])
+        rows = {row.row_id: row for row in await gather(generator, 5)}
+        assert rows[4].spans[0].version == 1
+        assert all(row.spans[-1].version == 1 for row in rows.values())
+
+    drive(engine_case, run_dir, scenario)
