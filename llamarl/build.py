@@ -15,7 +15,7 @@ from typing import Any
 
 from llamarl.algorithms.verdict import judge
 from llamarl.canary import Canary
-from llamarl.cluster import Cluster, ExecutorGroup
+from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
 from llamarl.config import Config
 from llamarl.controller import Controller
 from llamarl.data.backlog import Backlog

@@ -7,6 +7,7 @@ Invariant: importing this loads neither monarch nor torch; `inline` never does.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
@@ -19,6 +20,7 @@ __all__ = [
     "GroupLost",
     "RemoteError",
     "make_cluster",
+    "make_rdma",
     "process_name",
 ]
 
@@ -38,3 +40,10 @@ def make_cluster(config: ClusterConfig, *, spans_folder: str | None, logs_folder
     from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
     return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)
+
+
+def make_rdma() -> Any:
+    """What weights.transport=rdma works with (`weights.transport.Rdma`); it travels."""
+    from llamarl.cluster.rdma import MonarchRdma
+
+    return MonarchRdma()
