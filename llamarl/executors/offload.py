@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 26  # of one read or write: as fast as larger ones, and the bounce buffer's size
+READ_AHEAD_BYTES = 1 << 17  # what Linux reads ahead on devices that ask for nothing else
 HUGE_PAGE_BYTES = 1 << 21
 MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
@@ -62,6 +64,7 @@ class Offload:
         self._label = label
         self._files: dict[str, int] = {}
         self._left: dict[str, _Left] = {}
+        self._readers: list[threading.Thread] = []
 
     def leave(self, name: str, tensors: Iterable[Tensor], keep: bool = True) -> int:
         """Save what these tensors hold and free their memory; returns the bytes.
@@ -98,11 +101,14 @@ class Offload:
         return num_bytes
 
     def prefetch(self, name: str) -> None:
-        """Let the kernel start reading the file; returns at once. Device memory is not touched: it
-        still is another's."""
+        """Start reading the file into the page cache; returns at once. Device memory is not
+        touched: it still is another's."""
         left = self._left.get(name)
         if left is not None and left.is_kept and name in self._files:
-            os.posix_fadvise(self._files[name], 0, left.num_bytes, os.POSIX_FADV_WILLNEED)
+            self._readers = [reader for reader in self._readers if reader.is_alive()]
+            reader = threading.Thread(target=self._read_ahead, args=(name, left), daemon=True)
+            self._readers.append(reader)
+            reader.start()
 
     def enter(self, name: str) -> int:
         """Bring the tensors back; returns the bytes, 0 if `name` has not left."""
@@ -127,9 +133,19 @@ class Offload:
 
     def close(self) -> None:
         """Give back the disk space."""
+        self._left.clear()  # which ends the readers
+        for reader in self._readers:
+            reader.join()
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+
+    def _read_ahead(self, name: str, left: _Left) -> None:
+        """The kernel reads no more per call than a device's read-ahead, so many calls are made."""
+        for place in range(0, left.num_bytes, READ_AHEAD_BYTES):
+            if self._left.get(name) is not left:
+                return
+            os.posix_fadvise(self._files[name], place, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def _save(self, name: str, left: _Left) -> None:
         if self._kind == "pinned":

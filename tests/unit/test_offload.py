@@ -1,9 +1,11 @@
 """Offloaded memory: what comes back, and what the kernel has meanwhile."""
 
+import ctypes
 import mmap
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -87,6 +89,35 @@ def test_what_need_not_come_back_is_freed_unsaved_and_comes_back_as_zeros(offloa
     offload.enter("kv")
     assert not tensor.any()
     assert not small.any()
+
+
+def resident_share(fd):
+    """How much of a file lies in the page cache."""
+    with mmap.mmap(fd, 0) as file:
+        num_pages = len(file) // PAGE
+        first = ctypes.addressof(ctypes.c_char.from_buffer(file))
+        pages = (ctypes.c_ubyte * num_pages)()
+        assert (
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(len(file)), pages)
+            == 0
+        )
+        return sum(page & 1 for page in pages) / num_pages
+
+
+def test_prefetch_brings_the_whole_file_nearer_meanwhile(offload):
+    tensor = filled(8 << 20)
+    offload.leave("weights", [tensor])
+    fd = offload._files["weights"]
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert resident_share(fd) < 0.5
+    offload.prefetch("weights")
+    deadline = time.monotonic() + 60
+    while resident_share(fd) < 0.99:
+        assert time.monotonic() < deadline, resident_share(fd)
+        time.sleep(0.02)
+    offload.enter("weights")
+    assert torch.equal(tensor, filled(8 << 20))
 
 
 def test_none_moves_nothing(tmp_path):
