@@ -40,7 +40,7 @@ class Source:
     `version` is what it holds: the trainer the one published last, a replica its live one.
     `is_steady`: that version stays as long as `num_readers` lanes have flipped some, not all of
     its parts. `layout` is where its ranks keep what they send. Of a replica, `target` is where they
-    receive, and `sums` are fingerprints of its version as the trainer wrote it, empty if unknown.
+    receive, and `sums` are the fingerprints of its version, compared before it was flipped.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Lane:
                     raise
                 num_running = await self._ask(self._generator.flip(version, part), "flip")
         self.relay.version = version
-        self.relay.sums = sums if source.replica is None or origin else {}
+        self.relay.sums = sums
         self.relay.is_steady = True
         self.is_half_flipped = False
         return max(num_running)
