@@ -29,7 +29,7 @@ from llamarl.generation.scheduler import Queue, Waiting, Written, nothing_writte
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.requests import Running, start
-from llamarl.generation.vllm.settings import make_core, set_environment
+from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import process
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import locate, parameter_shapes
@@ -214,7 +214,7 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM's core and leave its process group. May be called twice."""
         if self._core is not None:
-            self._core.shutdown()
+            end_core(self._core)
         self._core = self._runner = self._model = None
         self._live = {}
 

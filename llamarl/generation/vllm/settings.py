@@ -7,11 +7,14 @@ imports nothing of vLLM, whose environment must be set before.
 
 from __future__ import annotations
 
+import gc
 import glob
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,9 @@ CPU_ENVIRONMENT = {
 
 def set_environment(device: str) -> None:
     """Set what vLLM reads from the environment; a value that the user set before stays."""
+    # What every import of it says, and nobody can do anything about.
+    logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
@@ -86,6 +92,22 @@ def make_core(
         shutil.rmtree(alone, ignore_errors=True)
     _unlink_shared_memory(meeting, rank)
     return core
+
+
+def end_core(core: Any) -> None:
+    """Leave the core's process groups.
+
+    Not `core.shutdown()`, which walks the whole heap: seconds on busy cores, and what nobody holds
+    any more goes by itself.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.envs import disable_envs_cache
+
+    core.scheduler.shutdown()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    disable_envs_cache()
+    gc.unfreeze()  # the core had taken everything made so far out of the collector's sight
 
 
 def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: type) -> Any:
