@@ -343,7 +343,8 @@ class TrainerExecutor:
         start_ns = time.monotonic_ns()
         num_bytes = await self._compute.run(lambda: move(kind))
         end_ns = time.monotonic_ns()
-        self._spans.record(name, start_ns, end_ns, "mark", kind=kind, bytes=num_bytes)
+        if num_bytes:
+            self._spans.record(name, start_ns, end_ns, "mark", kind=kind, bytes=num_bytes)
 
     async def _aside(self, name: str, command: Callable[[], T]) -> T:
         """Run a command that is neither training nor waiting for it."""
