@@ -185,7 +185,7 @@ class Arena:
         if part == 0:
             self.before_overwrite(self.version if self._is_staged else self._shadow_version)
         cut = self._parts[part]
-        if len(self._parts) > 1 and not cut.is_dense:
+        if not cut.is_dense:
             self.shadow[: cut.end - cut.begin].copy_(self.live[cut.begin : cut.end])
             self._synchronize()
         address = (

@@ -4,13 +4,14 @@ Owns: the sum, and the walk over a box in small tiles, alone or while it is copi
 who compares (`publish.py`). Invariant: sums over disjoint boxes of a parameter add up, modulo
 2^64, to the sum over their union, whatever the layout.
 
-    fingerprint(name) = sum over elements e of  key(name) * key(row(e)) * key(column(e)) * bits(e)
+    fingerprint(name) = sum over elements e of
+                        key(name) * key(row(e)) * key(column(e)) * (bits(e) + 1)
 
 `column` is the global index along the last dimension, `row` the flat global index over all others,
-`bits` the element's bit pattern after casting. Keys are odd pseudo-random 64-bit numbers, so one
-changed bit always changes the sum, and swapped, misplaced or skipped elements do but for a chance
-below 2^-31. The product form makes it one integer matrix-vector product per tile, along whichever
-dimension is contiguous in memory.
+`bits` the element's bit pattern after casting, as a signed integer. Keys are odd pseudo-random
+64-bit numbers, so one changed bit always changes the sum, and swapped, misplaced or skipped
+elements do but for a chance below 2^-31, also where zeros are (hence the 1). The product form makes
+it one integer matrix-vector product per tile, along whichever dimension is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, c
     for left in range(0, num_fast, run):
         width = min(run, num_fast - left)
         fast_keys = _keys(fast[0], fast[1] + left, width, source.device)
+        ones = fast_keys.sum()
         for top in range(0, num_slow, step):
             height = min(step, num_slow - top)
             values = source[top : top + height, left : left + width]
@@ -97,7 +99,7 @@ def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, c
                 wide[: height * width].view(height, width).copy_(values.view(_BITS[dtype.itemsize]))
             )
             slow_keys = _keys(slow[0], slow[1] + top, height, source.device)
-            total += _keyed_sum(bits, slow_keys, fast_keys)
+            total += _keyed_sum(bits, slow_keys, fast_keys) + slow_keys.sum() * ones
             if target is not None:
                 target[top : top + height, left : left + width].copy_(values)
 

@@ -21,7 +21,7 @@ BUFFER = "arena"
 class Part:
     """Parameters `names` and the elements [begin, end) of the arena that they lie in.
 
-    `is_dense`: their boxes fill all of it, so nothing in between has to be kept.
+    `is_dense`: nothing lies in between that a buffer would have to keep.
     """
 
     names: tuple[str, ...]
@@ -31,8 +31,8 @@ class Part:
 
 
 def whole(parameters: Mapping[str, ParameterLayout], num_elements: int) -> Part:
-    """Everything in one part."""
-    return Part(tuple(parameters), 0, num_elements, is_dense=False)
+    """Everything in one part, written into memory of the same shape."""
+    return Part(tuple(parameters), 0, num_elements, is_dense=True)
 
 
 def cut_parts(parameters: Mapping[str, ParameterLayout], max_elements: int) -> list[Part]:

@@ -41,7 +41,7 @@ class Inlet(Protocol):
     """Takes one target rank's messages apart into its shadow."""
 
     def open(self, version: int, part: int, flat: Tensor) -> object:
-        """Make ready for a part that belongs into the memory `flat`; returns the offer's address."""
+        """Make ready for a part, which goes into `flat`; returns the address for the offer."""
 
     def arrive(self, version: int, part: int) -> None:
         """Wait until all of the part lies in the shadow. RuntimeError if it cannot any more."""

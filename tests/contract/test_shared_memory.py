@@ -207,7 +207,7 @@ def test_writes_to_the_wrong_place_time_or_host_are_refused(arena, ends) -> None
     with pytest.raises(RuntimeError, match=r"of host there to be mapped, got .* rank 0 on here"):
         other.write(3, [offer])
     ends.present(4)
-    with pytest.raises(StaleVersion, match="version 3 is not there to be read, .* is 4"):
+    with pytest.raises(StaleVersion, match=r"version 3 is not there to be read, .* is 4"):
         writer.write(3, [offer])
     writer.connect(0, None)
     with pytest.raises(RuntimeError, match="generator 0 is not connected"):
@@ -260,3 +260,69 @@ def test_a_closed_arena_frees_its_memory() -> None:
     arena.close()
     del arena
     assert not mapped("llamarl-closed")
+
+
+def test_an_arena_that_was_flipped_half_cannot_go_back(arena) -> None:
+    parts = {"w": layout(0, 6, "arena"), "x": layout(0, 6, "arena", offset=24)}
+    split = make_arena(parameters=parts, num_elements=48, shadow="bucket", bucket_bytes=96)
+    assert split.layout().parts == (("w",), ("x",))
+    assert split.shadow.numel() == 24
+    assert split.layout().parameters["x"].boxes[0].offset == 0
+    assert split.live_layout().parameters["x"].boxes[0].offset == 24
+    split.offer(0, 0)
+    split.discard(0)  # nothing was flipped
+    for part, live in ((0, None), (1, split.live)):
+        split.offer(0, part)
+        split.shadow.fill_(part + 1)
+        assert split.flip(0, part) is live
+    assert split.live.tolist() == [1.0] * 24 + [2.0] * 24
+    split.offer(1, 0)
+    split.flip(1, 0)
+    with pytest.raises(RuntimeError, match="version 2 offered after part 0 of version 1 was"):
+        split.offer(2, 0)
+    split.offer(1, 1)
+    for call in (lambda: split.discard(1), lambda: split.offer(2, 0), lambda: split.flip(1, 1)):
+        with pytest.raises(RuntimeError, match="are of two versions: 1 of 2 parts of version 1"):
+            call()
+    split.close()
+
+
+def test_a_bucket_leaves_padding_between_parameters_alone() -> None:
+    parts = {"w": layout(0, 6, "arena"), "x": layout(0, 6, "arena", offset=30)}
+    arena = make_arena(parameters=parts, num_elements=54, shadow="bucket", bucket_bytes=1000)
+    arena.live.fill_(7)
+    arena.offer(0, 0)
+    for begin in (0, 30):
+        arena.shadow[begin : begin + 24] = 1
+    arena.flip(0, 0)
+    assert arena.live.tolist() == [1.0] * 24 + [7.0] * 6 + [1.0] * 24
+    arena.close()
+
+
+def test_a_staged_arena_has_one_memory_and_no_bucket() -> None:
+    with pytest.raises(ValueError, match=r"shadow must be full or host .* got 'bucket'"):
+        make_arena(is_staged=True, shadow="bucket")
+    for shadow in ("full", "host"):
+        arena = make_arena(is_staged=True, shadow=shadow)
+        retired = []
+        arena.before_overwrite = retired.append
+        assert arena.live.data_ptr() == arena.shadow.data_ptr()
+        for version in range(3):
+            arena.offer(version, 0)
+            assert arena.flip(version, 0) is arena.live
+        assert retired == [-1, 0, 1]  # what lay there when it was offered again
+        arena.close()
+
+
+@pytest.mark.parametrize(
+    ("shadow", "expected"), [("full", [-1, -1, 0]), ("host", [-1, -1, -1, 0, -1, 1])]
+)
+def test_what_is_overwritten_is_announced(shadow, expected) -> None:
+    arena = make_arena(shadow=shadow)
+    retired = []
+    arena.before_overwrite = retired.append
+    for version in range(3):
+        arena.offer(version, 0)
+        arena.flip(version, 0)
+    assert retired == expected
+    arena.close()

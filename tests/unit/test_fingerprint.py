@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.weights.fingerprint import TILE_ELEMENTS, fingerprint
+from llamarl.weights.fingerprint import TILE_ELEMENTS, fingerprint, transfer
 from tests.allocation import LargestAllocation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -37,7 +37,7 @@ def by_definition(name, weights):
         row, column = divmod(flat, columns)
         row_key = splitmix(row * 0x9E3779B97F4A7C15 + 0x243F6A8885A308D3) | 1
         column_key = splitmix(column * 0x9E3779B97F4A7C15 + 0x13198A2E03707344) | 1
-        total += key * row_key * column_key * value
+        total += key * row_key * column_key * (value + 1)
     return total % (1 << 64)
 
 
@@ -114,6 +114,24 @@ def test_wrong_places_and_bits_change_it(kind, dtype) -> None:
     weights = torch.randn(130, 140).to(dtype)
     weights[0, 0] = 0.0
     assert whole("w", damaged(kind, weights.clone())) != whole("w", weights)
+
+
+def test_a_box_left_out_counts_even_if_zeros_lie_there() -> None:
+    weights = torch.zeros(130, 140)
+    assert fingerprint("w", weights[:64], (0, 0), (130, 140)) != whole("w", weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (9000,), (300, 700), (3, 50, 60)])
+def test_a_transfer_casts_and_tells_the_fingerprint_of_what_it_wrote(shape, dtype) -> None:
+    weights = torch.randn(shape)
+    plain = torch.empty(shape, dtype=dtype)
+    crossed = torch.empty(shape[::-1], dtype=dtype)
+    crossed = crossed.permute(tuple(reversed(range(crossed.ndim))))
+    for target in (plain, crossed):
+        start = [0] * weights.ndim
+        assert transfer("w", weights, target, start, shape) == whole("w", weights.to(dtype))
+        assert torch.equal(target, weights.to(dtype))
 
 
 def test_the_name_counts() -> None:

@@ -1,0 +1,509 @@
+"""The two ends of a publish in real processes: trainer ranks, generator replicas, the publisher."""
+
+import asyncio
+import multiprocessing
+import threading
+import time
+import traceback
+import zlib
+from multiprocessing.connection import Client, Listener
+
+import torch
+
+from llamarl.config import WeightsConfig
+from llamarl.metrics.span import Spans
+from llamarl.weights.arena import Arena
+from llamarl.weights.layout import Box, ParameterLayout
+from llamarl.weights.publish import Publisher
+from llamarl.weights.writer import Writer
+from tests.allocation import LargestAllocation
+
+SHAPES = {
+    "embed": (203, 96),
+    "q": (64, 96),
+    "k": (32, 96),
+    "v": (32, 96),
+    "norm": (96,),
+    "down": (96, 300),
+    "scale": (),
+    "wide": (1024, 600),
+}
+LARGEST_BYTES = 4 * 1024 * 600
+BUCKET_BYTES = 1 << 18
+KINDS = {  # of a replica: dtype, ranks
+    "fused": (torch.float32, 1),
+    "cast": (torch.bfloat16, 1),
+    "sharded": (torch.float32, 2),  # with norm and scale on both ranks
+    "transposed": (torch.float32, 1),
+}
+TRANSPORTS = ("shared_memory", "collective", "rdma")
+SHADOWS = ("full", "host", "bucket", "staged")
+
+
+def weights(version):
+    """All parameters of one version; the same numbers in every process."""
+    return {
+        name: torch.randn(
+            shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + version)
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def trainer_boxes(rank):
+    """Name -> (start, stop): embed and down by uneven rows, the projections by columns."""
+    cuts = {"embed": (0, 150), "down": (0, 7), "q": (1, 40), "k": (1, 40), "v": (1, 40)}
+    cuts["wide"] = (1, 1)
+    boxes = {}
+    for name, shape in SHAPES.items():
+        start, stop = [0] * len(shape), list(shape)
+        if name in cuts:
+            dim, cut = cuts[name]
+            (start if rank else stop)[dim] = cut
+        boxes[name] = tuple(start), tuple(stop)
+    return boxes
+
+
+class SocketRdma:
+    """transport.Rdma over a unix socket: the owner of the memory runs a thread that fills it.
+
+    `damage` "flip" changes one bit of the next message, "skip" leaves it out.
+    """
+
+    def __init__(self):
+        self._memory = {}
+        self._listener = None
+        self.damage = None
+
+    def register(self, memory):
+        if self._listener is None:
+            self._listener = Listener(family="AF_UNIX")
+            threading.Thread(target=self._accept, daemon=True).start()
+        key = len(self._memory)
+        self._memory[key] = memory
+        return self._listener.address, key
+
+    def write(self, handle, message, timeout_s):
+        damage, self.damage = self.damage, None
+        if damage == "skip":
+            return
+        message = message.clone()
+        if damage == "flip":
+            message[-1] ^= 1
+        with Client(handle[0], family="AF_UNIX") as connection:
+            connection.send((handle[1], bytes(message.numpy())))
+            if not connection.poll(timeout_s):
+                raise TimeoutError("no answer")
+            connection.recv()
+
+    def forget(self, handle):
+        self._memory[handle[1]] = torch.empty(0, dtype=torch.uint8)
+
+    def _accept(self):
+        while True:
+            with self._listener.accept() as connection:
+                key, data = connection.recv()
+                self._memory[key].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                connection.send(None)
+
+
+class BitFlip:
+    """A process group whose next message has one bit changed."""
+
+    def __init__(self, group):
+        self._group, self._is_due = group, True
+        self.device = group.device
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def send(self, memory, rank, tag):
+        if self._is_due:
+            memory[0] ^= 1
+            self._is_due = False
+        return self._group.send(memory, rank, tag)
+
+
+class TrainerRank:
+    """Holds its shards of one version; `down` lies transposed in its memory."""
+
+    def __init__(self, rank):
+        self._boxes = trainer_boxes(rank)
+        self._shards = self._cut(-1)
+        layouts = {}
+        for name, (start, stop) in self._boxes.items():
+            box = Box(
+                start=start, stop=stop, buffer=name, offset=0, strides=self._shards[name].stride()
+            )
+            layouts[name] = ParameterLayout(shape=SHAPES[name], dtype="float32", boxes=(box,))
+        self._rdma = SocketRdma()
+        self._writer = Writer(rank, "here", self._shards, layouts, timeout_s=20, rdma=self._rdma)
+        self.layout, self.write = self._writer.layout, self._writer.write
+        self.present, self.retire = self._writer.present, self._writer.retire
+
+    def _cut(self, version):
+        shards = {}
+        for name, weight in weights(version).items():
+            start, stop = self._boxes[name]
+            shard = weight[tuple(map(slice, start, stop))]
+            shards[name] = shard.T.contiguous().T if name == "down" else shard.clone()
+        return shards
+
+    def connect(self, replica, route):
+        self._writer.connect(replica, route)
+
+    def train(self, version):
+        self._writer.begin_step()
+        for name, shard in self._cut(version).items():
+            self._shards[name].copy_(shard)
+        self._writer.present(version)
+
+    def damage(self, kind):
+        self._rdma.damage = kind
+        if kind == "flip":
+            for _, outlet in self._writer._routes.values():
+                if hasattr(outlet, "group"):
+                    outlet.group = BitFlip(outlet.group)
+
+    def watch_write(self, version, offers):
+        with LargestAllocation() as watch:
+            self._writer.write(version, offers)
+        return watch.num_bytes, watch.names
+
+
+def generator_layout(kind):
+    """Per rank: parameters and arena size. qkv is fused by kv head, with padding after embed."""
+    dtype, num_ranks = KINDS[kind]
+    layouts = []
+    for rank in range(num_ranks):
+        boxes, size = {name: [] for name in SHAPES}, 5
+
+        def place(name, start, stop, offset=None, strides=None, boxes=boxes):
+            nonlocal size
+            extents = [b - a for a, b in zip(start, stop, strict=True)]
+            strides = strides or torch.empty(extents, device="meta").stride()
+            at = size if offset is None else offset
+            boxes[name].append(
+                Box(start=start, stop=stop, buffer="arena", offset=at, strides=strides)
+            )
+            size += box_numel(boxes[name][-1]) + 3 * (name == "embed")
+
+        def mine(length, rank=rank):
+            return length * rank // num_ranks, length * (rank + 1) // num_ranks
+
+        if kind == "transposed":  # as in the embedded engine: [in, out], side by side
+            begin = size
+            for name, column in (("q", 0), ("k", 64), ("v", 96)):
+                place(name, (0, 0), SHAPES[name], begin + column, (1, 128))
+            place("down", (0, 0), (96, 300), None, (1, 96))
+        else:
+            for head in range(*mine(4)):
+                place("q", (16 * head, 0), (16 * head + 16, 96))
+                place("k", (8 * head, 0), (8 * head + 8, 96))
+                place("v", (8 * head, 0), (8 * head + 8, 96))
+            place("down", (0, mine(300)[0]), (96, mine(300)[1]))
+        place("embed", (mine(203)[0], 0), (mine(203)[1], 96))
+        place("norm", (0,), (96,))
+        place("scale", (), ())
+        place("wide", (mine(1024)[0], 0), (mine(1024)[1], 600))
+        name = str(dtype).removeprefix("torch.")
+        layouts.append(
+            (
+                {
+                    each: ParameterLayout(shape=SHAPES[each], dtype=name, boxes=tuple(found))
+                    for each, found in boxes.items()
+                },
+                size,
+            )
+        )
+    return layouts
+
+
+def box_numel(box):
+    return torch.Size([b - a for a, b in zip(box.start, box.stop, strict=True)]).numel()
+
+
+def bits(flat):
+    return flat.view(torch.int16)
+
+
+class GeneratorRanks:
+    """All ranks of one replica in one process, and a thread that keeps reading the live memory."""
+
+    def __init__(self):
+        self._step = threading.Lock()  # held while "decoding": a flip waits for the boundary
+        self._arenas, self._writers = [], []
+        self._num_reads, self._num_wrong = 0, 0
+        self._is_still = True
+        threading.Thread(target=self._decode, daemon=True).start()
+
+    def build(self, replica, kind, shadow):
+        with self._step:
+            for end in (*self._writers, *self._arenas):
+                end.close()
+            dtype, _ = KINDS[kind]
+            self._kind, self._rdma = kind, SocketRdma()
+            self._arenas = [
+                Arena(
+                    parameters=parameters, num_elements=size, dtype=dtype,
+                    is_staged=shadow == "staged", shadow="full" if shadow == "staged" else shadow,
+                    bucket_bytes=BUCKET_BYTES, replica=replica, rank=rank, run_id="test",
+                    host="here", rdma=self._rdma, timeout_s=20,
+                )
+                for rank, (parameters, size) in enumerate(generator_layout(kind))
+            ]  # fmt: skip
+            self._writers = []
+            for arena in self._arenas:
+                layout = arena.live_layout()
+                tensors = {"arena": arena.live}
+                writer = Writer(layout.rank, "here", tensors, layout.parameters, timeout_s=20)
+                arena.before_overwrite = writer.retire
+                self._writers.append(writer)
+            self._expected = self._whole(-1)
+            for arena, flat in zip(self._arenas, self._expected, strict=True):
+                arena.live.copy_(flat)
+            self._is_staged = self._is_still = shadow == "staged"
+            self._num_reads, self._num_wrong = 0, 0
+
+    def _whole(self, version):
+        """What the arenas must hold: nan where a parameter leaves padding."""
+        whole, found = weights(version), []
+        for (parameters, size), arena in zip(
+            generator_layout(self._kind), self._arenas, strict=True
+        ):
+            flat = torch.full((size,), 7.0, dtype=arena.live.dtype)
+            for name, layout in parameters.items():
+                for box in layout.boxes:
+                    slices = tuple(map(slice, box.start, box.stop))
+                    part = whole[name][slices].to(flat.dtype)
+                    flat.as_strided(part.shape, box.strides, box.offset).copy_(part)
+            padding = flat == 7.0
+            flat[padding] = arena.live[padding]
+            found.append(flat)
+        return found
+
+    def _decode(self):
+        while True:
+            with self._step:
+                if not self._is_still:
+                    self._look()
+            time.sleep(0.001)
+
+    def _look(self):
+        self._num_reads += 1
+        for arena, flat in zip(self._arenas, self._expected, strict=True):
+            self._num_wrong += not torch.equal(bits(arena.live), bits(flat))
+
+    def reads(self):
+        with self._step:
+            if not self._is_still:
+                self._look()
+            return self._num_reads, self._num_wrong
+
+    def layout(self):
+        return [arena.layout() for arena in self._arenas]
+
+    def live_layout(self):
+        return [writer.layout() for writer in self._writers]
+
+    def connect_source(self, route):
+        self._each(lambda arena: arena.connect(route))
+
+    def connect_target(self, replica, route):
+        for writer in self._writers:
+            writer.connect(replica, route)
+
+    def write(self, version, offers):
+        return [writer.write(version, offers) for writer in self._writers]
+
+    def offer(self, version, part):
+        return [arena.offer(version, part) for arena in self._arenas]
+
+    def fingerprint(self, version, part):
+        return self._each(lambda arena: arena.fingerprint(version, part))
+
+    def watch_fingerprint(self, version, part):
+        with LargestAllocation() as watch:
+            for arena in self._arenas:
+                arena.fingerprint(version, part)
+        return watch.num_bytes, watch.names
+
+    def flip(self, version, part):
+        with self._step:
+            self._is_still = True
+            live = [arena.flip(version, part) for arena in self._arenas]
+            if live[0] is not None:
+                self._expected = self._whole(version)
+                self._look()
+                self._is_still = self._is_staged
+                for writer, flat in zip(self._writers, live, strict=True):
+                    writer.present(version, {"arena": flat})
+        return [3 for _ in self._arenas]
+
+    def discard(self, version):
+        for arena in self._arenas:
+            arena.discard(version)
+
+    def flip_bit(self, name):
+        """Damage the last element of `name` in the last rank's shadow, after it has arrived."""
+        arena = self._arenas[-1]
+        box = arena.layout().parameters[name].boxes[-1]
+        extents = [b - a for a, b in zip(box.start, box.stop, strict=True)]
+        last = box.offset + sum((n - 1) * s for n, s in zip(extents, box.strides, strict=True))
+        bits(arena.shadow)[last * (arena.shadow.element_size() // 2)] ^= 1
+
+    def _each(self, call):
+        """Of all ranks at once, as in processes of their own."""
+        answers = {}
+        threads = [
+            threading.Thread(target=lambda i=i: answers.update({i: outcome(call, self._arenas[i])}))
+            for i in range(len(self._arenas))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for i in range(len(threads)):
+            if isinstance(answers[i], Exception):
+                raise answers[i]
+        return [answers[i] for i in range(len(threads))]
+
+
+def outcome(call, *args):
+    try:
+        return call(*args)
+    except Exception as error:
+        return error
+
+
+def serve(make, args, pipe):
+    torch.set_num_threads(1)
+    target = make(*args)
+    while True:
+        name, args = pipe.recv()
+        try:
+            pipe.send((True, getattr(target, name)(*args)))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            pipe.send((False, error))
+
+
+class Remote:
+    """An object in a process of its own; calls go one by one."""
+
+    def __init__(self, make, *args):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.training"])
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=serve, args=(make, args, there), daemon=True)
+        self._process.start()
+        there.close()
+        self._lock = threading.Lock()
+
+    def call(self, name, *args):
+        with self._lock:
+            self._pipe.send((name, args))
+            is_good, answer = self._pipe.recv()
+        if not is_good:
+            raise answer
+        return answer
+
+    async def ask(self, name, *args):
+        return await asyncio.to_thread(self.call, name, *args)
+
+    def close(self):
+        self._process.kill()
+        self._process.join()
+
+
+class Trainer:
+    """protocols.Sender over the two trainer ranks. `bend` changes routes, as a bad planner would;
+    `before` hears of the offers of a write, `after` that it has ended."""
+
+    def __init__(self, ranks, bend=lambda route: route):
+        self.ranks, self.bend = ranks, bend
+        self.before, self.after = lambda offers: None, lambda: None
+
+    async def _all(self, name, *args):
+        return list(await asyncio.gather(*(rank.ask(name, *args) for rank in self.ranks)))
+
+    async def source_layout(self):
+        return await self._all("layout")
+
+    async def connect_target(self, replica, route):
+        return await self._all("connect", replica, route and self.bend(route))
+
+    async def write(self, version, offers):
+        self.before(offers)
+        written = await self._all("write", version, offers)
+        self.after()
+        return written
+
+
+class Generator:
+    """protocols.Receiver and Sender over one process. `before` hears of each call."""
+
+    def __init__(self, host, bend=lambda route: route):
+        self.host, self.bend = host, bend
+        self.before = lambda name: None
+
+    async def _ask(self, name, *args):
+        self.before(name)
+        return await self.host.ask(name, *args)
+
+    async def source_layout(self):
+        return await self._ask("live_layout")
+
+    async def connect_target(self, replica, route):
+        return await self._ask("connect_target", replica, route)
+
+    async def write(self, version, offers):
+        return await self._ask("write", version, offers)
+
+    async def target_layout(self):
+        return await self._ask("layout")
+
+    async def connect_source(self, route):
+        return await self._ask("connect_source", self.bend(route))
+
+    async def offer(self, version, part):
+        return await self._ask("offer", version, part)
+
+    async def fingerprint(self, version, part):
+        return await self._ask("fingerprint", version, part)
+
+    async def flip(self, version, part):
+        return await self._ask("flip", version, part)
+
+    async def discard(self, version):
+        return await self._ask("discard", version)
+
+
+class World:
+    """Two trainer ranks, two generator hosts, and the last version tried."""
+
+    def __init__(self, folder):
+        self.trainers = [Remote(TrainerRank, rank) for rank in range(2)]
+        self.hosts = [Remote(GeneratorRanks) for _ in range(2)]
+        self.version = 0
+        self.folder = str(folder)
+
+    def publisher(self, transport, shadow, trainer, generators):
+        config = WeightsConfig(
+            transport=transport, shadow="full" if shadow == "staged" else shadow,
+            bucket_bytes=BUCKET_BYTES, timeout_s=20.0, grace_s=20.0,
+        )  # fmt: skip
+        return Publisher(
+            trainer, dict(enumerate(generators)), Spans("controller", None), config,
+            rendezvous_folder=self.folder, generator_device="cpu",
+        )  # fmt: skip
+
+    def train(self):
+        self.version += 1
+        for trainer in self.trainers:
+            trainer.call("train", self.version)
+        return self.version
+
+    def close(self):
+        for remote in (*self.trainers, *self.hosts):
+            remote.close()

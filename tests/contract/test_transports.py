@@ -1,0 +1,275 @@
+"""Every transport and every shadow, in real processes, under the real publisher."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersion
+from tests.contract.publishing import (
+    KINDS,
+    LARGEST_BYTES,
+    SHADOWS,
+    SHAPES,
+    TRANSPORTS,
+    Generator,
+    GeneratorRanks,
+    Remote,
+    Trainer,
+    World,
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("rendezvous"))
+    yield world
+    world.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(world, transport, shadow, trainer, generators):
+    """The publisher, connected; left without a trace in the ends, whatever happened."""
+    publisher = world.publisher(transport, shadow, trainer, generators)
+    try:
+        await publisher.connect()
+        yield publisher
+    finally:
+        await publisher.close()
+        for replica, _ in enumerate(generators):
+            await trainer.connect_target(replica, None)
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_version_arrives_bit_by_bit_while_the_live_weights_are_read(
+    world, transport, shadow
+) -> None:
+    async def run(kind):
+        for replica, host in enumerate(world.hosts):
+            host.call("build", replica, kind, shadow)
+        dtype, num_ranks = KINDS[kind]
+        num_elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+        num_elements += (num_ranks - 1) * 97  # norm and scale lie on every rank
+        generators = [Generator(host) for host in world.hosts]
+        async with connected(
+            world, transport, shadow, Trainer(world.trainers), generators
+        ) as publisher:
+            for _ in range(3):
+                stats = await publisher.publish(world.train())
+                assert stats.num_running == {0: 3, 1: 3}
+                assert stats.num_bytes == dtype.itemsize * num_elements
+                assert stats.num_relayed_bytes == stats.num_bytes
+        for host in world.hosts:
+            num_reads, num_wrong = host.call("reads")
+            assert num_wrong == 0
+            assert num_reads >= 3
+
+    for kind in KINDS:
+        asyncio.run(run(kind))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_hundreds_of_healthy_publishes_raise_nothing(world, transport) -> None:
+    async def run():
+        world.hosts[0].call("build", 0, "sharded", "full")
+        generators = [Generator(world.hosts[0])]
+        trainer = Trainer(world.trainers)
+        async with connected(world, transport, "full", trainer, generators) as publisher:
+            for _ in range(100):
+                world.version += 1
+                for rank in world.trainers:
+                    rank.call("present", world.version)
+                await publisher.publish(world.version)
+
+    asyncio.run(run())
+
+
+def refused(world, transport, kind, word, *, bend=lambda route: route, damage=None, after=None):
+    """A publish is damaged on its way, found out, and leaves the live weights; the next one works.
+
+    `bend` changes the route for both ends; `damage` goes to the first trainer rank before it
+    writes, `after` to the generator after the write.
+    """
+    host = world.hosts[0]
+
+    async def run():
+        host.call("build", 0, kind, "full")
+        trainer = Trainer(world.trainers, bend)
+        generators = [Generator(host, bend)]
+        if after is not None:
+            trainer.after = lambda: host.call(*after)
+        async with connected(world, transport, "full", trainer, generators) as publisher:
+            if damage is not None:
+                world.trainers[0].call("damage", damage)
+            version = world.train()
+            with pytest.raises(FingerprintMismatch) as caught:
+                await publisher.publish(version)
+        assert f"publish of version {world.version} to generator 0: " in str(caught.value)
+        assert word in str(caught.value)
+        healthy = [Generator(host)]
+        async with connected(
+            world, transport, "full", Trainer(world.trainers), healthy
+        ) as publisher:
+            await publisher.publish(world.train())
+        assert host.call("reads")[1] == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("fused", "wide"), ("cast", "norm"), ("sharded", "scale"), ("sharded", "v")]
+)
+def test_one_flipped_bit_anywhere_in_the_shadow_is_found_and_named(world, kind, name) -> None:
+    refused(world, "shared_memory", kind, name, after=("flip_bit", name))
+
+
+@pytest.mark.parametrize("transport", ["collective", "rdma"])
+def test_one_flipped_bit_in_a_message_is_found(world, transport) -> None:
+    refused(world, transport, "cast", "must arrive as written", damage="flip")
+
+
+def test_a_message_that_never_came_leaves_an_old_one_and_is_found(world) -> None:
+    refused(world, "rdma", "fused", "must arrive as written", damage="skip")
+
+
+def damage_one(name, change):
+    """Routes with the largest copy of `name` replaced by `change` of it, or left out."""
+
+    def bend(route):
+        victim = max(
+            (copy for copy in route.copies if copy.name == name),
+            key=lambda copy: torch.Size(copy.shape).numel(),
+        )
+        rest = [copy for copy in route.copies if copy is not victim]
+        copies = [*rest, *([change(victim)] if change else [])]
+        return dataclasses.replace(route, copies=tuple(copies))
+
+    return bend
+
+
+def one_row_further(copy):
+    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[0])
+
+
+def one_column_off(copy):
+    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[-1])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("fused", "embed", one_row_further),
+        ("cast", "q", one_column_off),
+        ("sharded", "down", None),
+        ("transposed", "q", one_row_further),
+        ("transposed", "embed", None),
+    ],
+)
+def test_a_misplaced_or_skipped_slice_is_found_and_named(
+    world, transport, kind, name, change
+) -> None:
+    refused(world, transport, kind, name, bend=damage_one(name, change))
+
+
+def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> None:
+    def shift(copy):
+        return dataclasses.replace(copy, source_offset=copy.source_offset - 1)
+
+    async def run():
+        world.hosts[0].call("build", 0, "fused", "full")
+        trainer = Trainer(world.trainers, damage_one("norm", shift))
+        async with connected(world, "shared_memory", "full", trainer, [Generator(world.hosts[0])]):
+            pass
+
+    with pytest.raises(ValueError, match="copy of norm must read from where the layout has it"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_version_that_goes_away_is_given_up_and_the_next_one_comes_on_the_same_route(
+    world, transport
+) -> None:
+    host = world.hosts[0]
+
+    async def run():
+        host.call("build", 0, "fused", "full")
+        generator, trainer = Generator(host), Trainer(world.trainers)
+        async with connected(world, transport, "full", trainer, [generator]):
+            version = world.train()
+            world.trainers[1].call("retire", version)  # rank 0 still has it and sends all it has
+            offers = await generator.offer(version, 0)
+            started_s = time.monotonic()
+            with pytest.raises(StaleVersion, match=f"version {version} is not there"):
+                await trainer.write(version, offers)
+            await generator.discard(version)
+            assert time.monotonic() - started_s < 5
+            version = world.train()
+            offers = await generator.offer(version, 0)
+            await trainer.write(version, offers)
+            await generator.fingerprint(version, 0)
+            await generator.flip(version, 0)
+            assert host.call("reads")[1] == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("call", ["offer", "write", "fingerprint", "flip"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
+    world, transport, call
+) -> None:
+    victim = Remote(GeneratorRanks)
+    survivor = world.hosts[0]
+
+    async def run():
+        victim.call("build", 0, "sharded", "full")
+        survivor.call("build", 1, "fused", "full")
+        generators = [Generator(victim), Generator(survivor)]
+        trainer = Trainer(world.trainers)
+        async with connected(world, transport, "full", trainer, generators) as publisher:
+            await publisher.publish(world.train())
+
+            def kill(name, *args):
+                if name == call:
+                    victim.close()
+
+            generators[0].before = kill
+            trainer.before = lambda offers: kill("write") if offers[0].replica == 0 else None
+            started_s = time.monotonic()
+            stats = await publisher.publish(world.train())
+            assert time.monotonic() - started_s < 10
+            assert isinstance(stats.lost[0], ReplicaLost)
+            assert stats.num_running == {1: 3}
+            await publisher.publish(world.train())
+            assert survivor.call("reads")[1] == 0
+
+    try:
+        asyncio.run(run())
+    finally:
+        victim.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_publish_allocates_little_and_gathers_nothing(world, transport) -> None:
+    async def run():
+        host = world.hosts[0]
+        host.call("build", 0, "cast", "full")
+        trainer, generator = Trainer(world.trainers), Generator(host)
+        async with connected(world, transport, "full", trainer, [generator]):
+            version = world.train()
+            offers = host.call("offer", version, 0)
+            watched = await asyncio.gather(
+                *(rank.ask("watch_write", version, offers) for rank in world.trainers)
+            )
+            watched.append(host.call("watch_fingerprint", version, 0))
+            host.call("flip", version, 0)
+            for num_bytes, names in watched:
+                assert 0 < num_bytes < LARGEST_BYTES / 4
+                assert not [name for name in names if "c10d" in name or "gather" in name]
+
+    asyncio.run(run())
