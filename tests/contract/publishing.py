@@ -127,8 +127,8 @@ class BitFlip:
 class TrainerRank:
     """Holds its shards of one version; `down` lies transposed in its memory."""
 
-    def __init__(self, rank):
-        self._boxes = trainer_boxes(rank)
+    def __init__(self, rank, device="cpu"):
+        self._boxes, self._device = trainer_boxes(rank), device
         self._shards = self._cut(-1)
         layouts = {}
         for name, (start, stop) in self._boxes.items():
@@ -146,7 +146,8 @@ class TrainerRank:
         for name, weight in weights(version).items():
             start, stop = self._boxes[name]
             shard = weight[tuple(map(slice, start, stop))]
-            shards[name] = shard.T.contiguous().T if name == "down" else shard.clone()
+            shard = shard.T.contiguous().T if name == "down" else shard.clone()
+            shards[name] = shard.to(self._device)
         return shards
 
     def connect(self, replica, route):
@@ -237,7 +238,7 @@ class GeneratorRanks:
         self._is_still = True
         threading.Thread(target=self._decode, daemon=True).start()
 
-    def build(self, replica, kind, shadow):
+    def build(self, replica, kind, shadow, device="cpu"):
         with self._step:
             for end in (*self._writers, *self._arenas):
                 end.close()
@@ -248,7 +249,7 @@ class GeneratorRanks:
                     parameters=parameters, num_elements=size, dtype=dtype,
                     is_staged=shadow == "staged", shadow="full" if shadow == "staged" else shadow,
                     bucket_bytes=BUCKET_BYTES, replica=replica, rank=rank, run_id="test",
-                    host="here", rdma=self._rdma, timeout_s=20,
+                    host="here", rdma=self._rdma, timeout_s=20, device=device,
                 )
                 for rank, (parameters, size) in enumerate(generator_layout(kind))
             ]  # fmt: skip
@@ -278,7 +279,7 @@ class GeneratorRanks:
                     part = whole[name][slices].to(flat.dtype)
                     flat.as_strided(part.shape, box.strides, box.offset).copy_(part)
             padding = flat == 7.0
-            flat[padding] = arena.live[padding]
+            flat[padding] = arena.live.cpu()[padding]
             found.append(flat)
         return found
 
@@ -292,7 +293,7 @@ class GeneratorRanks:
     def _look(self):
         self._num_reads += 1
         for arena, flat in zip(self._arenas, self._expected, strict=True):
-            self._num_wrong += not torch.equal(bits(arena.live), bits(flat))
+            self._num_wrong += not torch.equal(bits(arena.live.cpu()), bits(flat))
 
     def reads(self):
         with self._step:
@@ -482,8 +483,9 @@ class Generator:
 class World:
     """Two trainer ranks, two generator hosts, and the last version tried."""
 
-    def __init__(self, folder):
-        self.trainers = [Remote(TrainerRank, rank) for rank in range(2)]
+    def __init__(self, folder, device="cpu"):
+        self.device = device
+        self.trainers = [Remote(TrainerRank, rank, device) for rank in range(2)]
         self.hosts = [Remote(GeneratorRanks) for _ in range(2)]
         self.version = 0
         self.folder = str(folder)
@@ -495,7 +497,7 @@ class World:
         )  # fmt: skip
         return Publisher(
             trainer, dict(enumerate(generators)), Spans("controller", None), config,
-            rendezvous_folder=self.folder, generator_device="cpu",
+            rendezvous_folder=self.folder, generator_device=self.device,
         )  # fmt: skip
 
     def train(self):

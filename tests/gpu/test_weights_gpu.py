@@ -1,0 +1,119 @@
+"""Publishing between processes that share one GPU: CUDA IPC, and the other transports onto it.
+
+NCCL cannot run here: it refuses two ranks on one GPU, so the collective transport takes gloo.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from llamarl.weights.errors import FingerprintMismatch
+from llamarl.weights.fingerprint import fingerprint, transfer
+from tests.contract.publishing import KINDS, SHADOWS, Generator, GeneratorRanks, Trainer, World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+WAYS = [("cuda_ipc", shadow) for shadow in SHADOWS]
+WAYS += [("collective", "full"), ("collective", "bucket"), ("rdma", "full")]
+WAYS += [("shared_memory", "host")]  # the shadow is host memory, pinned
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("rendezvous"), "cuda")
+    yield world
+    world.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(world, transport, shadow, trainer, generators):
+    publisher = world.publisher(transport, shadow, trainer, generators)
+    try:
+        await publisher.connect()
+        yield publisher
+    finally:
+        await publisher.close()
+        for replica, _ in enumerate(generators):
+            await trainer.connect_target(replica, None)
+
+
+@pytest.mark.parametrize(("transport", "shadow"), WAYS)
+def test_every_version_arrives_bit_by_bit_and_is_passed_on(world, transport, shadow) -> None:
+    async def run(kind):
+        for replica, host in enumerate(world.hosts):
+            host.call("build", replica, kind, shadow, "cuda")
+        generators = [Generator(host) for host in world.hosts]
+        async with connected(
+            world, transport, shadow, Trainer(world.trainers), generators
+        ) as publisher:
+            for _ in range(3):
+                stats = await publisher.publish(world.train())
+                assert stats.num_running == {0: 3, 1: 3}
+        for host in world.hosts:
+            assert host.call("reads")[1] == 0
+
+    for kind in KINDS:
+        asyncio.run(run(kind))
+
+
+def one_row_further(copy):
+    return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[0])
+
+
+@pytest.mark.parametrize("damage", ["bit", "place"])
+def test_damage_is_found_and_named(world, damage) -> None:
+    def bend(route):
+        copies = [
+            one_row_further(copy) if copy.name == "embed" and damage == "place" else copy
+            for copy in route.copies
+        ]
+        return dataclasses.replace(route, copies=tuple(copies))
+
+    async def run():
+        host = world.hosts[0]
+        host.call("build", 0, "fused", "full", "cuda")
+        trainer = Trainer(world.trainers, bend)
+        if damage == "bit":
+            trainer.after = lambda: host.call("flip_bit", "embed")
+        async with connected(world, "cuda_ipc", "full", trainer, [Generator(host)]) as publisher:
+            version = world.train()
+            with pytest.raises(FingerprintMismatch, match="embed"):
+                await publisher.publish(version)
+        assert host.call("reads")[1] == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("shadow", ["full", "bucket"])
+def test_the_live_memory_keeps_its_address(shadow) -> None:
+    ranks = GeneratorRanks()
+    ranks.build(0, "fused", shadow, "cuda")
+    (arena,) = ranks._arenas
+    address = arena.live.data_ptr()
+    for version in range(2):
+        for part in range(len(arena.layout().parts)):
+            arena.offer(version, part)
+            arena.flip(version, part)
+    assert arena.live.data_ptr() == address
+    assert arena.live.is_cuda
+    arena.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (9000,), (3000, 2100), (3, 500, 600)])
+def test_the_fingerprint_is_the_same_on_both_devices(shape, dtype) -> None:
+    weights = torch.randn(shape)
+    start = [0] * len(shape)
+    cast = weights.to(dtype)
+    on_cpu = fingerprint("w", cast, start, shape)
+    assert fingerprint("w", cast.cuda(), start, shape) == on_cpu
+    for source, device in ((weights.cuda(), "cuda"), (weights.cuda(), "cpu"), (weights, "cuda")):
+        target = torch.empty(shape, dtype=dtype, device=device)
+        assert transfer("w", source, target, start, shape) == on_cpu
+        assert torch.equal(target.cpu(), cast)
