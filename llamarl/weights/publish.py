@@ -28,13 +28,10 @@ from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Sender
 from llamarl.weights.calls import Change, Stagger, attempt, within
-from llamarl.weights.comparison import compare
-from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersion
+from llamarl.weights.errors import ReplicaLost, StaleVersion
 from llamarl.weights.lane import Lane, Relay, Source, SourceLost
 from llamarl.weights.layout import Route
 from llamarl.weights.routes import Routes
-
-__all__ = ["FingerprintMismatch", "PublishStats", "Publisher", "Relay", "ReplicaLost", "compare"]
 
 log = logging.getLogger(__name__)
 
