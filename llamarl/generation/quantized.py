@@ -36,14 +36,15 @@ class QuantizedMatrix:
 
     @classmethod
     def of(cls, matrix: Tensor, kind: str, scratch: Tensor) -> QuantizedMatrix:
-        """Quantise `matrix` [in, out] to "int8" or "fp8", a tile at a time."""
+        """Quantise `matrix` [in, out] to "int8" or "fp8", a tile at a time, onto the device of
+        `scratch`; the matrix may lie in host memory."""
         dtype, largest = FORMATS[kind]
-        rows = matrix.t()
-        values = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-        scales = torch.empty(len(rows), dtype=matrix.dtype, device=rows.device)
+        rows, device = matrix.t(), scratch.device
+        values = torch.empty(rows.shape, dtype=dtype, device=device)
+        scales = torch.empty(len(rows), dtype=matrix.dtype, device=device)
         step = _rows_per_tile(rows)
         for start in range(0, len(rows), step):
-            part = rows[start : start + step].to(torch.float32, copy=True)
+            part = rows[start : start + step].to(device, torch.float32, copy=True)
             # Rounded to the dtype it will be applied in, and never 0: a row of zeros has no scale.
             scale = (part.abs().amax(dim=1) / largest).clamp_(min=1e-30).to(matrix.dtype)
             part.div_(scale.float().unsqueeze(1)).clamp_(-largest, largest)
