@@ -129,8 +129,10 @@ def test_segments_are_cut_and_go_on(engine, llama) -> None:
     whole = run()
     check_logprobs(whole, [llama[0][1]])
     assert run().written.ids.tolist() == whole.written.ids.tolist()  # the same when repeated
-    parts = [tuple(whole.written.ids[start : start + 5]) for start in (0, 5)]
-    assert parts[0] != parts[1]  # a resumed rollout does not draw its first numbers again
+    # A resumed rollout does not draw its first numbers again.
+    ids = whole.written.ids.tolist()
+    engine.submit(request(7, (5, 6, 7, *ids[:5]), max_tokens=5))
+    assert drain(engine)[7].written.ids.tolist() != ids[5:10]
 
 
 def test_a_resumed_rollout_keeps_what_other_versions_wrote(engine, llama) -> None:
@@ -153,8 +155,9 @@ def test_stop_ids_and_stop_strings_end_a_rollout(engine) -> None:
     assert item.reason is FinishReason.STOP
     assert item.written.ids.tolist() == ids[: ids.index(stop) + 1]
 
-    engine.decode_text = lambda tokens: "".join(f"<{token}>" for token in tokens)
-    text = f"{ids[5]}><{ids[6]}"
+    # A token is one letter, so the string needs as many tokens as it is long.
+    engine.decode_text = lambda tokens: "".join(chr(0x21 + token) for token in tokens)
+    text = engine.decode_text(ids[3:7])
     engine.submit(request(0, max_tokens=20, stop_strings=("absent", text)))
     item = drain(engine)[0]
     assert item.reason is FinishReason.STOP
@@ -165,11 +168,10 @@ def test_stop_ids_and_stop_strings_end_a_rollout(engine) -> None:
     half = drain(engine)[0].written
     assert half.ids.tolist() == ids[:6]
     engine.submit(request(0, max_tokens=20, temperature=0.0), half)
-    nearly = int(drain(engine)[0].written.ids[6])
-    engine.submit(
-        request(0, max_tokens=20, temperature=0.0, stop_strings=(f"{ids[5]}><{nearly}",)), half
-    )
-    assert drain(engine)[0].written.ids.tolist() == [*ids[:6], nearly]
+    rest = drain(engine)[0].written.ids.tolist()
+    text = engine.decode_text(rest[3:8])
+    engine.submit(request(0, max_tokens=20, temperature=0.0, stop_strings=(text,)), half)
+    assert drain(engine)[0].written.ids.tolist() == rest[:8]
 
 
 def test_aborted_rollouts_come_out_with_what_they_have(engine) -> None:
