@@ -26,8 +26,8 @@ from torch import Tensor
 
 MODULUS = 1 << 64
 RUN_ELEMENTS = 8192  # longest stretch of the contiguous dimension in a tile
-SIDE_ELEMENTS = 256  # the same where one side is transposed: lines of both stay in the cache
-TILE_ELEMENTS = 65536  # with its int64 copy it fits a core's cache, and is far below a parameter
+SIDE_ELEMENTS = 128  # the same where one side is transposed: lines of both stay in the cache
+TILE_ELEMENTS = 1 << 17  # with its int64 copy it fits a large cache, and is below a parameter
 CUDA_TILE_ELEMENTS = 1 << 22  # a kernel launch costs as much as 30 MB of reading
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _ROW_SALT, _COLUMN_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
@@ -79,13 +79,15 @@ def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, c
         slow, fast = fast, slow
     # From here on the last dimension is the one that is contiguous in the source.
     is_crossed = target is not None and target.stride(1) > target.stride(0)
-    is_cast = target is not None and target.dtype != source.dtype
+    is_turned = is_crossed and source.device.type == "cpu"
+    is_packed = is_turned or (target is not None and target.dtype != source.dtype)
     dtype = target.dtype if target is not None else source.dtype
     num_slow, num_fast = source.shape
     run = min(num_fast, SIDE_ELEMENTS if is_crossed else RUN_ELEMENTS)
     step = min(num_slow, (CUDA_TILE_ELEMENTS if source.is_cuda else TILE_ELEMENTS) // run)
     wide = torch.empty(step * run, dtype=torch.int64, device=source.device)
-    cast = torch.empty(step * run if is_cast else 0, dtype=dtype, device=source.device)
+    packed = torch.empty(step * run if is_packed else 0, dtype=dtype, device=source.device)
+    turned = torch.empty(step * run if is_turned else 0, dtype=dtype)
     for left in range(0, num_fast, run):
         width = min(run, num_fast - left)
         fast_keys = _keys(fast[0], fast[1] + left, width, source.device)
@@ -93,15 +95,21 @@ def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, c
         for top in range(0, num_slow, step):
             height = min(step, num_slow - top)
             values = source[top : top + height, left : left + width]
-            if is_cast:
-                values = cast[: height * width].view(height, width).copy_(values)
+            if is_packed:
+                values = packed[: height * width].view(height, width).copy_(values)
             bits = (
                 wide[: height * width].view(height, width).copy_(values.view(_BITS[dtype.itemsize]))
             )
             slow_keys = _keys(slow[0], slow[1] + top, height, source.device)
             total += _keyed_sum(bits, slow_keys, fast_keys) + slow_keys.sum() * ones
-            if target is not None:
-                target[top : top + height, left : left + width].copy_(values)
+            if target is None:
+                continue
+            place = target[top : top + height, left : left + width]
+            if is_turned:  # torch turns blocks in the cache, but only between dense tensors
+                across = turned[: height * width].view(width, height).copy_(values.t())
+                place.t().copy_(across)
+            else:
+                place.copy_(values)
 
 
 def _keyed_sum(bits: Tensor, slow_keys: Tensor, fast_keys: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ SHAPES = {
     "norm": (96,),
     "down": (96, 300),
     "scale": (),
-    "wide": (1024, 600),
+    "wide": (2048, 600),
 }
-LARGEST_BYTES = 4 * 1024 * 600
+LARGEST_BYTES = 4 * 2048 * 600
 BUCKET_BYTES = 1 << 18
 KINDS = {  # of a replica: dtype, ranks
     "fused": (torch.float32, 1),
@@ -206,7 +206,7 @@ def generator_layout(kind):
         place("embed", (mine(203)[0], 0), (mine(203)[1], 96))
         place("norm", (0,), (96,))
         place("scale", (), ())
-        place("wide", (mine(1024)[0], 0), (mine(1024)[1], 600))
+        place("wide", (mine(2048)[0], 0), (mine(2048)[1], 600))
         name = str(dtype).removeprefix("torch.")
         layouts.append(
             (
