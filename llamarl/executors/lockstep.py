@@ -56,6 +56,7 @@ class Lockstep(ComputeThread):
         self._rank, self._num_ranks = rank, num_ranks
         self._group: dist.ProcessGroupGloo | None = None
         self._early: defaultdict[int, deque[Command]] = defaultdict(deque)
+        self._taken: list[Command] = []  # for this round
         self._error: BaseException | None = None
         self._is_closing = False
         super().__init__(name, work, on_error)
@@ -95,17 +96,17 @@ class Lockstep(ComputeThread):
             return [], False
 
     def _lead(self, has_work: bool) -> tuple[list[Command], bool]:
-        commands: list[Command] = []
-        ending = STEP
-        while len(commands) < KEYS_PER_ROUND:
+        commands = self._taken = []
+        while not self._is_closing and len(commands) < KEYS_PER_ROUND:
             try:
                 command = self._commands.get(block=not has_work and not commands)
             except queue.Empty:
                 break
             if command is None:
-                ending = STOP
-                break
-            commands.append(command)
+                self._is_closing = True
+            else:
+                commands.append(command)
+        ending = STEP if commands or not self._is_closing else STOP
         keys = [_digest(command.key) for command in commands]
         padding = [0] * (KEYS_PER_ROUND - len(keys))
         self._broadcast(torch.tensor([len(keys), ending, *keys, *padding]))
@@ -116,8 +117,12 @@ class Lockstep(ComputeThread):
             torch.zeros(2 + KEYS_PER_ROUND, dtype=torch.int64)
         ).tolist()
         if ending == STOP:
-            self._error = RuntimeError("rank 0 of this replica was closed")
-        return [self._command(key) for key in keys[:num_keys]], ending == STEP
+            self._refuse(RuntimeError("rank 0 of this replica was closed"))
+            return [], False
+        self._taken = []
+        for key in keys[:num_keys]:
+            self._taken.append(self._command(key))
+        return self._taken, True
 
     def _command(self, key: int) -> Command:
         """The call with this key; waits for it."""
@@ -157,10 +162,15 @@ class Lockstep(ComputeThread):
         if self._group is not None:
             self._group.abort()
             self._group = None
-        waiting = [command for line in self._early.values() for command in line]
-        self._early.clear()
-        for command in waiting:
-            command.future.set_exception(error)
+        self._refuse(error)
+
+    def _refuse(self, error: BaseException) -> None:
+        """Answer every call with `error`, until `close`."""
+        self._error = error
+        for line in (self._taken, *self._early.values()):
+            for command in line:
+                if not command.future.done():
+                    command.future.set_exception(error)
         while not self._is_closing:
             last = self._commands.get()
             if last is None:
