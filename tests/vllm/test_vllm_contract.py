@@ -1,0 +1,41 @@
+"""What every generator executor promises, asked of vLLM.
+
+Two questions are not for it: a resumed rollout draws other numbers than an uncut one
+(`segment_seed`), and two replicas cannot live in one process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.config import VllmConfig
+from tests.contract import generator_contract
+from tests.contract.generator_contract import *  # noqa: F403
+from tests.contract.generator_contract import EngineCase
+from tests.vllm.checkpoints import write_versions
+
+del test_a_partial_row_is_resumed_from_storage_on_another_replica  # noqa: F821
+del test_a_replica_passes_on_what_it_received  # noqa: F821
+
+pytestmark = pytest.mark.vllm
+run_dir = generator_contract.run_dir
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    ((folder, _), _) = write_versions(tmp_path_factory.mktemp("checkpoint"), "llama")
+    return folder
+
+
+@pytest.fixture(params=["plain", pytest.param("fp8", marks=pytest.mark.slow)])
+def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
+    is_staged = request.param == "fp8"
+    quantised = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    return EngineCase(
+        config=VllmConfig,
+        checkpoint=checkpoint,
+        fields={"kv_cache_bytes": 1 << 24} | (quantised if is_staged else {}),
+        is_staged=is_staged,
+        counts_prefill=False,
+        atol=1e-2 if is_staged else 1e-5,
+    )
