@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,21 +133,7 @@ def build_controller(
         sampling=train_sampling(config, inputs),
         seed=config.seed,
     )
-
-    def flipped(replica: int, version: int) -> None:
-        dispatch.flipped(replica, version)
-        canary.flipped(replica, version)
-
-    publisher = Publisher(
-        executors.trainer.every,
-        {index: group.every for index, group in executors.generators.items()},
-        spans,
-        config.weights,
-        generator_device=config.generator.device,
-        rendezvous_folder=run_dir,
-        on_flip=flipped,
-        on_lost=dispatch.lost,
-    )
+    publisher = _publisher(config, executors, run_dir, dispatch, canary, spans)
     controller = Controller(
         config=config,
         run_dir=run_dir,
@@ -180,6 +166,41 @@ def build_controller(
         spans=spans,
     )
     return controller, publisher, dispatch
+
+
+def _publisher(
+    config: Config,
+    executors: Executors,
+    run_dir: str,
+    dispatch: Dispatch,
+    canary: Canary,
+    spans: Spans,
+) -> Publisher:
+    assert executors.trainer is not None
+    weights = config.weights
+    if config.placement.colocated:  # no replica may still be written to when its turn has come
+        weights = replace(weights, grace_s=weights.timeout_s)
+    ends: set[asyncio.Future[None]] = set()
+
+    def flipped(replica: int, version: int) -> None:
+        dispatch.flipped(replica, version)
+        canary.flipped(replica, version)
+
+    def lost(replica: int, why: Exception) -> None:
+        dispatch.lost(replica, why)
+        # A replica that was only silent must not wake up and write into its siblings' memory.
+        ends.add(asyncio.ensure_future(executors.generators[replica].stop()))
+
+    return Publisher(
+        executors.trainer.every,
+        {index: group.every for index, group in executors.generators.items()},
+        spans,
+        weights,
+        rendezvous_folder=f"{run_dir}/.routes",
+        generator_device=config.generator.device,
+        on_flip=flipped,
+        on_lost=lost,
+    )
 
 
 def build_evaluator(

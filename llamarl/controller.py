@@ -164,7 +164,7 @@ class Controller:
         await publishing
 
     async def _wait_for_batch(self) -> None:
-        """Until the generators can do without their device: nothing is evaluated, all is written."""
+        """Until the generators can spare their device: nothing is evaluated, all is written."""
         await self._evaluation
         await self.gate.wait_for(self.config.trainer.groups_per_step)
 
@@ -173,10 +173,10 @@ class Controller:
         await self._evaluation
         async with self.placement.turn("handover"):
             stats = await self.publisher.publish(version)
-        self.journal.publish(stats.seconds)
-        await self.gate.publish(version)
-        if self._is_due(self.config.evaluation.every_steps, version):
-            self._evaluation = self._start(self._evaluate(version))
+            self.journal.publish(stats.seconds)
+            await self.gate.publish(version)
+            if self._is_due(self.config.evaluation.every_steps, version):
+                self._evaluation = self._start(self._evaluate(version))
 
     async def _evaluate(self, version: int) -> None:
         if self.evaluator is not None:

@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
     {"evaluate"},
     {"controller"},
     {"planner"},
+    {"inputs"},
     {"build"},
     {"jobs"},
     {"main"},

@@ -49,8 +49,17 @@ def archive(run_dir: Path) -> list[dict[str, object]]:
         ["sampling.segment_tokens=8", "staleness.late=mask", "staleness.max_staleness=2"],
         ["staleness.max_staleness=0", "algorithm=gspo", "trainer.compute_dtype=bfloat16"],
         ["generator.kv_after_flip=recompute", "generator.dtype=bfloat16", "algorithm=dapo"],
+        ["generator.quantization=int8", "generator.num_replicas=2", "weights.shadow=host"],
+        ["weights.shadow=bucket", "weights.bucket_bytes=300000", "algorithm=cispo"],
     ],
-    ids=["grpo with a reference", "segments and masks", "on-policy gspo", "recompute in bf16"],
+    ids=[
+        "grpo with a reference",
+        "segments and masks",
+        "on-policy gspo",
+        "recompute in bf16",
+        "int8",
+        "part by part",
+    ],
 )
 def test_variants_run(overrides: list[str], tmp_path: Path) -> None:
     done = llamarl("train", RECIPE, *SMALL, *overrides, f"run_dir={tmp_path}")
@@ -63,6 +72,30 @@ def test_variants_run(overrides: list[str], tmp_path: Path) -> None:
         assert all(line["ref_logprobs"] for line in trained)
     if "staleness.max_staleness=0" in overrides:
         assert summary["staleness_max"] == 0
+
+
+def test_a_run_in_turns_gives_the_same_bits_whether_memory_is_moved_or_not(tmp_path: Path) -> None:
+    exports = {}
+    for offload in ("file", "none"):
+        done = llamarl(
+            "train",
+            RECIPE,
+            *SMALL,
+            "num_steps=3",
+            "staleness.max_staleness=0",
+            "placement=colocated",
+            f"placement.offload={offload}",
+            "data.held_out=null",
+            "checkpoint.export=true",
+            f"run_dir={tmp_path / offload}",
+        )
+        assert done.returncode == 0, done.stderr
+        exports[offload] = (tmp_path / offload / "export" / "model.safetensors").read_bytes()
+        summary = json.loads((tmp_path / offload / "summary.json").read_text())
+        assert summary["both_busy_share"] == 0
+    assert exports["file"] == exports["none"]
+    start = (RECIPE / "checkpoint" / "model.safetensors").read_bytes()
+    assert exports["file"][-1000:] != start[-1000:], "nothing was trained"
 
 
 def test_evaluate_scores_a_checkpoint(tmp_path: Path) -> None:

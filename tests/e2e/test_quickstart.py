@@ -48,6 +48,23 @@ def test_the_quickstart_learns_asynchronously_for_every_seed(seed: int, tmp_path
         assert accuracy == pytest.approx(summary["accuracy_after"], abs=0.002)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["generator.quantization=int8"],
+        ["placement=colocated"],
+        ["weights=collective", "generator.num_replicas=2", "trainer.num_ranks=2"],
+    ],
+    ids=["int8", "colocated", "collective"],
+)
+def test_the_quickstart_learns_as_much_in_other_shapes(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    summary = quickstart(tmp_path, *overrides)
+    assert summary["accuracy_after"] >= 0.93
+    assert summary["staleness_max"] <= 1
+
+
 def test_nothing_is_learnt_without_a_learning_rate(tmp_path: Path) -> None:
     summary = quickstart(tmp_path, "trainer.lr=0", "num_steps=10")
     assert summary["accuracy_after"] == pytest.approx(summary["accuracy_before"], abs=0.03)

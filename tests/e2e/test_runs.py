@@ -110,7 +110,8 @@ def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 9
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A finished run over Monarch: two trainer ranks, two storage units, two replicas."""
+    """A finished run over Monarch: two trainer ranks that send their weights as messages, two
+    storage units, two replicas."""
     folder = tmp_path_factory.mktemp("run")
     command = train(
         folder,
@@ -118,6 +119,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "trainer.num_ranks=2",
         "experience.num_storage_units=2",
         "generator.num_replicas=2",
+        "weights=collective",
         "checkpoint.every_steps=3",
         "experience.archive_tokens=true",
     )
@@ -155,7 +157,8 @@ def test_every_rollout_has_exactly_one_fate(run_dir: Path) -> None:
     ids = [line["row_id"] for line in lines]
     assert len(ids) == len(set(ids))
     fates = {line["fate"] for line in lines}
-    assert {"trained", "evaluated"} <= fates <= {"trained", "evaluated", "dropped", "unused"}
+    assert {"trained", "evaluated", "canary"} <= fates
+    assert fates <= {"trained", "evaluated", "canary", "dropped", "unused"}
     for line in lines:
         assert sum(count for _, count in line["spans"]) == line["num_tokens"]
         if line["fate"] == "trained":
@@ -187,6 +190,8 @@ def test_metrics_name_what_the_readme_names(run_dir: Path) -> None:
         "evaluation/accuracy",
         "wait/trainer",
         "wait/generator",
+        "canary/difference",
+        "canary/tolerance",
     } <= tags
 
 
