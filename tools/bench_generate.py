@@ -1,6 +1,6 @@
-"""Measure the embedded generator against transformers' `generate` and against a floor.
+"""Measure the embedded generator against transformers' `generate`, vLLM and a floor.
 
-    python tools/bench_generate.py [--json FILE] [--repeats N]
+    python tools/bench_generate.py [--json FILE] [--repeats N] [--large]
 
 The pinned job: a 3.2M-parameter Llama (hidden 256, 4 layers, 8 query and 4 key-value heads of 32)
 with random weights, 16 prompt tokens, 128 sampled tokens per rollout, end of sequence ignored,
@@ -11,6 +11,12 @@ dynamic or static cache), in inference mode. The floor is what the job cannot av
 products with the weights (same shapes, dtype and batch; the prompts' too) and, per decode step, one
 contiguous read of the keys and values so far. All are measured in turn within each repeat; ratios
 are medians over repeats of ratios within one repeat.
+
+vLLM (the CPU build, if it is installed) runs the same job in its own process, three ways: its LLM
+class without log-probs and with them (the embedded engine always has them), and llamarl's engine
+over it; vs_vllm_cpu compares with the fastest of the three.
+
+--large adds a model of 100M parameters with 32 sampled tokens, to be looked at: no goal.
 
 The long tail replays lengths drawn once from a log-normal distribution (p99 six times the mean,
 cut at eight times): the engine with 64 slots against transformers in batches of 64, in arrival
@@ -25,13 +31,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm_rival import WAYS, VllmRival, why_not
 
 from llamarl.config import GeneratorConfig
 from llamarl.generation.engine import Engine
@@ -59,21 +69,37 @@ ARCHITECTURE = Architecture(
     qk_norm=False,
     eos_token_ids=(),
 )
+LARGE = replace(
+    ARCHITECTURE,
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=2048,
+    num_layers=12,
+    num_heads=12,
+    head_dim=64,
+)
 PROMPT_TOKENS = 16
 NEW_TOKENS = 128
+NEW_TOKENS_LARGE = 32
+VLLM_CONTEXT = 160  # whole blocks
 TAIL_ROLLOUTS = 512
 TAIL_MEAN = 64
 TAIL_BATCH = 64
 TAIL_SIGMA = 0.974  # exp(2.326 sigma - sigma^2 / 2) = 6: the 99th percentile over the mean
-GOALS = {"ratio_64": 1.2, "ratio_8": 1.5, "floor_share": 0.7, "ratio_long_tail": 3.0}
+GOALS = {
+    "ratio_64": 1.2,
+    "ratio_8": 1.5,
+    "floor_share": 0.7,
+    "ratio_long_tail": 3.0,
+    "vs_vllm_cpu": 1.0,
+}
 
 
-def random_model(dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
-    """transformers' Llama of the pinned shape, random weights from a fixed seed."""
+def random_model(a: Architecture, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
+    """transformers' Llama of this shape, random weights from a fixed seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    a = ARCHITECTURE
     config = LlamaConfig(
         vocab_size=a.vocab_size,
         hidden_size=a.hidden_size,
@@ -90,10 +116,12 @@ def random_model(dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def make_engine(model: torch.nn.Module, dtype: str, slots: int, context: int) -> Engine:
+def make_engine(
+    architecture: Architecture, model: torch.nn.Module, dtype: str, slots: int, context: int
+) -> Engine:
     """The engine with the weights of `model`."""
     engine = Engine(
-        ARCHITECTURE,
+        architecture,
         GeneratorConfig(max_running=slots, max_context_tokens=context, dtype=dtype),
     )
     flat = torch.zeros(engine.layout.num_elements, dtype=DTYPES[dtype])
@@ -104,11 +132,11 @@ def make_engine(model: torch.nn.Module, dtype: str, slots: int, context: int) ->
     return engine
 
 
-def random_prompts(num: int) -> Tensor:
+def random_prompts(num: int, vocab_size: int = ARCHITECTURE.vocab_size) -> Tensor:
     """int64 [num, PROMPT_TOKENS]."""
     generator = torch.Generator().manual_seed(1)
     shape = (num, PROMPT_TOKENS)
-    return torch.randint(0, ARCHITECTURE.vocab_size, shape, generator=generator)
+    return torch.randint(0, vocab_size, shape, generator=generator)
 
 
 def run_engine(engine: Engine, prompts: Tensor, lengths: list[int]) -> int:
@@ -191,16 +219,18 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def best_settings(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, str, str]:
+def best_settings(
+    architecture: Architecture, dtype: torch.dtype, batch: int, trial_tokens: int = 32
+) -> tuple[torch.nn.Module, str, str]:
     """transformers' fastest attention and cache for this job: (model, cache, name)."""
-    prompts = random_prompts(batch)
+    prompts = random_prompts(batch, architecture.vocab_size)
     trials = []
     for attention in ("sdpa", "eager"):
-        model = random_model(dtype, attention)
+        model = random_model(architecture, dtype, attention)
         for cache in ("dynamic", "static"):
             run_transformers(model, prompts, 8, cache)
             took_s = min(
-                seconds(lambda m=model, c=cache: run_transformers(m, prompts, 32, c))
+                seconds(lambda m=model, c=cache: run_transformers(m, prompts, trial_tokens, c))
                 for _ in range(3)
             )
             trials.append((took_s, f"{attention} attention, {cache} cache", model, cache))
@@ -208,33 +238,86 @@ def best_settings(dtype: torch.dtype, batch: int) -> tuple[torch.nn.Module, str,
     return model, cache, name
 
 
-def bench_batch(dtype: str, batch: int, repeats: int) -> dict[str, float | str]:
-    """Engine, transformers and floor on one batch size."""
-    model, cache, settings = best_settings(DTYPES[dtype], batch)
-    engine = make_engine(model, dtype, batch, PROMPT_TOKENS + NEW_TOKENS)
+def bench_batch(
+    dtype: str, batch: int, repeats: int, vllm: VllmRival | None
+) -> dict[str, float | str]:
+    """Engine, transformers, floor and vLLM on one batch size."""
+    model, cache, settings = best_settings(ARCHITECTURE, DTYPES[dtype], batch)
+    engine = make_engine(ARCHITECTURE, model, dtype, batch, PROMPT_TOKENS + NEW_TOKENS)
     prompts, lengths = random_prompts(batch), [NEW_TOKENS] * batch
     run_transformers(model, prompts, 8, cache)
     floor = make_floor(DTYPES[dtype], batch)
     run_engine(engine, prompts, lengths)
     floor()
     times: dict[str, list[float]] = {"engine": [], "transformers": [], "floor": []}
+    warm_vllm(vllm, times, prompts)
     for _ in range(repeats):
         times["engine"].append(seconds(lambda: run_engine(engine, prompts, lengths)))
         times["floor"].append(seconds(floor))
         times["transformers"].append(
             seconds(lambda: run_transformers(model, prompts, NEW_TOKENS, cache))
         )
-    ratios = [t / e for t, e in zip(times["transformers"], times["engine"], strict=True)]
+        time_vllm(vllm, times, prompts, NEW_TOKENS)
     shares = [f / e for f, e in zip(times["floor"], times["engine"], strict=True)]
-    tokens = batch * NEW_TOKENS
     return {
-        "ratio": statistics.median(ratios),
+        **compared(times, batch * NEW_TOKENS),
         "floor_share": statistics.median(shares),
-        "engine_tokens_per_s": tokens / statistics.median(times["engine"]),
-        "transformers_tokens_per_s": tokens / statistics.median(times["transformers"]),
-        "floor_tokens_per_s": tokens / statistics.median(times["floor"]),
         "transformers_settings": settings,
     }
+
+
+def bench_large(
+    dtype: str, batch: int, repeats: int, vllm: VllmRival | None
+) -> dict[str, float | str]:
+    """Engine, transformers and vLLM with the large model."""
+    model, cache, settings = best_settings(LARGE, DTYPES[dtype], batch, trial_tokens=2)
+    length = NEW_TOKENS_LARGE
+    engine = make_engine(LARGE, model, dtype, batch, PROMPT_TOKENS + length)
+    prompts, lengths = random_prompts(batch, LARGE.vocab_size), [length] * batch
+    times: dict[str, list[float]] = {"engine": [], "transformers": []}
+    run_engine(engine, prompts, [2] * batch)
+    warm_vllm(vllm, times, prompts)
+    for _ in range(repeats):
+        times["engine"].append(seconds(lambda: run_engine(engine, prompts, lengths)))
+        times["transformers"].append(
+            seconds(lambda: run_transformers(model, prompts, length, cache))
+        )
+        time_vllm(vllm, times, prompts, length)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "parameters": parameters,
+        **compared(times, batch * length),
+        "transformers_settings": settings,
+    }
+
+
+def warm_vllm(vllm: VllmRival | None, times: dict[str, list[float]], prompts: Tensor) -> None:
+    """A short run of every way, and a row for each in `times`."""
+    for way in WAYS if vllm else ():
+        times[way] = []
+        vllm.seconds(way, prompts.tolist(), 8)
+
+
+def time_vllm(
+    vllm: VllmRival | None, times: dict[str, list[float]], prompts: Tensor, length: int
+) -> None:
+    """One repeat of every way."""
+    for way in WAYS if vllm else ():
+        times[way].append(vllm.seconds(way, prompts.tolist(), length))
+
+
+def compared(times: dict[str, list[float]], num_tokens: int) -> dict[str, float | str]:
+    """Ratios over the engine within each repeat, and tokens per second."""
+    ratios = [t / e for t, e in zip(times["transformers"], times["engine"], strict=True)]
+    figures: dict[str, float | str] = {"ratio": statistics.median(ratios)}
+    if WAYS[0] in times:
+        fastest = map(min, zip(*(times[way] for way in WAYS), strict=True))
+        figures["vs_vllm_cpu"] = statistics.median(
+            t / e for t, e in zip(fastest, times["engine"], strict=True)
+        )
+    for name, values in times.items():
+        figures[f"{name}_tokens_per_s"] = num_tokens / statistics.median(values)
+    return figures
 
 
 def tail_lengths() -> list[int]:
@@ -245,9 +328,9 @@ def tail_lengths() -> list[int]:
 
 def bench_long_tail(dtype: str, repeats: int) -> dict[str, float | str]:
     """Continuous batching against fixed batches on the same lengths."""
-    model, cache, settings = best_settings(DTYPES[dtype], TAIL_BATCH)
+    model, cache, settings = best_settings(ARCHITECTURE, DTYPES[dtype], TAIL_BATCH)
     lengths = tail_lengths()
-    engine = make_engine(model, dtype, TAIL_BATCH, PROMPT_TOKENS + 8 * TAIL_MEAN)
+    engine = make_engine(ARCHITECTURE, model, dtype, TAIL_BATCH, PROMPT_TOKENS + 8 * TAIL_MEAN)
     prompts = random_prompts(len(lengths))
 
     def batches(order: list[int]) -> None:
@@ -278,6 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--large", action="store_true", help="also a model of 100M parameters")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -289,10 +373,30 @@ def main() -> None:
         for key, value in figures.items():
             print(f"    {key:28} {value if isinstance(value, str) else f'{value:.3f}'}", flush=True)
 
-    for dtype in arguments.dtypes:
-        for batch in (64, 8):
-            record(f"{dtype}, batch {batch}", bench_batch(dtype, batch, arguments.repeats))
-        record(f"{dtype}, long tail", bench_long_tail(dtype, max(arguments.repeats // 2, 1)))
+    reason = why_not()
+    if reason:
+        print(f"without vLLM: {reason}")
+    with tempfile.TemporaryDirectory() as folder:
+
+        @contextmanager
+        def rival(architecture: Architecture, dtype: str) -> Iterator[VllmRival | None]:
+            path = Path(folder) / f"{architecture.hidden_size}-{dtype}"
+            vllm = None if reason else VllmRival(architecture, dtype, 64, VLLM_CONTEXT, path)
+            yield vllm
+            if vllm:
+                vllm.close()
+
+        for dtype in arguments.dtypes:
+            with rival(ARCHITECTURE, dtype) as vllm:
+                for batch in (64, 8):
+                    figures = bench_batch(dtype, batch, arguments.repeats, vllm)
+                    record(f"{dtype}, batch {batch}", figures)
+            record(f"{dtype}, long tail", bench_long_tail(dtype, max(arguments.repeats // 2, 1)))
+        for dtype in arguments.dtypes if arguments.large else ():
+            with rival(LARGE, dtype) as vllm:
+                for batch in (64, 8):
+                    figures = bench_large(dtype, batch, max(arguments.repeats // 2, 1), vllm)
+                    record(f"{dtype}, batch {batch}, large", figures)
 
     def lowest(part: str, key: str) -> float:
         return min(float(f[key]) for name, f in details.items() if name.endswith(part) and key in f)
@@ -303,6 +407,8 @@ def main() -> None:
         "floor_share": lowest("", "floor_share"),
         "ratio_long_tail": lowest("long tail", "ratio"),
     }
+    if reason is None:
+        results["vs_vllm_cpu"] = lowest("batch 64", "vs_vllm_cpu")
     for key, value in results.items():
         print(f"{key:16} {value:.2f} (goal {GOALS[key]})")
     if arguments.json:

@@ -1,0 +1,224 @@
+"""What runs in the processes: a trainer rank and a generator rank, by every way to publish.
+
+The ways beside the real one are what others do, written as fast as torch allows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import FileStore, ProcessGroupGloo
+
+from llamarl.executors.offload import trim
+from llamarl.weights.arena import Arena
+from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout, Route
+from llamarl.weights.shared_memory import Segment, this_host
+from llamarl.weights.writer import Writer
+from weights_bench.model import (
+    DTYPES,
+    NUM_RANKS,
+    Model,
+    box_view,
+    generator_layouts,
+    trainer_layouts,
+    values,
+)
+
+GATHERING = 1  # tag of messages to trainer rank 0
+
+
+def form_group(path: str, rank: int, size: int) -> ProcessGroupGloo:
+    """A gloo group on the loopback interface that meets at `path`."""
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+    options._timeout = timedelta(seconds=120)
+    options._threads = 1
+    return ProcessGroupGloo(FileStore(path, size), rank, size, options)
+
+
+class TrainerRank:
+    """Holds its shards, all pages touched."""
+
+    def __init__(self, model: Model, rank: int) -> None:
+        self._model, self._rank = model, rank
+        self._layouts: dict[str, ParameterLayout] = {}
+        self._shards: dict[str, Tensor] = {}
+        self._groups: dict[str, tuple[ProcessGroupGloo, ProcessGroupGloo | None]] = {}
+
+    def ready(self) -> None:
+        """Answers once everything is imported."""
+
+    def fill(self) -> None:
+        """Allocate and write the shards, and make the writer over them."""
+        self._layouts = trainer_layouts(self._model, self._rank)
+        for name, layout in self._layouts.items():
+            self._shards[name] = values(name, layout.boxes[0], DTYPES[self._model.dtype])
+        trim()
+        self._writer = Writer(self._rank, this_host(), self._shards, self._layouts)
+
+    # the real way
+
+    def layout(self) -> RankLayout:
+        return self._writer.layout()
+
+    def connect(self, replica: int, route: Route | None) -> None:
+        self._writer.connect(replica, route)
+
+    def present(self, version: int) -> None:
+        """The shards now are `version`."""
+        self._writer.present(version)
+
+    def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
+        return self._writer.write(version, offers)
+
+    # memcpy
+
+    def reserve_copy(self) -> None:
+        """A shared segment as large as the shards, for `copy`."""
+        num_bytes = sum(shard.nbytes for shard in self._shards.values())
+        self._segment = Segment.create(f"llamarl-bench-{self._rank}", num_bytes)
+
+    def copy(self) -> None:
+        """Copy every shard into the segment."""
+        flat, end = self._segment.tensor(DTYPES[self._model.dtype]), 0
+        for shard in self._shards.values():
+            flat[end : end + shard.numel()].view(shard.shape).copy_(shard)
+            end += shard.numel()
+
+    # gather and broadcast
+
+    def meet(self, folder: str, label: str) -> None:
+        """Form the groups: the trainer's ranks; rank 0 and those who receive as `label`."""
+        trainers = form_group(f"{folder}/{label}-trainers", self._rank, NUM_RANKS)
+        if self._rank == 0:
+            receivers = form_group(f"{folder}/{label}-all", 0, 1 + NUM_RANKS)
+            self._groups[label] = trainers, receivers
+        else:
+            self._groups[label] = trainers, None
+
+    def broadcast(self, label: str) -> None:
+        """Parameter by parameter: whole on rank 0, from there to every receiver of `label`."""
+        trainers, receivers = self._groups[label]
+        for name, shard in self._shards.items():
+            if receivers is None:
+                trainers.send([shard], 0, GATHERING).wait()
+                continue
+            whole = torch.empty(self._layouts[name].shape, dtype=shard.dtype)
+            whole[: len(shard)].copy_(shard)
+            trainers.recv([whole[len(shard) :]], 1, GATHERING).wait()
+            receivers.broadcast(whole, root=0).wait()
+
+    # a file
+
+    def save(self, folder: str) -> None:
+        """The shards as one safetensors file, on the disk when this returns."""
+        path = file_of(folder, self._rank)
+        save_file(self._shards, path)
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+class GeneratorRank:
+    """Holds live weights in private memory for the ways of others, and an arena per real way."""
+
+    def __init__(self, model: Model, rank: int) -> None:
+        self._model, self._rank = model, rank
+        self._dtype = DTYPES[model.dtype]
+        self._layouts, self._num_elements = generator_layouts(model, rank)
+        self._arenas: dict[int, Arena] = {}
+
+    def ready(self) -> None:
+        """Answers once everything is imported."""
+
+    # the real way
+
+    def reserve_arena(self, replica: int, shadow: str, bucket_bytes: int) -> None:
+        self._arenas[replica] = Arena(
+            parameters=self._layouts,
+            num_elements=self._num_elements,
+            dtype=self._dtype,
+            replica=replica,
+            rank=self._rank,
+            run_id="bench",
+            shadow=shadow,
+            bucket_bytes=bucket_bytes,
+            device="cpu",
+        )
+        self._arenas[replica].live.fill_(1)  # the pages of a rank that decodes are touched
+
+    def layout(self, replica: int) -> RankLayout:
+        return self._arenas[replica].layout()
+
+    def connect(self, replica: int, route: Route) -> None:
+        self._arenas[replica].connect(route)
+
+    def offer(self, replica: int, version: int, part: int) -> Offer:
+        return self._arenas[replica].offer(version, part)
+
+    def fingerprint(self, replica: int, version: int, part: int) -> dict[str, int]:
+        return self._arenas[replica].fingerprint(version, part)
+
+    def flip(self, replica: int, version: int, part: int) -> int:
+        self._arenas[replica].flip(version, part)
+        return 0
+
+    def discard(self, replica: int, version: int) -> None:
+        self._arenas[replica].discard(version)
+
+    # gather and broadcast, a file
+
+    def reserve(self) -> None:
+        """Private memory for the weights, touched."""
+        self._flat = torch.zeros(self._num_elements, dtype=self._dtype).fill_(1)
+
+    def meet(self, folder: str, label: str) -> None:
+        self._group = form_group(f"{folder}/{label}-all", 1 + self._rank, 1 + NUM_RANKS)
+
+    def receive(self) -> None:
+        """Take this rank's slice of every whole parameter that comes."""
+        for name, whole in received(self._group, self._model):
+            box = self._layouts[name].boxes[0]
+            box_view(self._flat, box).copy_(whole[tuple(map(slice, box.start, box.stop))])
+
+    def load(self, folder: str, copies: list[Copy]) -> None:
+        """Read this rank's slices from the trainer's files; `copies` say what lies where."""
+        files = [safe_open(file_of(folder, rank), framework="pt") for rank in range(NUM_RANKS)]
+        for copy in copies:
+            if copy.target_rank == self._rank:
+                source = files[copy.source_rank].get_tensor(copy.name)  # mapped, not read
+                target = self._flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+                target.copy_(source.as_strided(copy.shape, copy.source_strides, copy.source_offset))
+
+    # whether it is right
+
+    def wipe(self, replica: int | None = None) -> None:
+        """Zero what the next publish should write."""
+        (self._flat if replica is None else self._arenas[replica].live).zero_()
+
+    def check(self, replica: int | None = None) -> None:
+        """RuntimeError unless the live weights are what the trainer holds."""
+        flat = self._flat if replica is None else self._arenas[replica].live
+        for name, layout in self._layouts.items():
+            for box in layout.boxes:
+                if not torch.equal(box_view(flat, box), values(name, box, self._dtype)):
+                    raise RuntimeError(f"{name} did not arrive as it was sent")
+
+
+def received(group: ProcessGroupGloo, model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters, as rank 0 of the group broadcasts them."""
+    for name, shape in model.shapes.items():
+        whole = torch.empty(shape, dtype=DTYPES[model.dtype])
+        group.broadcast(whole, root=0).wait()
+        yield name, whole
+
+
+def file_of(folder: str, rank: int) -> Path:
+    return Path(folder) / f"weights-{rank}.safetensors"
