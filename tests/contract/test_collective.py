@@ -1,0 +1,140 @@
+"""The collective transport when one end is silent, gone or late; both ends in this process."""
+
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+from llamarl.weights.arena import Arena
+from llamarl.weights.errors import TargetLost
+from llamarl.weights.layout import Box, ParameterLayout, Route
+from llamarl.weights.plan import plan
+from llamarl.weights.writer import Writer
+
+TIMEOUT_S = 1.0
+
+
+def parameters(buffer):
+    box = Box(start=(0, 0), stop=(6, 4), buffer=buffer, offset=0, strides=(4, 1))
+    return {"w": ParameterLayout(shape=(6, 4), dtype="float32", boxes=(box,))}
+
+
+class Ends:
+    """A writer and an arena that meet in a new file at each `connect`."""
+
+    def __init__(self, folder):
+        self.folder, self.num_routes = folder, 0
+        self.writer = Writer(0, "a", {"w": torch.randn(6, 4)}, parameters("w"), timeout_s=TIMEOUT_S)
+        self.arena = Arena(
+            parameters=parameters("arena"), num_elements=24, dtype=torch.float32, replica=0,
+            rank=0, run_id="test", host="b", timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        self.writer.present(1)
+
+    def route(self):
+        self.num_routes += 1
+        copies = plan([self.writer.layout()], [self.arena.layout()])
+        return Route(
+            source="trainer", replica=0, transport="collective", copies=tuple(copies),
+            rendezvous=f"{self.folder}/route-{self.num_routes}", bucket_bytes=40,
+        )  # fmt: skip
+
+    def connect(self):
+        route = self.route()
+        receiving = threading.Thread(target=self.arena.connect, args=(route,))
+        receiving.start()
+        self.writer.connect(0, route)
+        receiving.join()
+
+    def publish(self, version):
+        self.writer.present(version)
+        offers = [self.arena.offer(version, 0)]
+        assert self.writer.write(version, offers) == self.arena.fingerprint(version, 0)
+        self.arena.flip(version, 0)
+
+
+@pytest.fixture
+def ends(tmp_path):
+    ends = Ends(tmp_path)
+    yield ends
+    ends.writer.close()
+    ends.arena.close()
+
+
+def test_only_loopback_listens(ends) -> None:
+    ends.connect()
+    ends.publish(1)
+    lines = subprocess.run(["ss", "-ltnp"], capture_output=True, text=True, check=True).stdout
+    mine = [line.split()[3] for line in lines.splitlines() if f"pid={os.getpid()}," in line]
+    assert mine
+    assert all(address.startswith("127.0.0.1:") for address in mine), mine
+
+
+def test_who_comes_alone_is_told(ends) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(TargetLost, match="generator 0 did not meet us"):
+        ends.writer.connect(0, ends.route())
+    with pytest.raises(RuntimeError):
+        ends.arena.connect(ends.route())
+    assert time.monotonic() - started_s < 10 * TIMEOUT_S
+    ends.connect()
+    ends.publish(1)
+
+
+def test_a_discard_ends_a_reception_that_nobody_serves_and_a_new_route_heals_it(ends) -> None:
+    ends.connect()
+    ends.publish(1)
+    started_s = time.monotonic()
+    offers = [ends.arena.offer(2, 0)]
+    ends.arena.discard(2)
+    assert time.monotonic() - started_s < TIMEOUT_S
+    ends.writer.present(2)
+    for _ in range(2):
+        with pytest.raises(TargetLost):
+            ends.writer.write(2, offers)
+    with pytest.raises(RuntimeError, match="trainer must connect anew: the connection was lost"):
+        ends.arena.offer(2, 0)
+    ends.connect()
+    ends.publish(2)
+    assert ends.arena.version == 2
+
+
+def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
+    ends.connect()
+    offers = [ends.arena.offer(1, 0)]
+    assert ends.writer.write(1, offers) == ends.arena.fingerprint(1, 0)
+    ends.arena.flip(1, 0)
+    ends.writer.present(2)
+    stale = [ends.arena.offer(2, 0)]
+    ends.writer.write(2, stale)
+    started_s = time.monotonic()
+    with pytest.raises(TargetLost, match="generator 0 is out of reach"):
+        ends.writer.write(2, stale)  # all that was offered has been received
+    assert time.monotonic() - started_s < 10 * TIMEOUT_S
+
+
+def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
+    ends.connect()
+    ends.publish(1)
+    stale = [ends.arena.offer(2, 0)]
+    ends.writer.present(2)
+    ends.writer.write(2, stale)
+    outcome = []
+
+    def write():
+        try:
+            ends.writer.write(2, stale)
+        except TargetLost as error:
+            outcome.append(error)
+
+    hanging = threading.Thread(target=write)
+    hanging.start()
+    time.sleep(0.1)
+    started_s = time.monotonic()
+    ends.writer.connect(0, None)
+    hanging.join()
+    assert time.monotonic() - started_s < TIMEOUT_S
+    assert len(outcome) == 1
