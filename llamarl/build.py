@@ -7,10 +7,9 @@ with them (`jobs.py`). Invariant: nothing here computes; it only says who gets w
 from __future__ import annotations
 
 import asyncio
-import os
+import uuid
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from llamarl.algorithms.verdict import judge
@@ -241,7 +240,7 @@ async def _spawn_generator(
         "load_weights": loads,
         "config": config.generator,
         "tokenizer": inputs.tokenizer_folder,
-        "run_id": str(os.getpid()),
+        "run_id": uuid.uuid4().hex[:8],
         **shared,
     }
     num_ranks = config.generator.num_ranks
@@ -251,12 +250,10 @@ async def _spawn_generator(
 async def _spawn_trainer(
     config: Config, inputs: Inputs, cluster: Cluster, shared: dict[str, Any]
 ) -> ExecutorGroup:
-    rendezvous = Path(shared["run_dir"]) / f".rendezvous-{os.getpid()}"
-    rendezvous.unlink(missing_ok=True)
     kwargs = {
         "checkpoint": inputs.checkpoint,
         "tokenizer": inputs.tokenizer_folder,
-        "rendezvous": str(rendezvous),
+        "rendezvous": f"{shared['run_dir']}/.rendezvous-trainer-{uuid.uuid4().hex[:8]}",
         "config": config.trainer,
         "algorithm": config.algorithm,
         "sampling": config.sampling,

@@ -177,9 +177,11 @@ class GeneratorExecutor:
     async def fingerprint(self, version: int, part: int) -> dict[str, int]:
         """Fingerprints of the part in the shadow memory, by parameter, once it has arrived."""
         self._alive()
-        prints = await asyncio.to_thread(self._arena.fingerprint, version, part)
+        with self._spans.span("fingerprint", "publish", version=version):
+            prints = await asyncio.to_thread(self._arena.fingerprint, version, part)
         if self._weights.shadow != "bucket":
-            self._prepared = await asyncio.to_thread(self._prepare)
+            with self._spans.span("prepare", "publish", version=version):
+                self._prepared = await asyncio.to_thread(self._prepare)
         return prints
 
     async def flip(self, version: int, part: int) -> int:
