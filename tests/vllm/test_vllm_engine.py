@@ -260,6 +260,7 @@ def test_requests_that_cannot_run_are_refused_in_one_line(engine) -> None:
         (request(4, (5,) * 192), "must have 1 to 191 tokens"),
         (request(4, (5, VOCAB)), "below the vocabulary size 99, got 99"),
         (request(4, stop_strings=("x",)), "without a tokenizer"),
+        (request(4, temperature=0.001), "must be 0 or at least 0.01"),
     ]:
         with pytest.raises(ValueError, match=words) as raised:
             engine.submit(bad)

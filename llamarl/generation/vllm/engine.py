@@ -37,6 +37,8 @@ from llamarl.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
+COLDEST = 0.01  # vLLM quietly samples at this temperature when asked for a lower one
+
 
 class VllmEngine:
     """One rank of one replica. Synchronous; call it from one thread, but `prepare`.
@@ -159,6 +161,11 @@ class VllmEngine:
                 f"prompt ids of row {request.row_id} must be below the vocabulary size {vocab}, "
                 f"got {max(ids)} (does the tokenizer belong to the checkpoint?)"
             )
+        if 0 < request.sampling.temperature < COLDEST:
+            raise ValueError(
+                f"temperature of row {request.row_id} must be 0 or at least {COLDEST} (vLLM), "
+                f"got {request.sampling.temperature}"
+            )
         if request.sampling.stop_strings and self.decode_text is None:
             raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
         self._queue.add(Waiting(request=request, written=written or nothing_written()))
@@ -229,18 +236,18 @@ class VllmEngine:
             parameter.data = view
 
     def _check_bound(self, prepared: Mapping[str, Tensor]) -> None:
-        """At the first flip: the model computes from what the memory holds; RuntimeError."""
-        if self.memory.is_staged:
-            names = [n for n in prepared if _is_as_loaded(self._live[n], prepared[n])]
-        else:
-            names = list(prepared)
-        wrong = [name for name in names if not torch.equal(self._live[name].data, prepared[name])]
-        if wrong:
-            raise RuntimeError(f"vLLM's {wrong[0]} is not what the weights' memory holds")
+        """At the first flip: the modules compute from what the memory holds; RuntimeError."""
+        held = dict(self._model.named_parameters())
+        as_loaded = [n for n in prepared if _is_as_loaded(held[n], prepared[n])]
+        is_copied = self.memory.is_staged or self._keeps_addresses
+        for name in as_loaded if self.memory.is_staged else prepared:
+            mine, theirs = held[name].data, prepared[name]
+            if not (torch.equal(mine, theirs) if is_copied else mine.is_set_to(theirs)):
+                raise RuntimeError(f"vLLM's {name} is not what the weights' memory holds")
         log.info(
-            "vLLM: %d parameters, %d of them as loaded, %s",
+            "vLLM: %d of %d parameters as loaded, %s",
+            len(as_loaded),
             len(prepared),
-            len(names),
             "staged: derived at each flip" if self.memory.is_staged else "direct",
         )
 
