@@ -41,6 +41,49 @@ def test_logprobs_equal_those_of_transformers_before_and_after_an_update(
         engine.close()
 
 
+class Fused(torch.nn.Module):
+    """Two weights of [4, 6] in one parameter, loaded by what a test hands in."""
+
+    def __init__(self, load) -> None:
+        super().__init__()
+        self.pair = torch.nn.Parameter(torch.zeros(8, 6))
+        self._load = load
+
+    def load_weights(self, weights) -> None:
+        for index, (_, tensor) in enumerate(weights):
+            self._load(self.pair.data[4 * index : 4 * index + 4], tensor)
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (lambda target, source: target.copy_(source * 2), "must only copy weights"),
+        (lambda target, source: target[:3].copy_(source[1:].flip(0)), "must only copy weights"),
+        (lambda target, source: target[:, :4].copy_(source.t()[:4]), "must only copy weights"),
+        (lambda target, source: None, "must take every weight, got none of a"),
+    ],
+)
+def test_a_loader_that_does_more_than_copy_is_refused(load, words: str) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from llamarl.generation.vllm.recorder import record
+
+    shapes = {"a": (4, 6), "b": (4, 6)}
+    for chosen in (load, torch.Tensor.copy_):
+        model = Fused(chosen)
+        record_metadata_for_reloading(model)
+        pair = model.pair
+        if chosen is load:
+            with pytest.raises(ValueError, match=words):
+                record(model, shapes, torch.float32)
+        else:
+            memory = record(model, shapes, torch.float32).memory
+            (box,) = memory.parameters["b"].boxes
+            assert (box.start, box.stop, box.offset, box.strides) == ((0, 0), (4, 6), 24, (6, 1))
+            assert not memory.is_staged
+        assert model.pair is pair  # what computes is back in its place
+
+
 def test_what_vllm_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
     ((folder, _), _) = write_versions(tmp_path, "llama")
     for changes, words in [
