@@ -26,7 +26,8 @@ from torch import Tensor
 
 from llamarl.weights import parts
 from llamarl.weights.collective import CollectiveInlet
-from llamarl.weights.fingerprint import MODULUS, fingerprint
+from llamarl.weights.comparison import MODULUS
+from llamarl.weights.fingerprint import fingerprint
 from llamarl.weights.layout import Offer, ParameterLayout, RankLayout, Route
 from llamarl.weights.mapped import Block
 from llamarl.weights.packed import target_ranks

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from llamarl.weights.errors import FingerprintMismatch
 
+MODULUS = 1 << 32  # of fingerprints
 MAX_NAMED = 8  # parameters that an error lists
 
 
@@ -33,13 +34,13 @@ def compare(
 
 
 def add_up(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Partial fingerprints of all ranks, added modulo 2^64."""
+    """Partial fingerprints of all ranks, added up modulo MODULUS."""
     total: dict[str, int] = {}
     for fingerprints in ranks:
         for name, value in fingerprints.items():
-            total[name] = (total.get(name, 0) + value) % (1 << 64)
+            total[name] = (total.get(name, 0) + value) % MODULUS
     return total
 
 
 def _hex(fingerprints: dict[str, int], name: str) -> str:
-    return f"{fingerprints[name]:016x}" if name in fingerprints else "none"
+    return f"{fingerprints[name]:08x}" if name in fingerprints else "none"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from llamarl.weights.collective import CollectiveOutlet
-from llamarl.weights.fingerprint import MODULUS, transfer
+from llamarl.weights.comparison import MODULUS
+from llamarl.weights.fingerprint import transfer
 from llamarl.weights.holdings import Holdings
 from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout, Route
 from llamarl.weights.mapped import MappedOutlet
