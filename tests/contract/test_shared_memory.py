@@ -10,7 +10,7 @@ import torch
 
 from llamarl.weights import shared_memory
 from llamarl.weights.arena import Arena
-from llamarl.weights.comparison import compare
+from llamarl.weights.comparison import MODULUS, compare
 from llamarl.weights.errors import FingerprintMismatch, StaleVersion, TargetLost
 from llamarl.weights.layout import Box, ParameterLayout, Route
 from llamarl.weights.plan import plan
@@ -71,7 +71,7 @@ class Ends:
         self.present(version)
         offers = [self.arena.offer(version, 0)]
         written = [writer.write(version, offers)["w"] for writer in self.writers]
-        compare({"w": sum(written) % 2**64}, self.arena.fingerprint(version, 0), 0, version)
+        compare({"w": sum(written) % MODULUS}, self.arena.fingerprint(version, 0), 0, version)
         self.arena.flip(version, 0)
 
 
@@ -107,7 +107,7 @@ def test_weights_that_change_between_fingerprint_and_copy_are_found(ends) -> Non
     ends.weights += 1
     ends.writers[1].write(0, offers)
     with pytest.raises(FingerprintMismatch, match="w must arrive as written"):
-        compare({"w": sum(written) % 2**64}, ends.arena.fingerprint(0, 0), 0, 0)
+        compare({"w": sum(written) % MODULUS}, ends.arena.fingerprint(0, 0), 0, 0)
 
 
 def test_the_sender_casts(arena) -> None:
