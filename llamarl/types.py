@@ -44,8 +44,8 @@ Columns = dict[str, list[np.ndarray]]
 """Column name -> one array per row, in the order of the row ids beside it."""
 
 Fate = dict[str, str | int | float]
-"""What became of a rollout: "fate" is trained, dropped, evaluated, canary, lost or unused; more keys
-say at which version, or why."""
+"""What became of a rollout: "fate" is trained, dropped, evaluated, canary, lost or unused; more
+keys say at which version, or why."""
 
 # Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
 PROMPT_IDS = "prompt_ids"  # int32 [P]

@@ -140,7 +140,21 @@ class VllmConfig(GeneratorConfig):
             self.quantization,
         )
         require(
-            self.kv_cache_bytes >= 1, "generator.kv_cache_bytes", "be at least 1",
+            self.quantization == "none" or self.dtype == "bfloat16",
+            "generator.dtype",
+            f"be bfloat16 with generator.quantization={self.quantization} (vLLM)",
+            self.dtype,
+        )
+        require(
+            self.kv_cache_bytes >= 1,
+            "generator.kv_cache_bytes",
+            "be at least 1",
             self.kv_cache_bytes,
-        )  # fmt: skip
-        require(self.block_size >= 1, "generator.block_size", "be at least 1", self.block_size)
+        )
+        unit = 32 if self.device == "cpu" else 16
+        require(
+            self.block_size >= 1 and self.block_size % unit == 0,
+            "generator.block_size",
+            f"be a multiple of {unit} on {self.device} (vLLM)",
+            self.block_size,
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.check import require, require_choice
 from llamarl.config.data import DataConfig
-from llamarl.config.generator import GeneratorConfig, SamplingConfig
+from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
 from llamarl.config.model import ModelConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
@@ -255,6 +255,12 @@ class Config:
             "trainer.num_ranks",
             "be 1 with cluster.backend=inline",
             self.trainer.num_ranks,
+        )
+        require(
+            self.cluster.backend != "inline" or not isinstance(self.generator, VllmConfig),
+            "cluster.backend",
+            "be monarch with generator=vllm (its processes are its own)",
+            self.cluster.backend,
         )
         require(
             self.cluster.backend != "inline" or self.generator.num_ranks == 1,

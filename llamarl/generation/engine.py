@@ -37,6 +37,7 @@ from llamarl.generation.scheduler import (
     Queue,
     Waiting,
     Written,
+    check_request,
     nothing_written,
     place,
 )
@@ -147,20 +148,12 @@ class Engine:
         ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
         vocabulary.
         """
-        context, vocab = self.config.max_context_tokens, self.architecture.vocab_size
-        ids = request.prompt_ids
-        if not 1 <= len(ids) < context:
-            raise ValueError(
-                f"prompt of row {request.row_id} must have 1 to {context - 1} tokens "
-                f"(generator.max_context_tokens {context}), got {len(ids)}"
-            )
-        if min(ids) < 0 or max(ids) >= vocab:
-            raise ValueError(
-                f"prompt ids of row {request.row_id} must be below the vocabulary size {vocab}, "
-                f"got {max(ids)} (does the tokenizer belong to the checkpoint?)"
-            )
-        if request.sampling.stop_strings and self.decode_text is None:
-            raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
+        check_request(
+            request,
+            context=self.config.max_context_tokens,
+            vocab_size=self.architecture.vocab_size,
+            reads_text=self.decode_text is not None,
+        )
         self._queue.add(Waiting(request=request, written=written or nothing_written()))
         self._may_start = True
 

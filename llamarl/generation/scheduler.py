@@ -40,6 +40,24 @@ class Waiting:
     written: Written = field(default_factory=nothing_written)
 
 
+def check_request(request: Request, *, context: int, vocab_size: int, reads_text: bool) -> None:
+    """ValueError if the prompt is empty, leaves no room for a token in `context` or has ids outside
+    the vocabulary, or if stop strings are asked of an engine that cannot read text."""
+    ids = request.prompt_ids
+    if not 1 <= len(ids) < context:
+        raise ValueError(
+            f"prompt of row {request.row_id} must have 1 to {context - 1} tokens "
+            f"(generator.max_context_tokens {context}), got {len(ids)}"
+        )
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(
+            f"prompt ids of row {request.row_id} must be below the vocabulary size {vocab_size}, "
+            f"got {max(ids)} (does the tokenizer belong to the checkpoint?)"
+        )
+    if request.sampling.stop_strings and not reads_text:
+        raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
+
+
 class Queue:
     """Waiting rollouts. Adding and asking cost the same however many wait."""
 

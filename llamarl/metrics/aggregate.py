@@ -4,7 +4,8 @@ Owns: busy and wait shares, overlap of generator and trainer, tokens written dur
 the same shares while the run is going on. Does not own: the files (`span.py`) or what is shown.
 Invariant: for each process busy and wait shares are disjoint, so they sum to at most 1.
 
-An executor's processes are named `<executor>-<number>`, with a rank behind it if need be; its shares are the mean over them.
+An executor's processes are named `<executor>-<number>`, with a rank behind it if need be; its
+shares are the mean over them.
 """
 
 from __future__ import annotations

@@ -204,8 +204,10 @@ def test_a_version_that_goes_away_is_given_up_and_the_next_one_comes_on_the_same
             world.trainers[1].call("retire", version)  # rank 0 still has it and sends all it has
             offers = await generator.offer(version, 0)
             started_s = time.monotonic()
+            writes = (rank.ask("write", version, offers) for rank in world.trainers)
+            outcomes = await asyncio.gather(*writes, return_exceptions=True)
             with pytest.raises(StaleVersion, match=f"version {version} is not there"):
-                await trainer.write(version, offers)
+                raise outcomes[1]
             await generator.discard(version)
             assert time.monotonic() - started_s < 5
             version = world.train()

@@ -29,9 +29,13 @@ def make_config(*overrides: str) -> Config:
         return to_config(compose("config", list(overrides)))
 
 
+GPUS = ["generator.device=cuda", "trainer.device=cuda"]
+NEEDS = {"cuda_ipc": GPUS}
+
+
 @pytest.mark.parametrize(("group", "choice"), GROUPS, ids=[f"{g}={c}" for g, c in GROUPS])
 def test_every_choice_composes(group: str, choice: str) -> None:
-    config = make_config(f"{group}={choice}", *MINIMUM)
+    config = make_config(f"{group}={choice}", *NEEDS.get(choice, []), *MINIMUM)
     assert type(getattr(config, group)) in SCHEMAS.values()
 
 
@@ -66,6 +70,36 @@ def test_every_recipe_composes(recipe: Path) -> None:
 def test_impossible_values_are_named(override: str, words: str) -> None:
     with pytest.raises((ValueError, OmegaConfBaseException), match=re.escape(words)):
         make_config(override, *MINIMUM)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("weights=cuda_ipc", "generator.device and trainer.device must be cuda"),
+        ("placement.offload=pinned", "generator.device and trainer.device must be cuda"),
+        ("generator.device=cuda trainer.device=cuda", "weights.shadow must be host"),
+        (
+            "generator.quantization=int8 weights.shadow=bucket",
+            "weights.shadow must be full or host with generator.quantization",
+        ),
+        ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
+        ("generator.num_ranks=2", "generator.num_ranks must be 1 (embedded engine), got 2"),
+        ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),
+        (
+            "generator=vllm generator.quantization=fp8_per_channel",
+            "generator.dtype must be bfloat16 with generator.quantization",
+        ),
+        ("generator=vllm generator.block_size=20", "generator.block_size must be a multiple of 32"),
+        ("generator=vllm cluster=inline", "cluster.backend must be monarch with generator=vllm"),
+        ("weights=collective cluster=inline", "weights.transport must be shared_memory with"),
+        ("weights.shadow=twice", "weights.shadow must be one of full, host, bucket, got 'twice'"),
+        ("weights.transport=post", "weights.transport must be one of shared_memory"),
+        ("placement.offload=tape", "placement.offload must be one of file, pinned, none"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_named(overrides: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make_config(*overrides.split(), *MINIMUM)
 
 
 @pytest.mark.parametrize("override", ["trainer.lrr=1", "trainer.lr=fast", "trainer=deepspeed"])

@@ -168,11 +168,6 @@ def _check(config: VllmConfig, architecture: Architecture, num_ranks: int) -> No
         )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
-    if config.quantization != "none" and config.dtype != "bfloat16":
-        raise ValueError(
-            f"generator.dtype must be bfloat16 with generator.quantization={config.quantization} "
-            f"(vLLM), got {config.dtype!r}"
-        )
     if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
         raise ValueError(
             f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
@@ -204,10 +199,6 @@ def _check_cpu(config: VllmConfig, architecture: Architecture) -> None:
         raise ValueError(
             f"the checkpoint's head size must be one of {', '.join(map(str, sizes))} "
             f"(vLLM on CPU), got {architecture.head_dim}"
-        )
-    if config.block_size % 32:
-        raise ValueError(
-            f"generator.block_size must be a multiple of 32 (vLLM on CPU), got {config.block_size}"
         )
 
 
