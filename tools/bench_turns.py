@@ -4,9 +4,10 @@
 
 A trainer's state (gradients and two moments of a Llama's parameters, float32, all pages touched)
 leaves and enters by `Offload(kind="file")`. The floors move the same bytes of the same tensors and
-do nothing else: plain large writes to a file in the same folder and reads back into memory that is
-there already, and memcpy into other memory. Both files are reserved and stay in the page cache as
-far as the kernel keeps them. All take turns within a repeat; shares are medians over repeats.
+do nothing else: plain large writes to a file in the same folder; reads back into memory that is
+there already, and into new memory, whose pages the kernel must first find (as after a leave); and
+memcpy. Both files are reserved and stay in the page cache as far as the kernel keeps them. All take
+turns within a repeat; shares are medians over repeats.
 
 With --run also a short training run of the quickstart recipe, colocated: how its time splits into
 work and turns.
@@ -90,6 +91,9 @@ def bench_offload(
         for twin, tensor in zip(twins, tensors, strict=True):
             twin.copy_(tensor)
 
+    def read_anew() -> None:
+        move(os.preadv, fd, [torch.empty_like(tensor) for tensor in tensors])
+
     seconds: dict[str, list[float]] = {}
     trim()
     for repeat in range(repeats + 1):  # the first one warms up
@@ -99,6 +103,8 @@ def bench_offload(
         took["enter"] = timed(lambda: offload.enter("state"))
         took["write"] = timed(lambda: move(os.pwritev, fd, tensors))
         took["read"] = timed(lambda: move(os.preadv, fd, tensors))
+        took["read, new memory"] = timed(read_anew)
+        trim()
         took["memcpy"] = timed(copy)
         for name, value in took.items():
             seconds.setdefault(name, [])
@@ -112,7 +118,7 @@ def bench_offload(
 
 
 def bench_run(folder: str, num_steps: int) -> dict[str, float]:
-    """Seconds of a colocated run by what its processes were doing, and in all."""
+    """Seconds of a colocated run's steps, and what each process spent on moving memory in them."""
     run_dir = Path(folder) / "run"
     command = [
         *(sys.executable, "-m", "llamarl", "train", f"--config-dir={RECIPE}", f"run_dir={run_dir}"),
@@ -124,11 +130,11 @@ def bench_run(folder: str, num_steps: int) -> dict[str, float]:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = {"run_s": sum(line["time/step_s"] for line in lines if "time/step_s" in line)}
+    found = {"steps, s": sum(line["time/step_s"] for line in lines if "time/step_s" in line)}
     for path in span_files(run_dir / "spans"):
         for span in SpanReader(path).read():
-            if span.name in ("leave", "enter"):
-                key = f"{path.stem}_{span.name}_s"
+            if span.name in ("offload", "reload"):
+                key = f"{path.stem}, {span.name}, s"
                 found[key] = found.get(key, 0.0) + (span.end_ns - span.start_ns) / 1e9
     return found
 
@@ -148,7 +154,7 @@ def main() -> None:
     print(f"{num_bytes / 1e6:.0f} MB of trainer state, {arguments.repeats} repeats")
     for name, values in seconds.items():
         median_s = statistics.median(values)
-        print(f"    {name:8}{median_s:9.3f} s{num_bytes / median_s / 1e9:8.2f} GB/s")
+        print(f"    {name:18}{median_s:9.3f} s{num_bytes / median_s / 1e9:8.2f} GB/s")
 
     def share(floor: str, name: str) -> float:
         pairs = zip(seconds[floor], seconds[name], strict=True)
@@ -157,10 +163,12 @@ def main() -> None:
     results = {
         "leave_share_of_write": share("write", "leave"),
         "enter_share_of_read": share("read", "enter"),
+        "enter_share_of_read_new": share("read, new memory", "enter"),
         "freed_share": freed,
     }
     print(f"    leave has {results['leave_share_of_write']:.0%} of the speed of plain writes,")
-    print(f"    enter {results['enter_share_of_read']:.0%} of that of plain reads;")
+    print(f"    enter {results['enter_share_of_read']:.0%} of that of plain reads, and")
+    print(f"    {results['enter_share_of_read_new']:.0%} of that of reads into new memory;")
     print(f"    {freed:.1%} of the memory was free in between")
     details: dict[str, object] = {"num_bytes": num_bytes, "seconds": seconds}
     if arguments.run:
@@ -169,7 +177,7 @@ def main() -> None:
         details["run"] = run
         print("a colocated run of 5 steps, seconds")
         for name, value in run.items():
-            print(f"    {name:28}{value:8.2f}")
+            print(f"    {name:28}{value:8.3f}")
     if arguments.json:
         arguments.json.write_text(json.dumps({**results, **details}, indent=2) + "\n")
 
