@@ -119,25 +119,28 @@ class MappedOutlet:
     ) -> None:
         devices = set()
         for whole in copies:
-            offer = offers[whole.target_rank]
+            offer, dtype = offers[whole.target_rank], getattr(torch, whole.target_dtype)
             if offer.host != self._host:
                 raise RuntimeError(
                     f"memory must be of host {self._host} to be mapped, got generator "
                     f"{offer.replica} rank {offer.rank} on {offer.host}"
                 )
-            flat = self._flat(offer, getattr(torch, whole.target_dtype))
-            devices.add(flat.device)  # not the tensor: it would keep the mapping
-            for copy in cut(whole, PIECE_BYTES // flat.itemsize):
-                carry(copy, flat.as_strided(copy.shape, copy.target_strides, copy.target_offset))
-            del flat
+            for copy in cut(whole, PIECE_BYTES // dtype.itemsize):
+                with self._lock:  # so that nothing is written any more once `close` has returned
+                    flat = self._flat(offer, dtype)
+                    devices.add(flat.device)  # not the tensor: it would keep the mapping
+                    carry(
+                        copy, flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+                    )
+                    del flat
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self._unmap_devices()
 
     def close(self) -> None:
+        self._is_closed = True  # the piece that is being written is the last one
         with self._lock:
-            self._is_closed = True
             for opened in self._opened.values():
                 opened.close()
             self._opened.clear()
@@ -149,15 +152,14 @@ class MappedOutlet:
                 self._opened.pop(address).close()
 
     def _flat(self, offer: Offer, dtype: torch.dtype) -> Tensor:
-        """The offered memory, mapped once."""
-        with self._lock:
-            if self._is_closed:
-                raise TargetLost(f"generator {offer.replica} was disconnected")
-            if offer.address not in self._opened:
-                try:
-                    self._opened[offer.address] = Opened(offer.address, offer.num_bytes)
-                except RuntimeError as error:
-                    raise TargetLost(
-                        f"memory of generator {offer.replica} rank {offer.rank}: {error}"
-                    ) from error
-            return self._opened[offer.address].flat(dtype)
+        """The offered memory, mapped once; with the lock held."""
+        if self._is_closed:
+            raise TargetLost(f"generator {offer.replica} was disconnected")
+        if offer.address not in self._opened:
+            try:
+                self._opened[offer.address] = Opened(offer.address, offer.num_bytes)
+            except RuntimeError as error:
+                raise TargetLost(
+                    f"memory of generator {offer.replica} rank {offer.rank}: {error}"
+                ) from error
+        return self._opened[offer.address].flat(dtype)

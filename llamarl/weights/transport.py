@@ -34,7 +34,8 @@ class Outlet(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the targets' memory; a write that runs ends with TargetLost."""
+        """Let go of the targets' memory: a write that runs ends with TargetLost, and what it still
+        carries reaches no memory that is offered again."""
 
 
 class Inlet(Protocol):

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from llamarl.weights.arena import Arena
 from llamarl.weights.comparison import MODULUS, compare
 from llamarl.weights.errors import FingerprintMismatch, StaleVersion, TargetLost
 from llamarl.weights.layout import Box, ParameterLayout, Route
+from llamarl.weights.mapped import MappedOutlet
 from llamarl.weights.plan import plan
 from llamarl.weights.writer import Writer
 
@@ -122,6 +124,39 @@ def test_the_sender_casts(arena) -> None:
     assert torch.equal(small.flip(0, 0).view(6, 4), weights.bfloat16())
     writer.close()
     small.close()
+
+
+def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
+    """Not even by a copy that was on its way: the memory may be offered anew by then."""
+    outlet, copies = MappedOutlet("here"), 2 * list(ends.route.copies)
+    begun, may_end, outcome = threading.Event(), threading.Event(), []
+
+    def carry(copy, target):
+        begun.set()
+        may_end.wait()
+        target.fill_(7)
+
+    def write():
+        try:
+            outlet.write(0, copies, {0: ends.arena.offer(0, 0)}, carry)
+        except TargetLost as error:
+            outcome.append(error)
+
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    begun.wait()
+    closing = threading.Thread(target=outlet.close, daemon=True)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    may_end.set()
+    closing.join(10)
+    found = ends.arena.shadow.clone()
+    ends.arena.shadow.zero_()
+    writing.join(10)
+    assert 0 < (found == 7).sum() < 24
+    assert not ends.arena.shadow.any()
+    assert len(outcome) == 1
 
 
 def test_calls_in_a_wrong_order_are_refused_and_change_nothing(arena) -> None:
