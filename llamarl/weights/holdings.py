@@ -25,11 +25,12 @@ from llamarl.weights.errors import StaleVersion
 
 @dataclass(slots=True)
 class _Set:
-    """Tensors by buffer name; `version` None: not to be read."""
+    """Tensors by buffer name; `version` None: not to be read. `owed`: for whom a snapshot stays."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: int | None = None
     num_reading: int = 0
+    owed: set[int] = field(default_factory=set)
 
 
 class Holdings:
@@ -87,6 +88,7 @@ class Holdings:
         with self._changed:
             self._targets.discard(replica)
             self._owed.discard(replica)
+            self._drop_snapshot(replica)
 
     def settle(self, replica: int, version: int) -> None:
         """A write of `version` to `replica` was completed."""
@@ -94,13 +96,16 @@ class Holdings:
             if version == self._present.version:
                 self._is_announced = True
                 self._owed.discard(replica)
+            if self._older.version is not None and version >= self._older.version:
+                self._drop_snapshot(replica)
 
     def begin_step(self) -> None:
         """Return once the caller may change the present tensors; they have no version then.
 
         Takes a snapshot if a replica is owed the present version: one that is connected, while
         some write of that version has begun or it was announced, and whose own write has not been
-        completed. It replaces the snapshot before, in the same memory.
+        completed. It replaces the snapshot before, in the same memory, and is given back when
+        nobody is owed it any more.
         """
         with self._changed:
             version = self._present.version
@@ -115,7 +120,9 @@ class Holdings:
                     self._older.tensors[name].copy_(tensor)
         with self._changed:
             if is_needed:
-                self._older.version = version
+                self._older.version, self._older.owed = version, set(self._owed)
+                if not self._owed:  # they got it meanwhile
+                    self._older = _Set()
             self._close(self._present)
 
     def release(self) -> None:
@@ -150,6 +157,13 @@ class Holdings:
             with self._changed:
                 held.num_reading -= 1
                 self._changed.notify_all()
+
+    def _drop_snapshot(self, replica: int) -> None:
+        """With the lock held: this replica needs it no more; the last one's word frees it."""
+        if replica in self._older.owed:
+            self._older.owed.discard(replica)
+            if not self._older.owed:
+                self._older = _Set()  # who still reads it holds its memory
 
     def _close(self, held: _Set) -> None:
         """With the lock held: let no new copy read the set, and wait for those that do."""

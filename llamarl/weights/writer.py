@@ -73,12 +73,12 @@ class Writer(Holdings):
             self._require_own(copy)
         _, before = self._routes.pop(replica, ([], None))
         self._written.pop(replica, None)
-        self.forget(replica)
         if before is not None:
             before.close()
-        if route is not None:
-            self._routes[replica] = mine, self._outlet(route) if mine else None
-            self.owe(replica)
+        if route is None:
+            return self.forget(replica)
+        self._routes[replica] = mine, self._outlet(route) if mine else None
+        self.owe(replica)
 
     def close(self) -> None:
         """Drop all routes."""

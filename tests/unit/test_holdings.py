@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -68,6 +69,27 @@ def test_a_step_keeps_a_snapshot_only_for_replicas_that_are_owed_the_version() -
     step(holdings, 6)  # nobody is left
     with pytest.raises(StaleVersion):
         read(holdings, 5)
+
+
+@pytest.mark.parametrize("ending", ["settle", "settle newer", "forget"])
+def test_a_snapshot_that_nobody_is_owed_any_more_gives_back_its_memory(ending) -> None:
+    holdings = held(1)
+    for replica in (0, 1):
+        holdings.owe(replica)
+    holdings.announce()
+    step(holdings, 2)
+    memory = weakref.ref(holdings._older.tensors["w"])
+    for replica in (0, 1):
+        assert read(holdings, 1) == 1
+        assert memory() is not None
+        if ending == "forget":
+            holdings.forget(replica)
+        else:
+            holdings.settle(replica, 2 if ending == "settle newer" else 1)
+    assert memory() is None
+    with pytest.raises(StaleVersion):
+        read(holdings, 1)
+    assert read(holdings, 2) == 2
 
 
 def test_a_step_waits_for_the_copy_that_runs_and_no_longer() -> None:
