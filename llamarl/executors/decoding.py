@@ -103,8 +103,9 @@ class Decoding:
             num_bytes = self._offload.leave("kv", tensors, keep=is_kept)
         else:
             live = self._arena.live.data_ptr()
-            shadow = [flat for flat in self._arena.movable() if flat.data_ptr() != live]
-            tensors += [flat for flat in self._arena.movable() if flat.data_ptr() == live]
+            movable = self._arena.movable()
+            shadow = [flat for flat in movable if flat.data_ptr() != live]
+            tensors += [flat for flat in movable if flat.data_ptr() == live]
             num_bytes = self._offload.leave("weights", tensors)
             num_bytes += self._offload.leave("shadow", shadow, keep=False)
         self._away.add(kind)

@@ -33,6 +33,7 @@ from llamarl.protocols import Storage
 from llamarl.types import Request, Row
 from llamarl.weights.arena import Arena
 from llamarl.weights.layout import Offer, RankLayout, Route
+from llamarl.weights.parts import BUFFER
 from llamarl.weights.shared_memory import this_host
 from llamarl.weights.transport import Rdma
 from llamarl.weights.writer import Writer
@@ -40,7 +41,6 @@ from llamarl.weights.writer import Writer
 T = TypeVar("T")
 
 GATHER_S = 0.05  # several decode steps: a fraction of the messages, and nobody waits for one row
-BUFFER = "arena"
 
 
 class GeneratorExecutor:
@@ -83,7 +83,8 @@ class GeneratorExecutor:
         self._error: BaseException | None = None
         self._compute: ComputeThread | None = None
         self._decoding: Decoding | None = None
-        self._prepared: tuple[Tensor, Any] | None = None
+        self._prepared: tuple[Tensor, Any] | None = None  # of the part that is open
+        self._opening: object = None  # another one at every offer
         self._decode_text: Callable[..., str] | None = None
         self._exit = contextlib.ExitStack()
 
@@ -167,6 +168,7 @@ class GeneratorExecutor:
         await self._has_weights.wait()
         was_unpublished = self._is_unpublished.is_set()
         self._is_unpublished.clear()
+        self._opening, self._prepared = object(), None
         try:
             return await asyncio.to_thread(self._arena.offer, version, part)
         except BaseException:
@@ -177,11 +179,14 @@ class GeneratorExecutor:
     async def fingerprint(self, version: int, part: int) -> dict[str, int]:
         """Fingerprints of the part in the shadow memory, by parameter, once it has arrived."""
         self._alive()
+        opening = self._opening
         with self._spans.span("fingerprint", "publish", version=version):
             prints = await asyncio.to_thread(self._arena.fingerprint, version, part)
         if self._weights.shadow != "bucket":
             with self._spans.span("prepare", "publish", version=version):
-                self._prepared = await asyncio.to_thread(self._prepare)
+                prepared = await asyncio.to_thread(self._prepare)
+            if self._opening is opening:  # else what it was made of has been overwritten
+                self._prepared = prepared
         return prints
 
     async def flip(self, version: int, part: int) -> int:
@@ -200,7 +205,7 @@ class GeneratorExecutor:
                 raise
             self._fail(error)
             raise
-        self._prepared = None
+        self._opening = self._prepared = None
         self._is_unpublished.set()
 
     # Sender

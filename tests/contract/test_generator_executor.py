@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 import torch
 
@@ -11,10 +14,13 @@ from tests.contract.generator_contract import *  # noqa: F403 - the questions, a
 from tests.contract.generator_contract import (
     EngineCase,
     MemoryStorage,
+    connect,
     drive,
     gather,
     make,
+    make_source,
     request,
+    send,
 )
 
 
@@ -62,6 +68,48 @@ def test_an_engine_error_comes_out_of_collect_with_its_traceback(
             await generator.submit([request(1)])
 
     drive(EngineCase(config=EmbeddedConfig, checkpoint=checkpoint), run_dir, scenario)
+
+
+def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
+    checkpoint: str, run_dir: str
+) -> None:
+    """They were made of memory that the next version overwrote meanwhile."""
+    case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
+
+    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+        engine, may_end = generator._decoding.engine, threading.Event()
+        prepare, flip = engine.prepare, engine.flip
+        made: list[object] = []
+        used: list[object] = []
+
+        def slow_at_first(flat: torch.Tensor) -> object:
+            weights = prepare(flat)
+            made.append(weights)
+            if len(made) == 1:
+                may_end.wait()
+            return weights
+
+        def seen(weights: object, version: int) -> int:
+            used.append(weights)
+            return flip(weights, version)
+
+        engine.prepare, engine.flip = slow_at_first, seen
+        source = make_source(case)
+        await connect(source, generator)
+        source.present(1)
+        source.write(1, [await generator.offer(1, 0)])
+        late = asyncio.create_task(generator.fingerprint(1, 0))
+        while not made:
+            await asyncio.sleep(0.001)
+        await generator.discard(1)
+        source.present(2)
+        await send(source, generator, 2, 0)
+        may_end.set()
+        await late
+        await generator.flip(2, 0)
+        assert used[0] is made[1]
+
+    drive(case, run_dir, scenario, config={"quantization": "int8", "kv_after_flip": "recompute"})
 
 
 def test_ranks_that_the_config_does_not_know_are_refused(checkpoint: str, run_dir: str) -> None:
