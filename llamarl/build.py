@@ -195,7 +195,7 @@ def _publisher(
         {index: group.every for index, group in executors.generators.items()},
         spans,
         weights,
-        rendezvous_folder=f"{run_dir}/.routes",
+        rendezvous_folder=f"{run_dir}/.rendezvous-routes",
         generator_device=config.generator.device,
         on_flip=flipped,
         on_lost=lost,

@@ -190,7 +190,7 @@ def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
-    """A cluster that is stopped at the end, also on SIGTERM."""
+    """A cluster that is stopped at the end, also on SIGTERM; where ranks met is removed then."""
     cluster = make_cluster(
         config.cluster, spans_folder=f"{run_dir}/spans", logs_folder=f"{run_dir}/logs"
     )
@@ -203,6 +203,8 @@ async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
         await cluster.stop()
+        for path in Path(run_dir).glob(".rendezvous-*"):  # a killed run's too
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 async def _until_lost(work: Coroutine[Any, Any, Any], executors: Executors) -> Any:

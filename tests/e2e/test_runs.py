@@ -146,6 +146,7 @@ def test_a_run_leaves_everything_it_promises(run_dir: Path) -> None:
     assert list((run_dir / "tensorboard").iterdir())
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"step-00000003", "step-00000006"}
+    assert [path.name for path in run_dir.glob(".*")] == [".lock"], "where ranks met is gone"
 
 
 def test_every_rollout_has_exactly_one_fate(run_dir: Path) -> None:
