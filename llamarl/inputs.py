@@ -17,6 +17,7 @@ from llamarl.data.prompts import read_prompts
 from llamarl.data.requests import read_lengths
 from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.generation.vllm.installed import check_installed
+from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_checkpoint
 from llamarl.rewards.functions import check_answers, check_rewards
@@ -44,6 +45,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
     architecture = check_checkpoint(checkpoint)
+    if isinstance(config.generator, VllmConfig):
+        check_limits(config.generator, architecture)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
     task_source = _task_source(config)

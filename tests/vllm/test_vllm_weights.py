@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.generation.vllm.limits import CPU_HEAD_SIZES
 from llamarl.types import FinishReason
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import as_vllm_loads, drain, flip, make_engine, request, step
@@ -88,6 +89,7 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
     ((folder, _), _) = write_versions(tmp_path, "llama")
     for changes, words in [
         ({"kv_cache_bytes": 1000}, "generator.kv_cache_bytes must be at least"),
+        ({"kv_cache_bytes": 1 << 50}, "vLLM cannot run .* Decrease generator.kv_cache_bytes"),
         ({"device": "cuda"}, "generator.device must be cpu"),
         ({"num_ranks": 3}, "generator.num_ranks must divide"),
         ({"max_context_tokens": 4096, "kv_cache_bytes": 1 << 28}, "vLLM cannot run .*4096"),
@@ -97,10 +99,12 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words) as raised:
             make_engine(folder, **changes)
         assert "\n" not in str(raised.value)
-    config = Path(folder, "config.json")
-    config.write_text(config.read_text().replace('"head_dim": 32', '"head_dim": 24'))
-    with pytest.raises(ValueError, match=r"head size must be one of 32, 64, .* got 24"):
-        make_engine(folder)
+
+
+def test_the_head_sizes_that_are_refused_are_those_of_vllm() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])

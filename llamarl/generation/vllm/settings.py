@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from llamarl.config import VllmConfig
-from llamarl.generation.parameters import DTYPES
+from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import MODEL_TYPES, Architecture
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
@@ -66,7 +66,7 @@ def make_core(
     `rendezvous` is a path that no other replica uses; with one rank it may be empty. ValueError,
     in one line, if vLLM cannot run this checkpoint with this config on this machine.
     """
-    _check(config, architecture, num_ranks)
+    _check(config, architecture)
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -158,9 +158,8 @@ def _keep_weights_plain() -> None:
     utils.dispatch_cpu_unquantized_gemm = keep
 
 
-def _check(config: VllmConfig, architecture: Architecture, num_ranks: int) -> None:
+def _check(config: VllmConfig, architecture: Architecture) -> None:
     """What can be told without building the model; ValueError."""
-    a = architecture
     if torch.distributed.is_initialized():
         raise ValueError(
             "generator=vllm must have a process of its own for each rank (cluster=monarch), "
@@ -168,38 +167,7 @@ def _check(config: VllmConfig, architecture: Architecture, num_ranks: int) -> No
         )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
-    if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
-        raise ValueError(
-            f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
-            f"{a.intermediate_size} intermediate channels, got {num_ranks}"
-        )
-    if a.num_kv_heads % num_ranks and num_ranks % a.num_kv_heads:
-        raise ValueError(
-            f"generator.num_ranks must divide the checkpoint's {a.num_kv_heads} key-value heads or "
-            f"be a multiple of them, got {num_ranks}"
-        )
-    if config.device == "cpu":
-        _check_cpu(config, architecture)
-    num_blocks = -(-config.max_context_tokens // config.block_size) + 1  # vLLM keeps one empty
-    kv_heads = max(a.num_kv_heads // num_ranks, 1)
-    token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * DTYPES[config.dtype].itemsize
-    needed_bytes = num_blocks * config.block_size * token_bytes
-    if config.kv_cache_bytes < needed_bytes:
-        raise ValueError(
-            f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
-            f"{config.max_context_tokens} tokens, got {config.kv_cache_bytes}"
-        )
-
-
-def _check_cpu(config: VllmConfig, architecture: Architecture) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if architecture.head_dim not in sizes:
-        raise ValueError(
-            f"the checkpoint's head size must be one of {', '.join(map(str, sizes))} "
-            f"(vLLM on CPU), got {architecture.head_dim}"
-        )
+    check_limits(config, architecture)
 
 
 def _meeting(rendezvous: str, run_id: str) -> str:
@@ -221,4 +189,7 @@ def _one_line(error: Exception) -> str:
     """The first line that says something: pydantic and vLLM write several."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "validation error" not in line]
-    return (telling or lines or [type(error).__name__])[0].split(" [type=")[0]
+    line = (telling or lines or [type(error).__name__])[0].split(" [type=")[0]
+    return line.replace(
+        "--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE", "generator.kv_cache_bytes"
+    )

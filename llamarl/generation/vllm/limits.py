@@ -1,0 +1,43 @@
+"""What vLLM cannot run, as far as can be told without it.
+
+Owns: the bounds that follow from config and architecture alone. Does not own: what only vLLM itself
+or the machine can say (`settings.py`). Invariant: imports neither vLLM nor torch, because the
+controller's process asks before any other process starts.
+"""
+
+from __future__ import annotations
+
+from llamarl.config import VllmConfig
+from llamarl.models.architecture import Architecture
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def check_limits(config: VllmConfig, architecture: Architecture) -> None:
+    """ValueError, in one line, if vLLM cannot run this architecture with this config."""
+    a, num_ranks = architecture, config.num_ranks
+    if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
+        raise ValueError(
+            f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
+            f"{a.intermediate_size} intermediate channels, got {num_ranks}"
+        )
+    if a.num_kv_heads % num_ranks and num_ranks % a.num_kv_heads:
+        raise ValueError(
+            f"generator.num_ranks must divide the checkpoint's {a.num_kv_heads} key-value heads or "
+            f"be a multiple of them, got {num_ranks}"
+        )
+    if config.device == "cpu" and a.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"the checkpoint's head size must be one of {', '.join(map(str, CPU_HEAD_SIZES))} "
+            f"(vLLM on CPU), got {a.head_dim}"
+        )
+    num_blocks = -(-config.max_context_tokens // config.block_size) + 1  # vLLM keeps one empty
+    kv_heads = max(a.num_kv_heads // num_ranks, 1)
+    token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * ELEMENT_BYTES[config.dtype]
+    needed_bytes = num_blocks * config.block_size * token_bytes
+    if config.kv_cache_bytes < needed_bytes:
+        raise ValueError(
+            f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
+            f"{config.max_context_tokens} tokens, got {config.kv_cache_bytes}"
+        )

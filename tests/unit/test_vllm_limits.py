@@ -1,0 +1,77 @@
+"""What vLLM cannot run is refused from config and architecture alone, without it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import VllmConfig
+from llamarl.generation.vllm.limits import check_limits
+from llamarl.models.architecture import read_architecture
+from tests.unit.test_inputs import RECIPE, read
+from tests.unit.test_vllm_installed import install
+
+ARCHITECTURE = read_architecture(str(RECIPE / "checkpoint"))  # 4 heads of 32, 2 for keys, 3 layers
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_fits_is_accepted(num_ranks: int) -> None:
+    check_limits(VllmConfig(num_ranks=num_ranks, max_context_tokens=256), ARCHITECTURE)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        ({"num_ranks": 3}, {}, "generator.num_ranks must divide the checkpoint's 4 attention"),
+        ({"num_ranks": 8}, {"intermediate_size": 12}, "and 12 intermediate channels, got 8"),
+        ({"num_ranks": 4}, {"num_kv_heads": 3}, "checkpoint's 3 key-value heads or be a multiple"),
+        ({}, {"head_dim": 24}, "head size must be one of 32, 64, .* (vLLM on CPU), got 24"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_or_computed_is_refused_in_one_line(
+    config: dict, changes: dict, words: str
+) -> None:
+    pattern = re.escape(words).replace(r"\.\*", ".*")
+    with pytest.raises(ValueError, match=pattern) as raised:
+        check_limits(VllmConfig(**config), replace(ARCHITECTURE, **changes))
+    assert "\n" not in str(raised.value)
+
+
+def test_the_kv_cache_must_hold_one_rollout_and_an_empty_block() -> None:
+    # 128 tokens in blocks of 32: 5 blocks, keys and values, 3 layers, 2 heads of 32, 4 bytes
+    needed_bytes = 5 * 32 * 2 * 3 * 2 * 32 * 4
+    config = VllmConfig(max_context_tokens=128, kv_cache_bytes=needed_bytes)
+    check_limits(config, ARCHITECTURE)
+    half = replace(config, num_ranks=2, dtype="bfloat16", kv_cache_bytes=needed_bytes // 4)
+    check_limits(half, ARCHITECTURE)
+    for each in (config, half):
+        small = replace(each, kv_cache_bytes=each.kv_cache_bytes - 1)
+        with pytest.raises(ValueError, match=f"must be at least {each.kv_cache_bytes}, which hold"):
+            check_limits(small, ARCHITECTURE)
+
+
+@pytest.mark.parametrize(
+    ("version", "override", "words"),
+    [
+        ("0.31.1", "", "must have vllm 0.32.0 installed .*, got 0.31.1"),
+        ("0.32.0", "generator.num_ranks=3", "generator.num_ranks must divide"),
+        ("0.32.0", "generator.kv_cache_bytes=1000", "generator.kv_cache_bytes must be at least"),
+        ("0.32.0", "model.checkpoint={mamba}", "'mamba'"),
+    ],
+)
+def test_a_run_is_refused_with_its_inputs(
+    version: str, override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(RECIPE / "checkpoint", tmp_path / "mamba")
+    config_file = tmp_path / "mamba" / "config.json"
+    config_file.write_text(config_file.read_text().replace('"llama"', '"mamba"'))
+    overrides = ["generator=vllm", override.format(mamba=tmp_path / "mamba")]
+    with pytest.raises(ValueError, match=words) as raised:
+        read(RECIPE, [each for each in overrides if each])
+    assert "\n" not in str(raised.value)
