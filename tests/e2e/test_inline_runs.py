@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.forks import Forks
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
+Command = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = [
     "cluster=inline",
     "num_steps=2",
@@ -26,15 +29,21 @@ SMALL = [
 ]
 
 
-def llamarl(command: str, recipe: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "llamarl", command, f"--config-dir={recipe}", *overrides],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def llamarl(forks: Forks) -> Command:
+    """Runs a command on a recipe with overrides."""
+
+    def run(command: str, recipe: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+        return forks.run(command, f"--config-dir={recipe}", *overrides)
+
+    return run
 
 
 def archive(run_dir: Path) -> list[dict[str, object]]:
@@ -61,7 +70,7 @@ def archive(run_dir: Path) -> list[dict[str, object]]:
         "part by part",
     ],
 )
-def test_variants_run(overrides: list[str], tmp_path: Path) -> None:
+def test_variants_run(overrides: list[str], llamarl: Command, tmp_path: Path) -> None:
     done = llamarl("train", RECIPE, *SMALL, *overrides, f"run_dir={tmp_path}")
     assert done.returncode == 0, done.stderr + done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -74,7 +83,9 @@ def test_variants_run(overrides: list[str], tmp_path: Path) -> None:
         assert summary["staleness_max"] == 0
 
 
-def test_a_run_in_turns_gives_the_same_bits_whether_memory_is_moved_or_not(tmp_path: Path) -> None:
+def test_a_run_in_turns_gives_the_same_bits_whether_memory_is_moved_or_not(
+    llamarl: Command, tmp_path: Path
+) -> None:
     exports = {}
     for offload in ("file", "none"):
         done = llamarl(
@@ -98,7 +109,7 @@ def test_a_run_in_turns_gives_the_same_bits_whether_memory_is_moved_or_not(tmp_p
     assert exports["file"][-1000:] != start[-1000:], "nothing was trained"
 
 
-def test_evaluate_scores_a_checkpoint(tmp_path: Path) -> None:
+def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
     done = llamarl(
         "evaluate", RECIPE, "cluster=inline", "evaluation.max_prompts=32", f"run_dir={tmp_path}"
     )
@@ -107,7 +118,7 @@ def test_evaluate_scores_a_checkpoint(tmp_path: Path) -> None:
     assert "prompts 32" in done.stdout
 
 
-def test_multirun_makes_one_folder_per_combination(tmp_path: Path) -> None:
+def test_multirun_makes_one_folder_per_combination(llamarl: Command, tmp_path: Path) -> None:
     done = llamarl(
         "train", RECIPE, *SMALL, "--multirun", "seed=0,1", f"run_dir={tmp_path}", "num_steps=1"
     )
@@ -116,7 +127,7 @@ def test_multirun_makes_one_folder_per_combination(tmp_path: Path) -> None:
         assert json.loads((tmp_path / job / "summary.json").read_text())["steps"] == 1
 
 
-def test_a_users_own_task_is_rewarded_by_its_code(tmp_path: Path) -> None:
+def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     recipe.mkdir()
     (recipe / "task.py").write_text(
@@ -147,7 +158,9 @@ def test_the_help_names_the_commands() -> None:
     assert "evaluate" in done.stdout
 
 
-def test_a_full_disk_at_the_end_is_one_line_and_leaves_the_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end_is_one_line_and_leaves_the_checkpoint(
+    llamarl: Command, tmp_path: Path
+) -> None:
     (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
     done = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
     assert done.returncode == 2
@@ -161,7 +174,7 @@ def test_a_full_disk_at_the_end_is_one_line_and_leaves_the_checkpoint(tmp_path: 
     assert json.loads((tmp_path / "summary.json").read_text())["rollouts_trained"] == 2 * 4 * 8
 
 
-def test_a_failure_shows_its_own_traceback_once(tmp_path: Path) -> None:
+def test_a_failure_shows_its_own_traceback_once(llamarl: Command, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
     (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1 / 0\n")
@@ -173,7 +186,7 @@ def test_a_failure_shows_its_own_traceback_once(tmp_path: Path) -> None:
     assert "ExceptionGroup" not in done.stderr
 
 
-def test_a_run_without_signal_stops_and_says_why(tmp_path: Path) -> None:
+def test_a_run_without_signal_stops_and_says_why(llamarl: Command, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
     (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1\n")
@@ -184,7 +197,7 @@ def test_a_run_without_signal_stops_and_says_why(tmp_path: Path) -> None:
     assert "no trainable group among the last 12 (12 x equal_rewards)" in done.stderr
 
 
-def test_a_run_folder_belongs_to_one_run(tmp_path: Path) -> None:
+def test_a_run_folder_belongs_to_one_run(llamarl: Command, tmp_path: Path) -> None:
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
@@ -214,7 +227,9 @@ BAD_INPUTS = {
 
 
 @pytest.mark.parametrize(("overrides", "words"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input_is_one_clear_line(overrides: list[str], words: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_line(
+    overrides: list[str], words: str, llamarl: Command, tmp_path: Path
+) -> None:
     done = llamarl("train", RECIPE, *overrides, f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 2
     assert done.stderr.startswith("llamarl: ")
@@ -224,7 +239,7 @@ def test_bad_input_is_one_clear_line(overrides: list[str], words: str, tmp_path:
     assert not (tmp_path / "run").exists(), "an empty folder would look like a run"
 
 
-def test_a_bad_command_or_recipe_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_bad_command_or_recipe_is_one_clear_line(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("a: [\n")
     (tmp_path / "file").write_text("")
     recipe = f"--config-dir={RECIPE}"
@@ -236,7 +251,6 @@ def test_a_bad_command_or_recipe_is_one_clear_line(tmp_path: Path) -> None:
         ["train", "--config-dir", str(tmp_path)],
         ["train", recipe, f"run_dir={tmp_path / 'file'}"],
     ):
-        command = [sys.executable, "-m", "llamarl", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = forks.run(*arguments)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,102 @@
+"""`llamarl` commands as processes of their own, forked off one that has done the imports.
+
+Those take most of the time of a short run. What a command does is the same: the arguments go to
+`main`, output to pipes of its own, and the exit code comes back.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from llamarl.build import EXECUTORS
+
+LIMIT_S = 120
+IMPORTS = ("llamarl.main", "torch._dynamo", "transformers")
+
+
+class Forks:
+    """Starts the process that commands are forked off; `close` ends it and what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `llamarl` with these arguments to its end."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        out, err = self._folder / "out", self._folder / "err"
+        watch = threading.Timer(LIMIT_S, self.close)
+        watch.start()
+        try:
+            self._server.stdin.write(json.dumps([str(out), str(err), arguments]) + "\n")
+            self._server.stdin.flush()
+            answer = self._server.stdout.readline()
+        finally:
+            watch.cancel()
+        assert answer, f"llamarl {' '.join(arguments)}: not done after {LIMIT_S} s"
+        code = int(answer)
+        return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        """Kill the process and all that it started."""
+        if self._server.poll() is None:
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+
+
+def serve() -> list[str]:
+    """Fork once per line of stdin. In the fork, returns the arguments; else never."""
+    for name in (*IMPORTS, *(where.split(":")[0] for where in EXECUTORS.values())):
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+    gc.freeze()
+    for line in sys.stdin:
+        out, err, arguments = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            for fd, path in ((0, os.devnull), (1, out), (2, err)):
+                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), fd)
+            return list(arguments)
+        _, status = os.waitpid(pid, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+    os._exit(0)
+
+
+def command(arguments: list[str]) -> int:
+    """What `llamarl` with these arguments exits with."""
+    from llamarl.main import main
+
+    sys.argv = ["llamarl", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = command(serve())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an orderly end would touch, and so copy, every page of the imports: a second
