@@ -19,6 +19,7 @@ from tests.contract.publishing import (
     GeneratorRanks,
     Remote,
     Trainer,
+    TrainerRank,
     World,
 )
 
@@ -256,6 +257,57 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
         asyncio.run(run())
     finally:
         victim.close()
+
+
+@pytest.mark.parametrize("call", ["offer", "write", "fingerprint", "flip"])
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_no_weights(
+    world, transport, call
+) -> None:
+    """Rank 1 is killed just before `call` on the first replica; the second gets it from there."""
+    victim = Remote(TrainerRank, 1)
+
+    async def run():
+        for replica, host in enumerate(world.hosts):
+            host.call("build", replica, ("sharded", "fused")[replica], "full")
+        generators = [Generator(host) for host in world.hosts]
+        trainer = Trainer([world.trainers[0], victim])
+        publisher = world.publisher(transport, "full", trainer, generators)
+        await publisher.connect()
+        await publisher.publish(train())
+
+        def kill(name, *args):
+            if name == call:
+                victim.close()
+
+        generators[0].before = kill
+        trainer.before = lambda offers: kill("write")
+        started_s = time.monotonic()
+        try:
+            version = train()
+            if call in ("fingerprint", "flip"):  # all that the trainer had to do is done
+                stats = await publisher.publish(version)
+                assert stats.num_running == {0: 3, 1: 3}
+                version = world.train()
+            with pytest.raises((EOFError, ConnectionError)):
+                await publisher.publish(version)
+            with pytest.raises((EOFError, ConnectionError)):
+                await publisher.watch()
+        finally:
+            await publisher.close()
+        assert time.monotonic() - started_s < 10
+        assert [host.call("reads")[1] for host in world.hosts] == [0, 0]
+
+    def train():
+        version = world.train()
+        victim.call("train", version)
+        return version
+
+    try:
+        asyncio.run(run())
+    finally:
+        victim.close()
+        world.trainers[0].call("connect", 0, None)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,0 +1,88 @@
+"""A generator that leaves its device: what the kernel gets back, and what the rollouts notice."""
+
+import asyncio
+import json
+
+import pytest
+
+from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
+from llamarl.executors.generator import GeneratorExecutor
+from llamarl.metrics.span import Spans
+from llamarl.types import RESPONSE_IDS, Request, Sampling
+from tests.distributed.training import MemoryStorage, make_checkpoint, resident_bytes
+
+BOTH = ["kv", "weights"]
+PROMPT = tuple(range(1, 30))
+
+
+@pytest.mark.parametrize("shadow", ["full", "bucket"])
+def test_a_generator_takes_its_memory_along_and_brings_it_back_unchanged(ranks, tmp_path, shadow):
+    folder = tmp_path / "checkpoint"
+    make_checkpoint(
+        folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=64, num_hidden_layers=4, max_position_embeddings=1024,
+    )  # fmt: skip
+    (seen,) = ranks(1).run(leave_twice, str(folder), str(tmp_path), shadow)
+    lines = (tmp_path / "generator-0.jsonl").read_text().splitlines()[1:]
+    moves = [move for move in map(json.loads, lines) if move["name"] == "offload"]
+    left = [sum(move["bytes"] for move in moves[i : i + 2]) for i in (0, 2)]
+    assert [move["kind"] for move in moves] == BOTH * 2
+    assert min(left) > 150e6
+    for shrunk, num_bytes in zip(seen["shrunk"], left, strict=True):
+        assert shrunk >= 0.8 * num_bytes
+    assert seen["addresses"][0] == seen["addresses"][1]
+    tokens = seen["tokens"]
+    assert seen["running"] == [1, 1]
+    assert len(tokens[0]) == 60
+    assert tokens[0] == tokens[1]
+
+
+async def leave_twice(rank, num_ranks, checkpoint, folder, shadow):
+    """The same rollout undisturbed and with two absences in its middle; a full cache."""
+    storage, spans = MemoryStorage({0: {}, 1: {}}), Spans("generator-0", folder)
+    generator = GeneratorExecutor(
+        rank=rank,
+        num_ranks=num_ranks,
+        spans=spans,
+        replica=0,
+        checkpoint=checkpoint,
+        load_weights=True,
+        config=EmbeddedConfig(max_running=8, max_context_tokens=768, heartbeat_s=0.2),
+        weights=WeightsConfig(shadow=shadow, bucket_bytes=1 << 24),
+        placement=PlacementConfig(colocated=True),
+        storage=storage,
+        tokenizer=checkpoint,
+        run_id="memory",
+        run_dir=folder,
+    )
+    await generator.start()
+    engine, arena = generator._decoding.engine, generator._arena
+    for memory in engine.movable("kv"):
+        memory.fill_(1.0)  # as after many rollouts: its pages are there
+    seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, arena)]}
+    for row_id, num_absences in ((0, 0), (1, 2)):
+        sampling = Sampling(max_tokens=60)
+        await generator.submit(
+            [Request(row_id=row_id, prompt_ids=PROMPT, sampling=sampling, seed=5)]
+        )
+        for _ in range(num_absences):
+            while not engine.num_running:
+                await asyncio.sleep(0.001)
+            seen["running"].append(engine.num_running)
+            arena.shadow.fill_(1.0)  # as a publish does
+            before = resident_bytes()
+            await generator.leave(BOTH)
+            seen["shrunk"].append(before - resident_bytes())
+            await generator.enter(BOTH)
+        while RESPONSE_IDS not in storage.cells[row_id]:
+            await generator.collect()
+    seen["addresses"].append(addresses(engine, arena))
+    seen["tokens"] = [storage.cells[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
+    await generator.close()
+    spans.close()
+    return seen
+
+
+def addresses(engine, arena):
+    tensors = [*engine.movable("kv"), *engine.movable("weights"), arena.live, arena.shadow]
+    return [tensor.data_ptr() for tensor in tensors]
