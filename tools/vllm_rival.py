@@ -24,6 +24,7 @@ from llamarl.types import Request, Sampling
 
 LLM, LLM_LOGPROBS, ENGINE = "vllm", "vllm_with_logprobs", "llamarl_vllm"
 WAYS = (LLM, LLM_LOGPROBS, ENGINE)
+WITH_LOGPROBS = (LLM_LOGPROBS, ENGINE)
 Run = Callable[[list[list[int]], int, bool], int]  # prompts, length, log-probs: tokens written
 BLOCK_TOKENS = 32
 KV_CACHE_BYTES = 1 << 30
