@@ -372,6 +372,28 @@ def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
     assert command.wait_until_gone(5.0) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["weights.timeout_s=60", "weights.timeout_s=2"])
+def test_the_run_goes_on_after_a_replica_stood_still_for_a_while(
+    limit: str, tmp_path: Path
+) -> None:
+    """It comes back, or a publish has given it up by then."""
+    command = train(tmp_path, "num_steps=25", "generator.num_replicas=2", limit)
+    wait_for_step(command, tmp_path, 2)
+    (victim,) = executors(command, "generator-1")
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(6)
+    os.kill(victim, signal.SIGCONT)
+    code, out, err = finish(command)
+    assert code == 0, err + out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 25
+    assert summary["staleness_max"] <= 1
+    rows = [row for row in read_archive(tmp_path) if row["fate"] == "trained"]
+    assert len(rows) == len({row["row_id"] for row in rows}) == 25 * 8 * 8
+    assert command.wait_until_gone(5.0) == []
+
+
 def test_a_finished_run_is_not_run_over(run_dir: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != ".lock"}
     code, _, err = finish(train(run_dir, "num_steps=2"))
