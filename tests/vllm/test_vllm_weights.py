@@ -110,14 +110,18 @@ def test_the_head_sizes_that_are_refused_are_those_of_vllm() -> None:
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
 @pytest.mark.parametrize("family", ["qwen25", "qwen3"])
 def test_a_publish_from_uneven_shards_is_what_vllm_would_load(
-    family: str, quantization: str, tmp_path: Path
+    family: str, quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "llamarl")
     (first, _), (_, new) = write_versions(tmp_path, family)
     weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
     engine = make_engine(first, quantization=quantization, dtype="bfloat16")
     try:
         assert engine.memory.is_staged == (quantization != "none")
         flip(engine, first, 0)
+        layers = "8, down_proj.weight, gate_up_proj.weight, o_proj.weight, qkv_proj.weight"
+        assert (f"derived at a flip: {layers}" in caplog.text) == engine.memory.is_staged
+        assert ("as loaded, direct: " in caplog.text) != engine.memory.is_staged
         engine.submit(request(0, max_tokens=12))
         step(engine, 4)
         (flat,) = publish([engine.memory], weights)

@@ -225,17 +225,17 @@ class VllmEngine:
     def _check_bound(self, prepared: Mapping[str, Tensor]) -> None:
         """At the first flip: the modules compute from what the memory holds; RuntimeError."""
         held = dict(self._model.named_parameters())
-        as_loaded = [n for n in prepared if _is_as_loaded(held[n], prepared[n])]
+        as_loaded = {n for n in prepared if _is_as_loaded(held[n], prepared[n])}
         is_copied = self.memory.is_staged or self._keeps_addresses
         for name in as_loaded if self.memory.is_staged else prepared:
             mine, theirs = held[name].data, prepared[name]
             if not (torch.equal(mine, theirs) if is_copied else mine.is_set_to(theirs)):
                 raise RuntimeError(f"vLLM's {name} is not what the weights' memory holds")
+        how = "copied at a flip" if is_copied else "direct"
+        derived = sorted({".".join(n.split(".")[-2:]) for n in prepared.keys() - as_loaded})
+        rest = f"; derived at a flip: {len(prepared) - len(as_loaded)}, {', '.join(derived)}"
         log.info(
-            "vLLM: %d of %d parameters as loaded, %s",
-            len(as_loaded),
-            len(prepared),
-            "staged: derived at each flip" if self.memory.is_staged else "direct",
+            "vLLM: parameters as loaded, %s: %d%s", how, len(as_loaded), rest if derived else ""
         )
 
     def _step(self) -> None:

@@ -87,6 +87,7 @@ def make_core(
         arguments = _arguments(checkpoint, config, num_ranks, RankExecutor)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
     except (ValueError, NotImplementedError, AssertionError) as error:
+        _leave_groups()
         raise ValueError(f"vLLM cannot run {checkpoint}: {_one_line(error)}") from error
     finally:
         shutil.rmtree(alone, ignore_errors=True)
@@ -100,14 +101,18 @@ def end_core(core: Any) -> None:
     Not `core.shutdown()`, which walks the whole heap: seconds on busy cores, and what nobody holds
     any more goes by itself.
     """
+    core.scheduler.shutdown()
+    _leave_groups()
+    gc.unfreeze()  # the core had taken everything made so far out of the collector's sight
+
+
+def _leave_groups() -> None:
     from vllm.distributed import parallel_state
     from vllm.envs import disable_envs_cache
 
-    core.scheduler.shutdown()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     disable_envs_cache()
-    gc.unfreeze()  # the core had taken everything made so far out of the collector's sight
 
 
 def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: type) -> Any:
