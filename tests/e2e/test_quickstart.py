@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_the_quickstart_learns_as_much_in_other_shapes(
     summary = quickstart(tmp_path, *overrides)
     assert summary["accuracy_after"] >= 0.93
     assert summary["staleness_max"] <= 1
+
+
+def test_attestation_costs_less_than_two_percent_of_the_steps(tmp_path: Path) -> None:
+    """Counted on the safe side: the whole write, whose fingerprint is computed on the way, and as
+    if nothing ran beside anything else."""
+    quickstart(tmp_path, "num_steps=10")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    seconds: Counter[str] = Counter()
+    for event in events:
+        if event["ph"] == "X":
+            seconds[event["name"]] += event["dur"] / 1e6
+    parts = {name: seconds[name] for name in ("fingerprint", "prepare", "write", "infer")}
+    assert all(parts.values()), parts
+    assert sum(parts.values()) < 0.02 * seconds["step"], (parts, seconds["step"])
 
 
 def test_nothing_is_learnt_without_a_learning_rate(tmp_path: Path) -> None:
