@@ -56,12 +56,10 @@ class Colocated:
     """Generators and trainer share a device and alternate on it.
 
     The generators work until a train turn's `when` returns, then from the end of the next handover.
-    A generator that is lost on the way is passed over; RuntimeError once none is left. `seconds` is
-    what moving took so far, by turn.
+    A generator that is lost on the way is passed over; RuntimeError once none is left.
     """
 
     def __init__(self, trainer: Tenant, generators: dict[int, Tenant], spans: Spans) -> None:
-        self.seconds = dict.fromkeys(TURNS, 0.0)
         self._trainer = trainer
         self._generators = dict(generators)
         self._spans = spans
@@ -140,5 +138,4 @@ class Colocated:
         start_ns = time.monotonic_ns()
         yield
         self._since_ns = time.monotonic_ns()
-        self.seconds[name] += (self._since_ns - start_ns) / 1e9
         self._spans.record("switch", start_ns, self._since_ns, "mark", to=name)

@@ -18,7 +18,6 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,14 +50,13 @@ class Offload:
 
     `kind`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned
     host memory) or "none" (nothing ever moves). `label` is unique in the folder, such as
-    `trainer-0`. ValueError if `folder` is missing or lies in memory. `seconds` is what the last
-    `leave` or `enter` took. Not thread-safe.
+    `trainer-0`. ValueError if `folder` is missing or lies in memory. Not
+    thread-safe.
     """
 
     def __init__(self, kind: str, folder: str, label: str) -> None:
         if kind == "file":
             _require_disk(folder)
-        self.seconds = 0.0
         self._kind = kind
         self._folder = folder
         self._label = label
@@ -75,7 +73,6 @@ class Offload:
         """
         if self._kind == "none" or name in self._left:
             return 0
-        start_s = time.monotonic()
         tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
         on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if on_cpu and self._kind == "pinned":
@@ -97,7 +94,6 @@ class Offload:
             torch.cuda.empty_cache()  # the allocator would keep it from the other process
         trim()
         self._left[name] = left
-        self.seconds = time.monotonic() - start_s
         return num_bytes
 
     def prefetch(self, name: str) -> None:
@@ -115,7 +111,6 @@ class Offload:
         left = self._left.get(name)
         if left is None:
             return 0
-        start_s = time.monotonic()
         for storage, size in left.storages:
             storage.resize_(size)
         if left.is_kept:
@@ -124,7 +119,6 @@ class Offload:
             for flat in _flat(left.storages):
                 flat.zero_()
         del self._left[name]
-        self.seconds = time.monotonic() - start_s
         return left.num_bytes
 
     def has_left(self, name: str) -> bool:

@@ -64,7 +64,7 @@ class Arena:
         rank: int,
         run_id: str,
         shadow: str = "full",
-        bucket_bytes: int = 1 << 28,
+        bucket_bytes: int = 1 << 25,
         device: torch.device | str = "cpu",
         host: str | None = None,
         rdma: Rdma | None = None,
@@ -138,13 +138,6 @@ class Arena:
         parameters = {name: by_name[name] for name in self._parameters}
         names = tuple(part.names for part in self._parts)
         return RankLayout(rank=self._rank, host=self._host, parameters=parameters, parts=names)
-
-    def live_layout(self) -> RankLayout:
-        """Where this rank has its boxes in `live`, as a source for others."""
-        names = (tuple(self._parameters),)
-        return RankLayout(
-            rank=self._rank, host=self._host, parameters=self._parameters, parts=names
-        )
 
     def connect(self, route: Route) -> None:
         """Receive over `route` from now on. Waits for the other ranks of a collective route.

@@ -254,10 +254,9 @@ class GeneratorRanks:
                 for rank, (parameters, size) in enumerate(generator_layout(kind))
             ]  # fmt: skip
             self._writers = []
-            for arena in self._arenas:
-                layout = arena.live_layout()
-                tensors = {"arena": arena.live}
-                writer = Writer(layout.rank, "here", tensors, layout.parameters, timeout_s=20)
+            for rank, (parameters, _) in enumerate(generator_layout(kind)):
+                arena = self._arenas[rank]
+                writer = Writer(rank, "here", {"arena": arena.live}, parameters, timeout_s=20)
                 arena.before_overwrite = writer.retire
                 self._writers.append(writer)
             self._expected = self._whole(-1)

@@ -139,8 +139,8 @@ def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
     def write():
         try:
             outlet.write(0, copies, {0: ends.arena.offer(0, 0)}, carry)
-        except TargetLost as error:
-            outcome.append(error)
+        except TargetLost:
+            outcome.append("lost")
 
     writing = threading.Thread(target=write, daemon=True)
     writing.start()
@@ -156,7 +156,7 @@ def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
     writing.join(10)
     assert 0 < (found == 7).sum() < 24
     assert not ends.arena.shadow.any()
-    assert len(outcome) == 1
+    assert outcome == ["lost"]
 
 
 def test_calls_in_a_wrong_order_are_refused_and_change_nothing(arena) -> None:
@@ -303,7 +303,6 @@ def test_an_arena_that_was_flipped_half_cannot_go_back(arena) -> None:
     assert split.layout().parts == (("w",), ("x",))
     assert split.shadow.numel() == 24
     assert split.layout().parameters["x"].boxes[0].offset == 0
-    assert split.live_layout().parameters["x"].boxes[0].offset == 24
     split.offer(0, 0)
     split.discard(0)  # nothing was flipped
     for part, live in ((0, None), (1, split.live)):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import time
 
 import pytest
 
@@ -211,18 +210,15 @@ def test_a_lost_trainer_ends_the_run():
         run(loop.run())
 
 
-def test_the_seconds_of_moving_are_counted_and_the_trace_shows_who_has_the_device(tmp_path):
+def test_the_trace_shows_who_has_the_device_and_when_it_changes_hands(tmp_path):
     loop = Loop(1, num_steps=2)
     loop.some_s = lambda: 1.0
     for tenant in (loop.trainer, *loop.generators.values()):
         tenant.move_s = loop.some_s
     spans = Spans("controller", tmp_path)
     loop.placement = Colocated(loop.trainer, loop.generators, spans)
-    start_s = time.monotonic()
     run(loop.run())
     spans.close()
-    assert set(loop.placement.seconds) == {"handover", "train"}
-    assert all(0 < s < time.monotonic() - start_s for s in loop.placement.seconds.values())
     lines = [json.loads(line) for line in (tmp_path / "controller.jsonl").read_text().splitlines()]
     turns = [line["who"] for line in lines if line.get("name") == "turn"]
     assert turns == ["both", *["generators", "trainer", "both"] * 2, "generators", "trainer"]
