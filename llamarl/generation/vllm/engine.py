@@ -37,7 +37,6 @@ from llamarl.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-COLDEST = 0.01  # vLLM quietly samples at this temperature when asked for a lower one
 
 
 class VllmEngine:
