@@ -38,7 +38,6 @@ from llamarl.types import FinishReason, Request
 log = logging.getLogger(__name__)
 
 
-
 class VllmEngine:
     """One rank of one replica. Synchronous; call it from one thread, but `prepare`.
 
