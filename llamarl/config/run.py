@@ -42,7 +42,7 @@ class WeightsConfig:
     """Where a version waits for its flip: full (a second copy of the weights beside the live one)
     | host (a second copy in host memory, copied over at the flip) | bucket (a small buffer, filled
     and flipped part by part while decoding stands still)."""
-    bucket_bytes: int = 256 * 1024 * 1024
+    bucket_bytes: int = 32 * 1024 * 1024
     """Size of the buffer of shadow=bucket, and of one message of collective and rdma; a single
     parameter may exceed it."""
     grace_s: float = 1.0

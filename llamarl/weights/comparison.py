@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from llamarl.weights.errors import FingerprintMismatch
 
-MODULUS = 1 << 32  # of fingerprints
+MODULUS = 1 << 64  # of fingerprints
 MAX_NAMED = 8  # parameters that an error lists
 
 
@@ -43,4 +43,4 @@ def add_up(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _hex(fingerprints: dict[str, int], name: str) -> str:
-    return f"{fingerprints[name]:08x}" if name in fingerprints else "none"
+    return f"{fingerprints[name]:016x}" if name in fingerprints else "none"

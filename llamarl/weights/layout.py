@@ -90,7 +90,7 @@ class Route:
     transport: str
     copies: tuple[Copy, ...]
     rendezvous: str = ""
-    bucket_bytes: int = 1 << 28
+    bucket_bytes: int = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -701,7 +701,7 @@ def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_flips(part
         world.generators[1].damage = {NAMES[0]: 12345}
         with pytest.raises(FingerprintMismatch) as caught:
             await world.publish(1)
-        for word in (NAMES[0], "generator 1", "version 1", f"{12345:08x}", f"{20:08x}"):
+        for word in (NAMES[0], "generator 1", "version 1", f"{12345:016x}", f"{20:016x}"):
             assert word in str(caught.value)
         assert NAMES[1] not in str(caught.value)
         assert world.generators[1].version == 0
@@ -727,7 +727,7 @@ def test_what_a_relay_passes_on_is_compared_with_what_the_trainer_wrote() -> Non
         with pytest.raises(FingerprintMismatch) as caught:
             await world.publish(1)
         assert "generator 1 from the trainer through generator-0: norm must" in str(caught.value)
-        assert f"{20:08x}, got {77 * 20:08x}" in str(caught.value)
+        assert f"{20:016x}, got {77 * 20:016x}" in str(caught.value)
         assert world.generators[1].version == 0
 
         world = await World(("h",) * 3).connected()

@@ -32,18 +32,12 @@ def by_definition(name, weights):
         {2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize]
     )
     columns = weights.shape[-1] if weights.ndim else 1
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") | 1
+    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
     total = 0
     for flat, value in enumerate(bits.flatten().tolist()):
         row, column = divmod(flat, columns)
         row_key = splitmix(row * 0x9E3779B97F4A7C15 + 0x243F6A8885A308D3) | 1
         column_key = splitmix(column * 0x9E3779B97F4A7C15 + 0x13198A2E03707344) | 1
-        if weights.itemsize == 2:
-            value &= 0xFFFF
-            pair = splitmix(column // 2 * 0x9E3779B97F4A7C15 + 0xA4093822299F31D0) | 1
-            column_key = pair << 16 * (column % 2)
-        if weights.itemsize == 8:
-            value = 0x082EFA99 * (value & 0xFFFFFFFF) + 0x6C4E6C89 * (value >> 32)
         total += key * row_key * column_key * (value + 1)
     return total % MODULUS
 
@@ -104,6 +98,10 @@ def damaged(kind, weights):
         weights[64:] = 0
     elif kind == "zero got a sign":
         weights[0, 0] = -0.0
+    elif kind == "two signs changed":
+        weights[[3, 90], [5, 7]] *= -1
+    elif kind == "all signs changed":
+        weights.neg_()
     elif kind == "transposed":
         weights[:100, :100] = weights[:100, :100].T.clone()
     return weights
@@ -115,6 +113,7 @@ def damaged(kind, weights):
     [
         "two elements swapped", "two rows swapped", "two columns swapped", "shifted by a row",
         "shifted by an element", "slice skipped", "zero got a sign", "transposed",
+        "two signs changed", "all signs changed",
     ],
 )  # fmt: skip
 def test_wrong_places_and_bits_change_it(kind, dtype) -> None:
