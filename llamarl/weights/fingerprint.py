@@ -30,7 +30,7 @@ from llamarl.weights.comparison import MODULUS
 
 RUN_ELEMENTS = 8192  # longest stretch of the contiguous dimension in a tile
 SIDE_ELEMENTS = 128  # the same where one side is transposed: lines of both stay in the cache
-TILE_ELEMENTS = 1 << 18  # half as many take a tenth longer; its int64 copy is 2 MB
+TILE_ELEMENTS = 1 << 17  # with its int64 copy it fits a large cache, and is below a parameter
 CUDA_TILE_ELEMENTS = 1 << 22  # a kernel launch costs as much as 30 MB of reading
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _ROW_SALT, _COLUMN_SALT = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
