@@ -179,16 +179,15 @@ def _publisher(
     weights = config.weights
     if config.placement.colocated:  # no replica may still be written to when its turn has come
         weights = replace(weights, grace_s=weights.timeout_s)
-    ends: set[asyncio.Future[None]] = set()
 
     def flipped(replica: int, version: int) -> None:
         dispatch.flipped(replica, version)
         canary.flipped(replica, version)
 
-    def lost(replica: int, why: Exception) -> None:
+    def lost(replica: int, why: Exception) -> asyncio.Future[None]:
         dispatch.lost(replica, why)
         # A replica that was only silent must not wake up and write into its siblings' memory.
-        ends.add(asyncio.ensure_future(executors.generators[replica].stop()))
+        return asyncio.ensure_future(executors.generators[replica].stop())
 
     return Publisher(
         executors.trainer.every,

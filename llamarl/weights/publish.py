@@ -61,7 +61,9 @@ class Publisher:
 
     `rendezvous_folder` is where collective routes meet; `generator_device` is cpu or cuda.
     `on_flip(replica, version)` hears of each flip, `on_lost(replica, why)` of each replica given
-    up, both while the other replicas may still be busy, also between publishes.
+    up, both while the other replicas may still be busy, also between publishes. What `on_lost`
+    returns, if anything, is done once that replica cannot write into its siblings' memory any more;
+    until then they are not connected anew.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Publisher:
         rendezvous_folder: str,
         generator_device: str,
         on_flip: Callable[[int, int], None] = lambda replica, version: None,
-        on_lost: Callable[[int, Exception], None] = lambda replica, why: None,
+        on_lost: Callable[[int, Exception], asyncio.Future[None] | None] = lambda replica, why: (
+            None
+        ),
     ) -> None:
         self._waiting = dict(receivers)
         self._config = config
@@ -87,6 +91,7 @@ class Publisher:
         )
         self._lanes: dict[int, Lane] = {}  # in the order of connection
         self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
         self._change = Change()
         self._stagger = Stagger(FLIP_S)
         self._is_publishing = False
@@ -297,6 +302,8 @@ class Publisher:
         """Connect the lane anew, or bring it to the version that its source has."""
         version = lane.next_version()
         if not lane.is_connected or version is None:
+            while self._ending:
+                await asyncio.wait(self._ending)
             return await lane.connect(*await self._route(lane))
         source = lane.source
         is_relayed = source is not self._trainer
@@ -327,7 +334,10 @@ class Publisher:
         if not lane.is_gone:
             self._stats.lost[lane.replica] = why
             self._remove(lane.replica)
-            self._on_lost(lane.replica, why)
+            ending = self._on_lost(lane.replica, why)
+            if ending is not None:
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
     def _fail(self, error: BaseException) -> None:
         """End all lanes for this error."""

@@ -489,14 +489,14 @@ class World:
         self.version = 0
         self.folder = str(folder)
 
-    def publisher(self, transport, shadow, trainer, generators):
+    def publisher(self, transport, shadow, trainer, generators, **hooks):
         config = WeightsConfig(
             transport=transport, shadow="full" if shadow == "staged" else shadow,
             bucket_bytes=BUCKET_BYTES, timeout_s=20.0, grace_s=20.0,
         )  # fmt: skip
         return Publisher(
             trainer, dict(enumerate(generators)), Spans("controller", None), config,
-            rendezvous_folder=self.folder, generator_device=self.device,
+            rendezvous_folder=self.folder, generator_device=self.device, **hooks,
         )  # fmt: skip
 
     def train(self):

@@ -259,6 +259,44 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
         victim.close()
 
 
+def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_more(world) -> None:
+    async def run():
+        for replica, host in enumerate(world.hosts):
+            host.call("build", replica, "fused", "full")
+        generators = [Generator(host) for host in world.hosts]
+        lost, ended, calls = asyncio.Event(), asyncio.get_running_loop().create_future(), []
+
+        def end(replica, why):
+            lost.set()
+            return ended
+
+        def fail(name):
+            if name == "write":
+                raise RuntimeError("it went wrong on one rank, the others go on")
+
+        trainer = Trainer(world.trainers)
+        publisher = world.publisher("shared_memory", "full", trainer, generators, on_lost=end)
+        try:
+            await publisher.connect()
+            generators[0].before = fail
+            generators[1].before = calls.append
+            publishing = asyncio.create_task(publisher.publish(world.train()))
+            await lost.wait()
+            await asyncio.sleep(0.2)
+            assert calls == ["offer", "discard"]
+            ended.set_result(None)
+            stats = await publishing
+            assert stats.num_running == {0: 3, 1: 3}
+            assert list(stats.lost) == [0]
+            assert calls[2:] == ["connect_source", "offer", "fingerprint", "flip"]
+        finally:
+            await publisher.close()
+            for replica in (0, 1):
+                await trainer.connect_target(replica, None)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("call", ["offer", "write", "fingerprint", "flip"])
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_no_weights(
