@@ -298,7 +298,9 @@ def wait_for_save(command: Command, run_dir: Path, version: int, limit_s: float 
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    ids=["ctrl-c", "sigterm"],
 )
 def test_a_signal_ends_everything(number: int, code: int, tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400")
@@ -369,6 +371,19 @@ def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 20
     assert summary["staleness_max"] <= 1
+    assert command.wait_until_gone(5.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shadow", ["host", "bucket"])
+def test_a_run_over_rdma_ends_without_a_complaint(shadow: str, tmp_path: Path) -> None:
+    overrides = ["weights=rdma", f"weights.shadow={shadow}", "weights.bucket_bytes=500000"]
+    command = train(tmp_path, "num_steps=4", "generator.num_replicas=2", *overrides)
+    code, out, err = finish(command)
+    assert code == 0, err + out
+    complaints = "Traceback|Error|WARNING|Monarch internal logs"  # the last: of a second client
+    for log in (tmp_path / "logs").iterdir():
+        assert not re.search(complaints, log.read_text()), log.read_text()
     assert command.wait_until_gone(5.0) == []
 
 
