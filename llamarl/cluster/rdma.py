@@ -4,7 +4,9 @@ Owns: making them, and waiting for them. Does not own: what is written (`weights
 Invariant: nothing of it listens on a network: without RDMA hardware Monarch carries the bytes over
 its own channels, which on one host are unix sockets.
 
-Any thread of an actor's process may call it. Needs a running actor (`cluster.backend=monarch`).
+Any thread of an actor's process may call it, in a copy of the context of one of its endpoints, as
+`asyncio.to_thread` makes it: elsewhere Monarch would start a client of its own. Needs a running
+actor (`cluster.backend=monarch`).
 """
 
 from __future__ import annotations

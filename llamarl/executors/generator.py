@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Callable
@@ -106,7 +107,8 @@ class GeneratorExecutor:
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""
         if self._compute is not None:
-            await asyncio.to_thread(self._compute.close, self._exit.close)
+            last = functools.partial(contextvars.copy_context().run, self._exit.close)
+            await asyncio.to_thread(self._compute.close, last)  # Monarch's RDMA knows the actor so
 
     # Generator
 
