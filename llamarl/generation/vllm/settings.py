@@ -184,8 +184,14 @@ def _meeting(rendezvous: str, run_id: str) -> str:
 
 
 def _unlink_shared_memory(meeting: str, rank: int) -> None:
-    """Leave the memory over which ranks on a CPU reduce without a name: all have mapped it, and so
-    nothing stays behind whoever is killed."""
+    """Leave the memory over which ranks reduce (on a CPU) and broadcast without a name: all have
+    mapped it, and so nothing stays behind whoever is killed."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    queue = get_tp_group().mq_broadcaster
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False  # else it would do so again
     for path in Path("/dev/shm").glob(f"{glob.escape(Path(meeting).name)}-*_{rank}"):
         path.unlink(missing_ok=True)
 
