@@ -17,7 +17,7 @@ from llamarl.data.prompts import read_prompts
 from llamarl.data.requests import read_lengths
 from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.generation.vllm.installed import check_installed
-from llamarl.generation.vllm.limits import check_limits
+from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_checkpoint
 from llamarl.rewards.functions import check_answers, check_rewards
@@ -47,6 +47,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     architecture = check_checkpoint(checkpoint)
     if isinstance(config.generator, VllmConfig):
         check_limits(config.generator, architecture)
+        check_temperature("sampling.temperature", config.sampling.temperature)
+        check_temperature("evaluation.temperature", config.evaluation.temperature)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
     task_source = _task_source(config)

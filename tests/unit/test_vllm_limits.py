@@ -60,6 +60,8 @@ def test_the_kv_cache_must_hold_one_rollout_and_an_empty_block() -> None:
         ("0.31.1", "", "must have vllm 0.32.0 installed .*, got 0.31.1"),
         ("0.32.0", "generator.num_ranks=3", "generator.num_ranks must divide"),
         ("0.32.0", "generator.kv_cache_bytes=1000", "generator.kv_cache_bytes must be at least"),
+        ("0.32.0", "sampling.temperature=0.005", "sampling.temperature must be 0 or at least 0.01"),
+        ("0.32.0", "evaluation.temperature=0.005", "evaluation.temperature must be 0 or at"),
         ("0.32.0", "model.checkpoint={mamba}", "'mamba'"),
     ],
 )

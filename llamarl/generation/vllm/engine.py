@@ -27,6 +27,7 @@ from llamarl.generation.parameters import DTYPES
 from llamarl.generation.protocol import Finished
 from llamarl.generation.scheduler import Queue, Waiting, Written, check_request, nothing_written
 from llamarl.generation.vllm.installed import check_installed
+from llamarl.generation.vllm.limits import check_temperature
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.requests import Running, start
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
@@ -145,7 +146,7 @@ class VllmEngine:
         """Queue a rollout; `written` is what a resumed one has so far.
 
         ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
-        vocabulary.
+        vocabulary, or if vLLM would sample at another temperature.
         """
         check_request(
             request,
@@ -153,6 +154,7 @@ class VllmEngine:
             vocab_size=self.architecture.vocab_size,
             reads_text=self.decode_text is not None,
         )
+        check_temperature(f"temperature of row {request.row_id}", request.sampling.temperature)
         self._queue.add(Waiting(request=request, written=written or nothing_written()))
 
     def abort(self, row_ids: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from llamarl.config import VllmConfig
 from llamarl.models.architecture import Architecture
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
+COLDEST = 0.01  # vLLM quietly samples at this temperature when asked for a lower one
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -41,3 +42,9 @@ def check_limits(config: VllmConfig, architecture: Architecture) -> None:
             f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
             f"{config.max_context_tokens} tokens, got {config.kv_cache_bytes}"
         )
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """ValueError, in one line, if vLLM would sample at another temperature than this one."""
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"{name} must be 0 or at least {COLDEST} (vLLM), got {temperature}")
