@@ -359,7 +359,7 @@ def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -
 def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
     number: int, silence: str, tmp_path: Path
 ) -> None:
-    command = train(tmp_path, "num_steps=20", "generator.num_replicas=2", silence)
+    command = train(tmp_path, "num_steps=12", "generator.num_replicas=2", silence)
     wait_for_step(command, tmp_path, 2)
     (worker,) = [pid for pid in command.family() if is_reward_worker(pid)]
     os.kill(worker, signal.SIGKILL)
@@ -369,7 +369,7 @@ def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
     assert "the reward process ended by itself (signal SIGKILL)" in err
     assert "lost" in out
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 20
+    assert summary["steps"] == 12
     assert summary["staleness_max"] <= 1
     assert command.wait_until_gone(5.0) == []
 
