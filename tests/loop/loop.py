@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from llamarl.canary import Canary
-from llamarl.placement import Disaggregated, Placement
-
 from llamarl.algorithms.verdict import judge
+from llamarl.canary import Canary
 from llamarl.config import (
     AIPOConfig,
     CheckpointConfig,
@@ -36,6 +34,7 @@ from llamarl.dispatch import Dispatch
 from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.metrics.span import Spans
+from llamarl.placement import Disaggregated, Placement
 from llamarl.staleness import Gate
 from llamarl.types import Prompt, Request, Row, Sampling
 from llamarl.weights.publish import Publisher
