@@ -146,6 +146,7 @@ def _keys(salt: int, start: int, count: int, device: torch.device) -> Tensor:
     return keys[begin : begin + count]
 
 
+@functools.lru_cache(maxsize=4096)  # every publish asks for the same ones
 def _key_sum(salt: int, start: int, count: int, device: torch.device) -> Tensor:
     """Sum of the keys of indices start .. start + count - 1, int64 []."""
     total = torch.zeros((), dtype=torch.int64, device=device)
