@@ -1,7 +1,7 @@
 """From a config to the objects of a run: the only wiring.
 
-Owns: which object gets which. Does not own: what a run does
-with them (`jobs.py`). Invariant: nothing here computes; it only says who gets what.
+Owns: which object gets which. Does not own: what a run does with them (`jobs.py`). Invariant:
+nothing here computes; it only says who gets what.
 """
 
 from __future__ import annotations

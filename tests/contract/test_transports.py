@@ -73,14 +73,15 @@ def test_every_version_arrives_bit_by_bit_while_the_live_weights_are_read(
         asyncio.run(run(kind))
 
 
+@pytest.mark.parametrize("num_publishes", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hundreds_of_healthy_publishes_raise_nothing(world, transport) -> None:
+def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -> None:
     async def run():
         world.hosts[0].call("build", 0, "sharded", "full")
         generators = [Generator(world.hosts[0])]
         trainer = Trainer(world.trainers)
         async with connected(world, transport, "full", trainer, generators) as publisher:
-            for _ in range(100):
+            for _ in range(num_publishes):
                 world.version += 1
                 for rank in world.trainers:
                     rank.call("present", world.version)
