@@ -152,7 +152,7 @@ def build_controller(
         judge=partial(judge, max_tokens=config.sampling.max_tokens, config=config.algorithm),
         make_batch=partial(
             make_batch,
-            num_ranks=config.trainer.num_ranks,
+            num_ranks=config.trainer.num_data_ranks,
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         ),
         trainer=executors.trainer.first,

@@ -24,6 +24,7 @@ Glossary
     column      one array per row of the store; storage unit: a process that holds some rows.
     executor    the processes of one role: generator, trainer, scorer, reference, storage.
     replica     one generator engine; it has one or more ranks.
+    seat        the host and the GPU that one rank has.
     layout      which rank holds which box of which parameter; plan: the copies between two layouts;
                 route: a plan and what carries it; part: parameters that are published together.
     live, shadow, flip
@@ -84,6 +85,14 @@ FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumer
 def finish_reason(sampling: np.ndarray) -> FinishReason:
     """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
     return tuple(FinishReason)[int(sampling[-1])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one rank runs: `host` counts the run's hosts, `gpu` that host's GPUs (None: CPU)."""
+
+    host: int
+    gpu: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from llamarl.config.algorithm import (
     ReinforceConfig,
     RLOOConfig,
 )
+from llamarl.config.cluster import ClusterConfig
 from llamarl.config.data import DataConfig
 from llamarl.config.generator import (
     EmbeddedConfig,
@@ -25,10 +26,10 @@ from llamarl.config.generator import (
     VllmConfig,
 )
 from llamarl.config.model import ModelConfig
+from llamarl.config.plan import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.run import (
     CheckpointConfig,
-    ClusterConfig,
     Config,
     EvaluationConfig,
     ExperienceConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "ModelConfig",
     "PPOConfig",
     "PlacementConfig",
+    "PlanConfig",
     "RLOOConfig",
     "ReinforceConfig",
     "RewardConfig",

@@ -104,11 +104,11 @@ class GeneratorConfig:
 class EmbeddedConfig(GeneratorConfig):
     """The embedded engine. `quantization`: none | int8 (weight-only, CPU) | fp8 (CUDA)."""
 
+    cuda_graphs: bool = True
+    """On CUDA, replay each decode step as a captured graph; without effect on CPUs."""
+
     def __post_init__(self) -> None:
         GeneratorConfig.__post_init__(self)
-        require(
-            self.num_ranks == 1, "generator.num_ranks", "be 1 (embedded engine)", self.num_ranks
-        )
         allowed = {"cpu": ("none", "int8"), "cuda": ("none", "fp8")}[self.device]
         require(
             self.quantization in allowed,

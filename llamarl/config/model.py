@@ -14,6 +14,9 @@ class ModelConfig:
 
     checkpoint: str = ""
     """Folder with config.json and safetensors files; relative to the recipe's folder."""
+    architecture: str | None = None
+    """Folder with a config.json of the same architecture, so that the recipe can be planned where
+    the checkpoint is not; a run refuses a checkpoint that differs from it."""
     tokenizer: str | None = None
     """Folder of the tokenizer, if it is not the checkpoint's own."""
 

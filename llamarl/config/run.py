@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.check import require, require_choice
+from llamarl.config.cluster import ClusterConfig
 from llamarl.config.data import DataConfig
 from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
 from llamarl.config.model import ModelConfig
+from llamarl.config.plan import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
@@ -100,29 +102,6 @@ class ExperienceConfig:
 
 
 @dataclass(kw_only=True)
-class ClusterConfig:
-    """Processes."""
-
-    backend: str = "monarch"
-    """monarch: every executor in its own process; inline: all in this one, for debugging."""
-    threads_per_process: int = 1
-    """Torch threads of each executor process (monarch only); more than cores / processes is much
-    slower."""
-    silence_s: float = 60.0
-    """A process whose event loop answers nothing for this long counts as lost (monarch only)."""
-
-    def __post_init__(self) -> None:
-        require_choice("cluster.backend", self.backend, ("monarch", "inline"))
-        require(
-            self.threads_per_process >= 1,
-            "cluster.threads_per_process",
-            "be at least 1",
-            self.threads_per_process,
-        )
-        require(self.silence_s > 0, "cluster.silence_s", "be above 0", self.silence_s)
-
-
-@dataclass(kw_only=True)
 class EvaluationConfig:
     """Held-out evaluation on one fixed version."""
 
@@ -210,6 +189,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         require(self.num_steps >= 1, "num_steps", "be at least 1", self.num_steps)

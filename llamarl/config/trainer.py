@@ -13,7 +13,13 @@ class TrainerConfig:
     """One optimizer step per `groups_per_step` groups."""
 
     num_ranks: int = 1
-    """Processes the parameters are sharded over (FSDP2)."""
+    """Processes, one per GPU: replicate x shard x tensor_parallel; shard is what is left."""
+    tensor_parallel: int = 1
+    """Ranks that split every matrix (and, between matrices, the tokens: sequence parallel) and work
+    on the same rollouts; keep it within one host."""
+    replicate: int = 1
+    """Copies of the sharded parameters (HSDP): gradients are summed over them, gathers stay within
+    one."""
     device: str = "cpu"
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = 32
@@ -24,8 +30,15 @@ class TrainerConfig:
     """Most tokens packed into one forward; a longer rollout gets one of its own."""
     compute_dtype: str = "float32"
     """Forward and backward in float32 | bfloat16; master weights are always float32."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    activation_checkpointing: str = "none"
+    """What the backward pass computes again instead of storing it: none | selective (all but
+    matrix products and attention) | full (each whole block)."""
+    reshard_after: str = "forward"
+    """How long gathered weights are kept: forward (gathered again for the backward pass; least
+    memory) | backward (one gather per micro-batch) | step (one gather per optimizer step)."""
+    compile: str = "none"
+    """torch.compile of each block: none | inductor (needs a C++ compiler or CUDA) | aot_eager (for
+    debugging)."""
     optimizer: str = "adamw"
     """adamw | sgd."""
     lr: float = 1e-6
@@ -47,6 +60,16 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         require(self.num_ranks >= 1, "trainer.num_ranks", "be at least 1", self.num_ranks)
+        for name in ("tensor_parallel", "replicate"):
+            value = getattr(self, name)
+            require(value >= 1, f"trainer.{name}", "be at least 1", value)
+        require(
+            self.num_ranks % (self.tensor_parallel * self.replicate) == 0,
+            "trainer.num_ranks",
+            f"be a multiple of tensor_parallel ({self.tensor_parallel}) times replicate "
+            f"({self.replicate})",
+            self.num_ranks,
+        )
         require(
             self.groups_per_step >= 1,
             "trainer.groups_per_step",
@@ -68,6 +91,13 @@ class TrainerConfig:
         )
         require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_choice("trainer.device", self.device, ("cpu", "cuda"))
+        require_choice(
+            "trainer.activation_checkpointing",
+            self.activation_checkpointing,
+            ("none", "selective", "full"),
+        )
+        require_choice("trainer.reshard_after", self.reshard_after, ("forward", "backward", "step"))
+        require_choice("trainer.compile", self.compile, ("none", "inductor", "aot_eager"))
         require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
         require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)
@@ -87,3 +117,13 @@ class TrainerConfig:
             self.min_lr_share,
         )
         require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be above 0", self.max_grad_norm)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with rollouts of their own: the tensor-parallel ranks of one share theirs."""
+        return self.num_ranks // self.tensor_parallel
+
+    @property
+    def num_shard_ranks(self) -> int:
+        """Ranks that one copy of each parameter (or of its tensor-parallel slice) is cut over."""
+        return self.num_data_ranks // self.replicate

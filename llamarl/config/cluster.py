@@ -1,0 +1,71 @@
+"""Hosts and processes. Invariant: which rank runs where follows from these fields and the numbers of
+ranks alone (`seats.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamarl.config.check import require, require_choice
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Processes, and the hosts they run on."""
+
+    backend: str = "monarch"
+    """monarch: every executor in its own process; inline: all in this one, for debugging."""
+    hosts: list[str] = field(default_factory=list)
+    """Addresses of the `llamarl worker` daemons, one per host, such as tls://10.0.0.7:24440; none:
+    this machine."""
+    scheduler: str = "none"
+    """What starts the daemons: none (you; see `hosts`) | slurm | kubernetes; `llamarl launch` prints
+    the job to submit."""
+    num_hosts: int = 0
+    """Hosts of the run; 0: as many as `hosts` names, or this machine alone."""
+    num_gpus_per_host: int = 8
+    """GPUs of each host that the run may use."""
+    gpu: str = "H100-80GB"
+    """The kind of GPU the recipe was planned for: a name in planner/hardware.py. A run on CUDA
+    refuses others."""
+    data_interface: str = ""
+    """Network interface of tensor traffic between hosts (gloo, NCCL), which is not encrypted: name
+    a trusted one. Empty: loopback, which serves a single host."""
+    ca: str = ""
+    """PEM file of the authority that both ends of a control connection must be certified by."""
+    certificate: str = ""
+    """PEM file of this end's certificate."""
+    private_key: str = ""
+    """PEM file of its key."""
+    threads_per_process: int = 1
+    """Torch threads of each executor process (monarch only); more than cores / processes is much
+    slower."""
+    silence_s: float = 60.0
+    """A process whose event loop answers nothing for this long counts as lost (monarch only)."""
+
+    def __post_init__(self) -> None:
+        require_choice("cluster.backend", self.backend, ("monarch", "inline"))
+        require_choice("cluster.scheduler", self.scheduler, ("none", "slurm", "kubernetes"))
+        require(
+            self.num_hosts in (0, len(self.hosts)) or not self.hosts,
+            "cluster.num_hosts",
+            f"be 0 or the number of cluster.hosts ({len(self.hosts)})",
+            self.num_hosts,
+        )
+        require(
+            self.num_gpus_per_host >= 1,
+            "cluster.num_gpus_per_host",
+            "be at least 1",
+            self.num_gpus_per_host,
+        )
+        require(
+            self.threads_per_process >= 1,
+            "cluster.threads_per_process",
+            "be at least 1",
+            self.threads_per_process,
+        )
+        require(self.silence_s > 0, "cluster.silence_s", "be above 0", self.silence_s)
+
+    @property
+    def size(self) -> int:
+        """Hosts of the run."""
+        return self.num_hosts or len(self.hosts) or 1

@@ -1,0 +1,101 @@
+"""What `llamarl plan` finds out about a recipe.
+
+Owns: the records that memory, publish and simulation fill and that reports show. Does not own: any
+arithmetic. Invariant: plain data; bytes are of one rank unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The fullest rank of one executor, at the moment it is fullest.
+
+    `bytes_by_kind` is device memory, by kind ("weights", "gradients", "optimizer", "unsharded",
+    "activations", "logits", "kv_cache", "shadow", "reference", "offloaded", "reserve", ...);
+    `host_bytes_by_kind` is memory of the host that this rank pins or maps.
+    """
+
+    executor: str
+    num_ranks: int
+    device_bytes: int
+    bytes_by_kind: dict[str, int]
+    host_bytes_by_kind: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory needed."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.device_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """Every executor's fullest rank; `advice` says what to change if one does not fit."""
+
+    ranks: tuple[RankMemory, ...]
+    advice: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return all(rank.fits for rank in self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishForecast:
+    """One version on its way to all replicas.
+
+    Bytes out and in are those of the busiest rank, and of the busiest network card; `lower_bound_s`
+    is what the cards or links alone need at full speed, `seconds` what is expected.
+    """
+
+    total_bytes: int
+    max_bytes_out: int
+    max_bytes_in: int
+    max_card_bytes_out: int
+    max_card_bytes_in: int
+    num_copies: int
+    num_groups: int
+    lower_bound_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """One bar of the timeline: what an executor did from when to when, in seconds."""
+
+    executor: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepForecast:
+    """The steady state of a simulated run; shares are of the step time."""
+
+    step_s: float
+    busy_shares: dict[str, float]
+    wait_shares: dict[str, float]
+    mean_staleness: float
+    max_staleness: int
+    trained_tokens_per_s: float
+    publish_s: float
+    timeline: tuple[Activity, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Everything about one recipe. `variants` are the same workload run otherwise: "sync",
+    "colocated", ...; a variant that does not fit has no entry."""
+
+    num_gpus: int
+    memory: MemoryForecast
+    publish: PublishForecast
+    step: StepForecast
+    variants: dict[str, StepForecast]
