@@ -1,5 +1,5 @@
-"""Hosts and processes. Invariant: which rank runs where follows from these fields and the numbers of
-ranks alone (`seats.py`)."""
+"""Hosts and processes. Invariant: which rank runs where follows from these fields and the numbers
+of ranks alone (`seats.py`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ClusterConfig:
     """Addresses of the `llamarl worker` daemons, one per host, such as tls://10.0.0.7:24440; none:
     this machine."""
     scheduler: str = "none"
-    """What starts the daemons: none (you; see `hosts`) | slurm | kubernetes; `llamarl launch` prints
-    the job to submit."""
+    """What starts the daemons: none (you; see `hosts`) | slurm | kubernetes; `llamarl launch`
+    prints what to submit."""
     num_hosts: int = 0
     """Hosts of the run; 0: as many as `hosts` names, or this machine alone."""
     num_gpus_per_host: int = 8

@@ -1,7 +1,7 @@
 """What GPUs, links and hosts can do.
 
-Owns: every hardware constant of the forecasts, each with its source. Does not own: what is computed
-from them. Invariant: the constants are peaks as published; EFFICIENCY is what forecasts reckon with.
+Owns: every hardware constant of the forecasts, each with its source. Does not own: what is
+computed from them. Invariant: the constants are published peaks; EFFICIENCY is what forecasts use.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Gpu:
 
 GPUS: dict[str, Gpu] = {
     # NVIDIA H100 SXM5 data sheet: 3.35 TB/s HBM3, 989 TFLOP/s bf16 and 1979 fp8 (dense), NVLink 4
-    # 900 GB/s both ways, PCIe 5 x16 128 GB/s both ways. DGX H100 user guide: 80 GB (79.6 GiB seen by
-    # CUDA), one ConnectX-7 of 400 Gb/s per GPU, 2 TB of host memory for 8 GPUs.
+    # 900 GB/s both ways, PCIe 5 x16 128 GB/s both ways. DGX H100 user guide: 80 GB (79.6 GiB seen
+    # by CUDA), one ConnectX-7 of 400 Gb/s per GPU, 2 TB of host memory for 8 GPUs.
     "H100-80GB": Gpu(
         memory_bytes=79_600 * 2**20,
         memory_bytes_per_s=3.35e12,
