@@ -11,6 +11,7 @@ import pytest
 
 from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
+from llamarl.planner.clock import run
 from llamarl.weights import lane, publish
 from llamarl.weights.calls import Stagger
 from llamarl.weights.comparison import compare
@@ -18,7 +19,6 @@ from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersio
 from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout
 from llamarl.weights.plan import num_bytes
 from llamarl.weights.publish import Publisher
-from tests.loop.virtual_clock import run
 
 NAMES = ("layers.0.weight", "layers.1.weight", "norm")
 WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one part, a part per parameter

@@ -13,10 +13,10 @@ import pytest
 from llamarl.dispatch import Dispatch
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated
+from llamarl.planner.clock import run
 from llamarl.types import Request, Sampling
 from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
-from tests.loop.virtual_clock import run
 
 HARD = {"drop_share": 0.2, "fail_share": 0.02}
 

@@ -8,8 +8,8 @@ import pytest
 
 from llamarl.canary import FACTOR, FLOOR, NUM_PROOFS, NUM_START_ROWS, NUM_TOKENS, Canary
 from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.planner.clock import run
 from llamarl.types import FinishReason, Prompt, Purpose, Row, Sampling, VersionSpan
-from tests.loop.virtual_clock import run
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
 PROMPTS = [Prompt(prompt_id=i, text="", token_ids=(5, i)) for i in range(3)]

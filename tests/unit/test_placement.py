@@ -9,7 +9,7 @@ import pytest
 from llamarl.cluster.errors import GroupLost
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated, Disaggregated
-from tests.loop.virtual_clock import run
+from llamarl.planner.clock import run
 
 TRAINER, GENERATOR = {"weights", "state"}, {"weights", "kv"}
 

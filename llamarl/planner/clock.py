@@ -1,10 +1,17 @@
-"""An event loop whose clock jumps to the next timer whenever nothing is runnable."""
+"""An event loop whose clock jumps to the next timer whenever nothing is runnable.
+
+Owns: virtual time. Does not own: what happens in it. Invariant: time stands still while anything is
+runnable, so a simulation gives the same times on any machine. Code that reads `time.monotonic`
+instead of the loop's clock sees real time: a simulation must not use what it measures.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 THREAD_S = 2.0  # what a thread may still be doing when all tasks wait
 
@@ -15,7 +22,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        select = self._selector.select
+        select = self._selector.select  # type: ignore[attr-defined]
 
         def jump(timeout: float | None) -> Any:
             if timeout is None:
@@ -26,13 +33,14 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             self._now_s += max(0.0, timeout)
             return select(0)
 
-        self._selector.select = jump  # type: ignore[method-assign]
+        self._selector.select = jump  # type: ignore[attr-defined]
 
     def time(self) -> float:
+        """Seconds since the loop was made."""
         return self._now_s
 
 
-def run(main: Coroutine[Any, Any, Any]) -> Any:
+def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
