@@ -38,7 +38,7 @@ def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> 
             f"{tokenizer.folder}"
         )
     prompts = []
-    for number, row in _read_rows(path):
+    for number, row in read_rows(path):
         try:
             prompts.append(_prompt(number, row, config, tokenizer))
         except ValueError as error:
@@ -143,7 +143,8 @@ def _messages(question: object, config: DataConfig) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_rows(path: Path) -> Iterator[NumberedRow]:
+def read_rows(path: Path) -> Iterator[NumberedRow]:
+    """The rows of a .jsonl or .parquet file; ValueError, naming file and line, if malformed."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"a prompt file must end in .jsonl or .parquet, got {str(path)!r}")
     if not path.is_file():
