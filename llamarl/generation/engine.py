@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from llamarl.config import GeneratorConfig
+from llamarl.generation.boxes import load_boxes
 from llamarl.generation.decoder import Decoder
 from llamarl.generation.kv_cache import PLAN_STEPS, Group, KVCache
 from llamarl.generation.parameters import (
@@ -24,7 +25,6 @@ from llamarl.generation.parameters import (
     Weights,
     arena_layout,
     bind,
-    load_checkpoint,
     quantize,
     tensors,
 )
@@ -119,7 +119,7 @@ class Engine:
 
     def load(self, flat: Tensor, folder: str) -> None:
         """Fill `flat` with a checkpoint's weights; ValueError if they do not fit or are damaged."""
-        load_checkpoint(self.layout, flat, folder)
+        load_boxes(self.layout.parameters, flat, folder, self.architecture)
 
     @torch.inference_mode()
     def prepare(self, flat: Tensor) -> Weights:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from llamarl.config import VllmConfig
+from llamarl.generation.boxes import load_boxes
 from llamarl.generation.parameters import DTYPES
 from llamarl.generation.protocol import Finished
 from llamarl.generation.scheduler import Queue, Waiting, Written, check_request, nothing_written
@@ -33,7 +32,7 @@ from llamarl.generation.vllm.requests import Running, start
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import process
 from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import locate, parameter_shapes
+from llamarl.models.inventory import parameter_shapes
 from llamarl.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
@@ -101,23 +100,7 @@ class VllmEngine:
 
         ValueError if the checkpoint does not fit or holds numbers that are not finite.
         """
-        shapes = parameter_shapes(self.architecture)
-        names_by_file: dict[Path, list[str]] = {}
-        for name, path in locate(Path(folder), shapes, self.architecture).items():
-            names_by_file.setdefault(path, []).append(name)
-        for path, names in names_by_file.items():
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in names:
-                    values = file.get_slice(name)
-                    for box in self.memory.parameters[name].boxes:
-                        region = tuple(map(slice, box.start, box.stop))
-                        size = tuple(b - a for a, b in zip(box.start, box.stop, strict=True))
-                        target = flat.as_strided(size, box.strides, box.offset)
-                        target.copy_(values[region])
-                        if not target.isfinite().all():
-                            raise ValueError(
-                                f"{name} in {path} must hold finite numbers, got NaN or inf"
-                            )
+        load_boxes(self.memory.parameters, flat, folder, self.architecture)
 
     def prepare(self, flat: Tensor) -> dict[str, Tensor]:
         """vLLM's parameters, as loaded, as views of `flat`."""

@@ -1,0 +1,49 @@
+"""A rank's boxes of a checkpoint, read into its flat memory.
+
+Owns: reading only what the rank holds. Does not own: which boxes these are (`parameters.py`,
+`vllm/recorder.py`) or what a checkpoint must hold (`models/inventory.py`). Invariant: one box is in
+flight at a time, and of each file only the boxes' bytes are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from llamarl.models.architecture import Architecture
+from llamarl.models.inventory import locate, parameter_shapes
+from llamarl.weights.layout import ParameterLayout
+
+
+def load_boxes(
+    parameters: Mapping[str, ParameterLayout],
+    flat: Tensor,
+    folder: str,
+    architecture: Architecture,
+) -> None:
+    """Copy these boxes of the checkpoint into their places in `flat`, casting each.
+
+    ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
+    are not finite.
+    """
+    names_by_file: dict[Path, list[str]] = {}
+    expected = parameter_shapes(architecture)
+    for name, path in locate(Path(folder), expected, architecture).items():
+        names_by_file.setdefault(path, []).append(name)
+    for path, names in names_by_file.items():
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in names:
+                values = file.get_slice(name)
+                for box in parameters[name].boxes:
+                    region = tuple(map(slice, box.start, box.stop))
+                    size = tuple(b - a for a, b in zip(box.start, box.stop, strict=True))
+                    target = flat.as_strided(size, box.strides, box.offset)
+                    target.copy_(values[region])
+                    # A sum is cheap, and finite numbers may still overflow it.
+                    if not target.sum().isfinite() and not target.isfinite().all():
+                        raise ValueError(
+                            f"{name} in {path} must hold finite numbers, got NaN or inf"
+                        )
