@@ -1,0 +1,107 @@
+"""Processors that modelled executors compute on.
+
+Owns: how long work takes that shares processors. Does not own: how much work there is (`costs.py`).
+Invariant: work done follows from the loop's clock alone, so it may be looked at, and cut short, at
+any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+ROUNDING_S = 1e-9
+
+
+class Job:
+    """Work of `total_s` seconds on a free processor, on `weight` processors side by side."""
+
+    def __init__(self, total_s: float, then: Callable[[], None], weight: int, now_s: float) -> None:
+        self.total_s = total_s
+        self.then = then
+        self.weight = weight
+        self.done_s = 0.0
+        self.since_s = now_s
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Cores:
+    """`num_cores` processors for all jobs; 0: every job has processors of its own.
+
+    With k processes at work each runs at min(1, num_cores / k) of its speed when alone, times
+    `shared_speed` as soon as two run side by side (caches, memory and, where two cores are threads
+    of one, its units are shared).
+    """
+
+    def __init__(self, num_cores: int = 0, shared_speed: float = 1.0) -> None:
+        self._num_cores = num_cores
+        self._shared_speed = shared_speed
+        self._jobs: dict[Job, None] = {}  # of shared processors
+
+    def start(self, seconds: float, then: Callable[[], None], weight: int = 1) -> Job:
+        """Begin a job; `then` is called at its end."""
+        self._advance()
+        job = Job(seconds, then, weight, asyncio.get_running_loop().time())
+        if self._num_cores:
+            self._jobs[job] = None
+            self._schedule()
+        else:
+            self._set_timer(job, 1.0)
+        return job
+
+    async def work(self, seconds: float, weight: int = 1) -> None:
+        """Do a job and wait for its end."""
+        if seconds > 0:
+            done = asyncio.get_running_loop().create_future()
+            self.start(seconds, lambda: done.done() or done.set_result(None), weight)
+            await done
+
+    def done_s(self, job: Job) -> float:
+        """How much of it has been done by now."""
+        if self._num_cores:
+            self._advance()
+            return job.done_s
+        return asyncio.get_running_loop().time() - job.since_s
+
+    def cut(self, job: Job, total_s: float) -> None:
+        """Let a running job end once `total_s` of it are done."""
+        job.done_s, job.since_s = self.done_s(job), asyncio.get_running_loop().time()
+        job.total_s = max(total_s, job.done_s)
+        if self._num_cores:
+            self._schedule()
+        else:
+            self._set_timer(job, 1.0)
+            job.since_s -= job.done_s
+
+    def _set_timer(self, job: Job, speed: float) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+        rest_s = max(0.0, job.total_s - job.done_s) / speed
+        job.timer = asyncio.get_running_loop().call_later(rest_s, self._end, job)
+
+    def _advance(self) -> None:
+        """Count what has been done on shared processors since this was last done."""
+        now_s, speed = asyncio.get_running_loop().time(), self._speed()
+        for job in self._jobs:
+            job.done_s += (now_s - job.since_s) * speed
+            job.since_s = now_s
+
+    def _schedule(self) -> None:
+        """The number of jobs or a job's length has changed: so have all ends."""
+        speed = self._speed()
+        for job in self._jobs:
+            self._set_timer(job, speed)
+
+    def _end(self, job: Job) -> None:
+        if self._num_cores:
+            self._advance()
+            del self._jobs[job]
+            self._schedule()
+        job.then()
+
+    def _speed(self) -> float:
+        num_working = sum(job.weight for job in self._jobs)
+        if num_working <= 1:
+            return 1.0
+        speed = min(1.0, self._num_cores / num_working)
+        return speed * (self._shared_speed if self._num_cores > 1 else 1.0)

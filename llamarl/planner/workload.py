@@ -1,0 +1,64 @@
+"""The rollouts of a simulation: how long they are, which groups teach something.
+
+Owns: lengths and made-up prompts. Does not own: what they cost. Invariant: a rollout's length
+depends on its seed alone, so two systems that are compared write the same rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.config import Config
+from llamarl.types import Prompt
+
+NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
+NUM_PROMPTS = 1 << 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """`lengths` are tokens of finished rollouts; a rollout's seed picks one of them.
+
+    `equal_share`: share of the groups whose rollouts all get one reward, so that their advantages
+    are 0. Lengths of one group are not alike more than others, as those of a hard prompt would be.
+    """
+
+    lengths: tuple[int, ...]
+    prompt_tokens: int
+    equal_share: float = 0.0
+
+    def length(self, seed: int) -> int:
+        """Tokens of the rollout with this seed."""
+        return self.lengths[seed % len(self.lengths)]
+
+    def is_equal(self, prompt: Prompt) -> bool:
+        """Whether all rollouts of this prompt get one reward."""
+        number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
+        return math.modf(number)[0] < self.equal_share  # spread evenly, and never drawn
+
+    def prompts(self) -> list[Prompt]:
+        """Prompts that differ in their first token."""
+        rest = (0,) * (self.prompt_tokens - 1)
+        return [
+            Prompt(prompt_id=i, text="", token_ids=(i, *rest), fields={})
+            for i in range(NUM_PROMPTS)
+        ]
+
+
+def make_workload(
+    config: Config, *, lengths: Sequence[int] | None = None, equal_share: float = 0.0
+) -> Workload:
+    """The workload that `config.plan` describes, or the given lengths with its prompts.
+
+    Log-normal: exp(N(ln median, spread^2)), rounded, at least 1, cut at sampling.max_tokens.
+    """
+    if lengths is None:
+        rng = np.random.default_rng(config.seed)
+        draws = rng.normal(math.log(config.plan.median_tokens), config.plan.spread, NUM_DRAWN)
+        lengths = np.round(np.exp(draws)).astype(int).tolist()
+    cut = tuple(min(max(1, int(n)), config.sampling.max_tokens) for n in lengths)
+    return Workload(lengths=cut, prompt_tokens=config.plan.prompt_tokens, equal_share=equal_share)
