@@ -22,6 +22,7 @@ import monarch.actor
 from monarch.actor import HostMesh, default_bootstrap_cmd, this_host
 
 from llamarl.cluster.actors import (
+    DIMENSION,
     ExecutorActor,
     Methods,
     last_line,
@@ -41,7 +42,6 @@ STOP_LIMIT_S = 3.0  # for Monarch's
 LOOK_S = 1.0  # between looks whether a process is there
 WORD_LIMIT_S = 2.0  # for Monarch to say how a process ended
 START_LIMIT_S = 120.0  # for imports and an executor's constructor
-DIMENSION = "ranks"
 
 
 class MonarchGroup:
@@ -96,7 +96,8 @@ class MonarchGroup:
         self.every = Methods(*mesh, False, self._lost)
         factory, kwargs = executor
         folders = (spans_folder, self._logs_folder)
-        answers = send(self._actors.construct, self.name, self.num_ranks, factory, kwargs, folders)
+        told = (self._actors, self.name, self.num_ranks, factory, kwargs, folders)
+        answers = send(self._actors.construct, *told)
         self.pids = await results_by_rank(self.name, answers, self.num_ranks, self._lost)
         constructed.set()
         self._watchers += [asyncio.create_task(self._watch_pid(i)) for i in range(self.num_ranks)]

@@ -102,6 +102,24 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+def test_a_call_reaches_many_ranks_through_one_and_the_first_failure_comes_back_alone(
+    tmp_path: Path,
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        group = await cluster.spawn("trainer", Probe, {}, 7)  # 0 calls 1, 3, 5; these 2, 4, 6
+        assert [place[0] for place in await group.every.place()] == list(range(7))
+        assert (await group.first.place())[0] == 0
+        assert await group.every.echo(None) == [None] * 7
+        with pytest.raises(KeyError, match="on rank 6"):
+            await group.every.fail(6)  # the others never answer
+        os.kill(group.pids[4], signal.SIGKILL)
+        with pytest.raises(GroupLost) as caught:
+            await group.every.place()
+        assert (caught.value.group, caught.value.rank) == ("trainer", 4)
+
+    run(tmp_path, scenario)
+
+
 def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
     pids: list[int] = []
 
