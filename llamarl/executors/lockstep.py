@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import queue
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -26,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from llamarl.executors.compute import Command, ComputeThread
+from llamarl.models.process_group import JOIN, data_interface, meet
 
 T = TypeVar("T")
 
 KEYS_PER_ROUND = 14
 STEP, STOP = 0, 1  # what a round's broadcast ends with
 CALL_S = 60.0  # a call that reached rank 0 reaches the others within this, or never will
-JOIN = timedelta(minutes=10)  # between the first rank and the last one, which load an engine
 IDLE = timedelta(days=365)  # rank 0 may have nothing to do; a dead one is noticed at once
 
 
@@ -63,11 +62,9 @@ class Lockstep(ComputeThread):
 
     def join(self, rendezvous: str) -> None:
         """Meet the other ranks at the file `rendezvous`, which no others use; run it here."""
-        store = dist.FileStore(rendezvous, self._num_ranks)
-        store.set_timeout(JOIN)
+        store = meet(rendezvous, self._rank, self._num_ranks, JOIN)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=loopback)]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
         options._timeout = JOIN
         self._group = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, options)
 

@@ -71,7 +71,7 @@ class ReferenceExecutor:
         self._idle_since_ns = time.monotonic_ns()
 
     def _build(self) -> None:
-        self._device = compute_device(self._config.device, self._rank)
+        self._device = compute_device(self._config.device, "trainer.device")
         with torch.device("meta"):
             model = Transformer(read_architecture(self._checkpoint))
         model = model.to(getattr(torch, self._config.compute_dtype)).requires_grad_(False)

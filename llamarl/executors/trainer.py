@@ -233,7 +233,7 @@ class TrainerExecutor:
                 await self._move("reload", kind, self._enter)
 
     def _build(self) -> None:
-        device = compute_device(self._config.device, self._rank)
+        device = compute_device(self._config.device, "trainer.device")
         mesh = join(self._rendezvous, self._rank, self._num_ranks, device)
         self._resources.callback(leave)
         self.policy = Policy(self._checkpoint, mesh, self._config, self._seed, self._tokenizer)

@@ -1,41 +1,153 @@
-"""The process group of one executor's ranks.
+"""Where the ranks of a group meet, on which network they talk, and on which device each computes.
 
-Owns: joining and leaving it. Does not own: what is sent. Invariant: the ranks meet in a file and
-talk over the loopback interface, so no socket of theirs can be reached from another machine.
+Owns: the rendezvous, the default process group of one executor's ranks, the choice of interface
+and device. Does not own: what is sent. Invariant: nothing listens on an address other than that of
+the data interface; on one host that is loopback, and the ranks meet in a file.
+
+What differs from host to host comes in the environment, which `cluster/` sets for each process;
+without it a process is alone on its host, as in `cluster=inline`.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import sys
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+INTERFACE = "LLAMARL_DATA_INTERFACE"  # set where a run has several hosts
+GPU = "LLAMARL_GPU"  # the kind of GPU that the recipe is for, such as H100-80GB
+GPU_INDEX = "LOCAL_RANK"  # this process's GPU, counted on its host; vLLM reads it too
+JOIN = timedelta(minutes=10)  # between the first rank and the last one
+POLL_S = 0.05
+GET_ADDRESS = 0x8915  # SIOCGIFADDR, Linux
+BACKLOG = 4096  # thousands of ranks come at once
+SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79 to 85e9 bytes
 
-def compute_device(kind: str, rank: int) -> torch.device:
-    """This rank's device of `kind`, cpu or cuda; ValueError if the machine has none."""
+
+def compute_device(kind: str, field: str) -> torch.device:
+    """This process's device of `kind`, cpu or cuda; `field` is the config's name for the choice.
+
+    ValueError if the host has no such GPU, or another one than the recipe was planned for.
+    """
     if kind == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"trainer.device must be cpu on a machine without a GPU, got {kind!r}")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        raise ValueError(f"{field} must be cpu on a machine without a GPU, got {kind!r}")
+    index = int(os.environ.get(GPU_INDEX, "0"))
+    if index >= num_gpus:
+        raise ValueError(
+            f"cluster.num_gpus_per_host must be at most the {num_gpus} GPUs of "
+            f"{socket.gethostname()}, got a rank for number {index}"
+        )
+    properties = torch.cuda.get_device_properties(index)
+    check_gpu(os.environ.get(GPU, ""), properties.name, properties.total_memory)
+    return torch.device("cuda", index)
+
+
+def check_gpu(wanted: str, name: str, memory_bytes: int) -> None:
+    """ValueError unless a GPU called `name` is the `wanted` kind, such as H100-80GB; "" is any."""
+    model, _, size = wanted.partition("-")
+    wanted_bytes = float(size.removesuffix("GB") or 0) * 1e9
+    is_size = not size or abs(memory_bytes / wanted_bytes - 1) <= SIZE_TOLERANCE
+    if model.lower() not in name.lower() or not is_size:
+        raise ValueError(
+            f"cluster.gpu must be the kind of GPU of every host, got {wanted}, but "
+            f"{socket.gethostname()} has {name} with {memory_bytes / 1e9:.1f} GB"
+        )
+
+
+def data_interface() -> str:
+    """The network interface of tensor traffic, for gloo and NCCL: loopback on a single host."""
+    return os.environ.get(INTERFACE) or ("lo0" if sys.platform == "darwin" else "lo")
+
+
+def meet(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """The store of a group that is about to form. `rendezvous` is a path no earlier group has used.
+
+    On one host it is the file in which the ranks meet. Ranks of several hosts, who may be
+    thousands, would wait for each other's locks on a network file system: there rank 0 keeps the
+    store in its memory, and the file says at which address of the data interface.
+    RuntimeError if rank 0 does not come within `timeout`, the limit of every wait in it too.
+    """
+    if INTERFACE not in os.environ:
+        store: dist.Store = dist.FileStore(rendezvous, num_ranks)
+        store.set_timeout(timeout)
+        return store
+    is_master = rank == 0
+    descriptor = None
+    if is_master:
+        server = socket.create_server((interface_address(data_interface()), 0), backlog=BACKLOG)
+        host, port = server.getsockname()
+        descriptor = server.detach()  # the store closes it
+    else:
+        host, port = _read_address(rendezvous, timeout.total_seconds())
+    store = dist.TCPStore(
+        host,
+        port,
+        num_ranks,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
+    if is_master:
+        unfinished = Path(f"{rendezvous}.tmp")
+        unfinished.write_text(f"{host} {port}")
+        unfinished.rename(rendezvous)
+    return store
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of a network interface of this host; ValueError if there is none."""
+    import fcntl  # not on every system
+
+    request = struct.pack("256s", interface.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, request)
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ValueError(
+                f"cluster.data_interface must have an IPv4 address on {socket.gethostname()}, got "
+                f"{interface!r} ({error.strerror}); its interfaces: {names}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _read_address(rendezvous: str, timeout_s: float) -> tuple[str, int]:
+    """What rank 0 wrote into the file, once it is there."""
+    path = Path(rendezvous)
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        os.scandir(path.parent).close()  # NFS remembers for long that a file is not there
+        if path.exists():
+            host, port = path.read_text().split()
+            return host, int(port)
+        time.sleep(POLL_S)
+    raise RuntimeError(f"rank 0 did not come to {rendezvous} within {timeout_s:g} s")
 
 
 def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> DeviceMesh:
     """Form the default process group (gloo, NCCL on CUDA); returns its one-dimensional mesh.
 
-    `rendezvous` is a path on this host that no earlier group has used. Call it from the thread
-    that will run the collectives. RuntimeError if this process already is in a group.
+    `rendezvous` is as in `meet`. Call it from the thread that will run the collectives.
+    RuntimeError if this process already is in a group.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is already in a process group: one trainer per process")
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(rendezvous, num_ranks)
+    store = meet(rendezvous, rank, num_ranks, JOIN)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))

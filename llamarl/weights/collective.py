@@ -13,7 +13,6 @@ the group stays good.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.models.process_group import data_interface, meet
 from llamarl.weights.errors import StaleVersion, TargetLost
 from llamarl.weights.layout import Copy, Offer, Route
 from llamarl.weights.packed import (
@@ -40,7 +40,6 @@ from llamarl.weights.transport import Carry
 
 TRAILER_BYTES = 32  # version, part, index, whether the source goes on
 POLL_S = 0.0005  # NCCL cannot be waited for with a limit
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Group:
@@ -59,8 +58,7 @@ class Group:
         self._timeout = timedelta(seconds=timeout_s)
         self._is_given_up = False
         index, size = self._index[side, rank], len(members)
-        store = dist.FileStore(route.rendezvous, size)
-        store.set_timeout(self._timeout)
+        store = meet(route.rendezvous, index, size, self._timeout)
         where = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         store.set(f"device-{index}", where)
         devices = [store.get(f"device-{each}").decode() for each in range(size)]
@@ -69,13 +67,13 @@ class Group:
 
     def _form(self, store: dist.Store, index: int, size: int) -> Any:
         if self.device.type == "cuda":
-            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+            os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
             torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, index, size, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(interface=LOOPBACK)]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
         gloo._timeout = self._timeout
         return dist.ProcessGroupGloo(store, index, size, gloo)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker daemon
 CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits
 
 
@@ -78,8 +79,11 @@ class Segment:
 
 
 def this_host() -> str:
-    """The name that layouts and offers carry for memory of this machine."""
-    return socket.gethostname()
+    """The name that layouts and offers carry for memory of this machine.
+
+    The cluster gives it, so that two worker daemons on one machine count as two hosts.
+    """
+    return os.environ.get(HOST) or socket.gethostname()
 
 
 def require_memory(purpose: str, num_bytes: int) -> None:
