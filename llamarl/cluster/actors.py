@@ -113,6 +113,11 @@ class ExecutorActor(Actor):
         """Says that the event loop runs."""
 
     @concurrent_endpoint
+    async def look_after(self, rank: int, silence_s: float) -> None:
+        """Returns once another rank is silent."""
+        await until_silent(self._actors.slice(**{DIMENSION: rank}), silence_s)
+
+    @concurrent_endpoint
     async def linger(self) -> None:
         """Never answers: the pending call is what learns of the process's end."""
         await asyncio.Event().wait()
@@ -161,6 +166,23 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
         future = answer.as_asyncio()
         future.add_done_callback(mark_retrieved)
         yield future
+
+
+async def until_silent(actor: Any, silence_s: float) -> None:
+    """Return once the event loop of `actor` answers nothing for `silence_s`; never if it ends."""
+    while True:
+        (pong,) = send(actor.ping)
+        # Waiting in pieces: after a pause of this process itself, answers that lie waiting are
+        # read before the verdict.
+        for _ in range(3):
+            await asyncio.wait({pong}, timeout=silence_s / 4)
+            if pong.done():
+                break
+        else:
+            return
+        if pong.exception() is not None:
+            await asyncio.Event().wait()
+        await asyncio.sleep(silence_s / 4)
 
 
 async def results_by_rank(

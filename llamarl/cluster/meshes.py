@@ -29,6 +29,7 @@ from llamarl.cluster.actors import (
     mark_retrieved,
     results_by_rank,
     send,
+    until_silent,
 )
 from llamarl.cluster.errors import GroupLost
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name
@@ -155,17 +156,20 @@ class MonarchGroup:
         await asyncio.wait(waiting, timeout=START_LIMIT_S, return_when=FIRST_COMPLETED)
         if not ready.done() and not end.done():
             return self._lose(rank, f"its constructor took over {START_LIMIT_S:g} s")
-        while not end.done():
-            (pong,) = send(actor.ping)
-            # Waiting in pieces: after a pause of the controller itself, answers that lie waiting
-            # are read before the verdict.
-            for _ in range(3):
-                await asyncio.wait({end, pong}, timeout=silence_s / 4, return_when=FIRST_COMPLETED)
-                if pong.done() or end.done():
-                    break
-            if not pong.done() and not end.done():
+        # Each rank looks after the next, so that the controller need not ping them all.
+        (word,) = (
+            [asyncio.create_task(until_silent(actor, silence_s))]
+            if rank == 0
+            else send(self._actors.slice(**{DIMENSION: rank - 1}).look_after, rank, silence_s)
+        )
+        try:
+            await asyncio.wait({end, word}, return_when=FIRST_COMPLETED)
+            if word.done() and word.exception() is not None:
+                await asyncio.wait({end})  # the rank before has ended, which its watcher tells
+            if not end.done():
                 return self._lose(rank, f"silent for {silence_s:g} s (cluster.silence_s)")
-            await asyncio.wait({end}, timeout=silence_s / 4)
+        finally:
+            word.cancel()
         error = end.exception()
         self._lose(rank, last_line(error) if error is not None else "it left its endless call")
 

@@ -124,14 +124,14 @@ def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
     pids: list[int] = []
 
     async def scenario(cluster: Cluster) -> None:
-        group = await cluster.spawn("generator-0", Probe, {})
+        group = await cluster.spawn("trainer", Probe, {}, 2)
         pids.extend(group.pids)
         call = asyncio.create_task(group.first.forever())
         await asyncio.sleep(1.5)  # longer than the limit: an endless call is no silence
         assert not call.done()
-        os.kill(group.pids[0], signal.SIGSTOP)
+        os.kill(group.pids[1], signal.SIGSTOP)  # rank 0 looks after it
         stopped_s = time.monotonic()
-        with pytest.raises(GroupLost, match="silent for 1 s"):
+        with pytest.raises(GroupLost, match="rank 1: silent for 1 s"):
             await call
         assert 0.4 < time.monotonic() - stopped_s < 2
 
