@@ -8,7 +8,7 @@ wrong before any process starts.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from llamarl.config import Config, VllmConfig
@@ -18,7 +18,8 @@ from llamarl.data.requests import read_lengths
 from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
-from llamarl.models.architecture import Architecture
+from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.models.divisibility import check_parallel
 from llamarl.models.inventory import check_checkpoint
 from llamarl.rewards.functions import check_answers, check_rewards
 from llamarl.types import Prompt, Sampling
@@ -45,10 +46,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
     architecture = check_checkpoint(checkpoint)
-    if isinstance(config.generator, VllmConfig):
-        check_limits(config.generator, architecture)
-        check_temperature("sampling.temperature", config.sampling.temperature)
-        check_temperature("evaluation.temperature", config.evaluation.temperature)
+    _check_planned(config, architecture)
+    _check_architecture(config, architecture)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
     task_source = _task_source(config)
@@ -59,7 +58,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     if config.data.held_out is not None:
         held_out = _read_prompts(config, config.data.held_out, tokenizer)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
-    _check_lengths(config, architecture, prompts, held_out)
+    _check_lengths(config, prompts, held_out)
     return Inputs(
         checkpoint=checkpoint,
         tokenizer_folder=tokenizer_folder,
@@ -70,6 +69,19 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         task_source=task_source,
         replay_lengths=_replay_lengths(config),
     )
+
+
+def read_planned_architecture(config: Config) -> Architecture:
+    """What a forecast reckons with: the checkpoint's architecture or, where no checkpoint is, that
+    of `model.architecture`. ValueError as for a run."""
+    folder = _resolve(config, config.model.checkpoint)
+    if config.model.architecture is not None and not Path(folder).is_dir():
+        architecture = read_architecture(_resolve(config, config.model.architecture))
+    else:
+        architecture = read_architecture(folder)
+        _check_planned(config, architecture)
+    _check_architecture(config, architecture)
+    return architecture
 
 
 def train_sampling(config: Config, inputs: Inputs) -> Sampling:
@@ -101,6 +113,41 @@ def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _check_planned(config: Config, architecture: Architecture) -> None:
+    """ValueError, naming the first difference, unless the checkpoint is what was planned.
+
+    Ids that end a completion may differ: they change no tensor, and the checkpoint's own are used.
+    """
+    if config.model.architecture is None:
+        return
+    folder = _resolve(config, config.model.architecture)
+    planned = read_architecture(folder)
+    for name in (field.name for field in fields(Architecture) if field.name != "eos_token_ids"):
+        expected, found = getattr(planned, name), getattr(architecture, name)
+        require(
+            found == expected,
+            f"{name} of the checkpoint {_resolve(config, config.model.checkpoint)}",
+            f"be {expected} as in {folder}, which the recipe was planned with",
+            found,
+        )
+
+
+def _check_architecture(config: Config, architecture: Architecture) -> None:
+    """ValueError for what config and architecture alone tell to be impossible."""
+    check_parallel(architecture, config.trainer, config.generator)
+    if isinstance(config.generator, VllmConfig):
+        check_limits(config.generator, architecture)
+        check_temperature("sampling.temperature", config.sampling.temperature)
+        check_temperature("evaluation.temperature", config.evaluation.temperature)
+    positions = architecture.max_positions
+    require(
+        config.generator.max_context_tokens <= positions,
+        "generator.max_context_tokens",
+        f"be at most the checkpoint's {positions} positions",
+        config.generator.max_context_tokens,
+    )
+
+
 def _resolve(config: Config, path: str) -> str:
     return os.path.abspath(Path(config.recipe_dir, path))
 
@@ -130,17 +177,8 @@ def _task_source(config: Config) -> str | None:
         raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
 
 
-def _check_lengths(
-    config: Config, architecture: Architecture, prompts: list[Prompt], held_out: list[Prompt]
-) -> None:
+def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
     context = config.generator.max_context_tokens
-    positions = architecture.max_positions
-    require(
-        context <= positions,
-        "generator.max_context_tokens",
-        f"be at most the checkpoint's {positions} positions",
-        context,
-    )
     for name, some, max_tokens in (
         ("sampling", prompts, config.sampling.max_tokens),
         ("evaluation", held_out, config.evaluation.max_tokens or config.sampling.max_tokens),

@@ -1,5 +1,5 @@
-"""Which pretrained checkpoint is fine-tuned. Invariant: everything about the architecture comes
-from the checkpoint's own config.json."""
+"""Which pretrained checkpoint is fine-tuned. Invariant: everything that a run knows about the
+architecture comes from the checkpoint's own config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class ModelConfig:
     """Folder with config.json and safetensors files; relative to the recipe's folder."""
     architecture: str | None = None
     """Folder with a config.json of the same architecture, so that the recipe can be planned where
-    the checkpoint is not; a run refuses a checkpoint that differs from it."""
+    the checkpoint is not; a run refuses a checkpoint that differs from it (other ids that end a
+    completion do not matter)."""
     tokenizer: str | None = None
     """Folder of the tokenizer, if it is not the checkpoint's own."""
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from llamarl.build import make_backlog
-from llamarl.inputs import read_inputs
+from llamarl.inputs import read_inputs, read_planned_architecture
 from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -56,6 +57,17 @@ def remove(name: str) -> Damage:
     return lambda recipe: (recipe / name).unlink()
 
 
+def planned(**values: object) -> Damage:
+    """The architecture that the recipe was planned with, which differs in these values."""
+
+    def damage(recipe: Path) -> None:
+        (recipe / "planned").mkdir()
+        config = json.loads((recipe / "checkpoint" / "config.json").read_text())
+        (recipe / "planned" / "config.json").write_text(json.dumps(config | values))
+
+    return damage
+
+
 def nothing(recipe: Path) -> None:
     """The mistake is in the overrides."""
 
@@ -85,6 +97,17 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
         ["model.checkpoint=meta-llama/Llama-3.2-1B"],
         "existing fold",
     ),
+    "another architecture than planned": (
+        planned(rms_norm_eps=1e-6),
+        ["model.architecture=planned"],
+        r"norm_eps of the checkpoint .* must be 1e-06 as in .*planned, .* got 1e-05",
+    ),
+    "tensor parallel does not divide": (
+        nothing,
+        ["trainer.num_ranks=3", "trainer.tensor_parallel=3"],
+        "trainer.tensor_parallel must divide the checkpoint's 4 attention heads, .* got 3",
+    ),
+    "context": (nothing, ["generator.max_context_tokens=300"], "at most the checkpoint's 256 pos"),
     "tokenizer missing": (remove(TOKENIZER), [], r"must hold tokenizer\.json"),
     "tokenizer not JSON": (write(TOKENIZER, "garbage"), [], r"tokenizer\.json must be JSON"),
     "tokenizer of no kind": (
@@ -142,6 +165,24 @@ def test_a_mistake_is_named_in_one_line(
     with pytest.raises(ValueError, match=words) as caught:
         read(recipe, overrides)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_forecast_needs_no_checkpoint(recipe: Path) -> None:
+    planned(eos_token_id=[2, 3])(recipe)
+    overrides = ["model.architecture=planned"]
+    config, inputs = read(recipe, overrides)
+    assert inputs.architecture.eos_token_ids == (2,), "other ends of completions do not matter"
+    assert read_planned_architecture(config) == inputs.architecture
+    shutil.rmtree(recipe / "checkpoint")
+    without = read_planned_architecture(config)
+    assert without == replace_fields(inputs.architecture, eos_token_ids=(2, 3))
+    with pytest.raises(ValueError, match=r"must divide the checkpoint's 4 attention heads"):
+        read_planned_architecture(
+            replace_fields(
+                config,
+                trainer=replace_fields(config.trainer, num_ranks=3, tensor_parallel=3),
+            )
+        )
 
 
 def test_a_run_cannot_go_on_with_other_prompts(recipe: Path) -> None:
