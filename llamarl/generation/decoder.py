@@ -7,34 +7,61 @@ is where (`engine.py`) or drawing tokens (`sampling.py`). Invariant: the numbers
 On small models the calls cost as much as the arithmetic, so a decode step does few of them:
 fused qkv and gate-up products, one rotation for queries and keys, one write for keys and values,
 residual sums inside the matrix products.
+
+With several ranks each has some heads, some of the feed-forward and a range of the vocabulary; they
+sum what they add to the residual stream, twice per layer and for the embedding, and gather logits.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llamarl.generation.kv_cache import Group, KVCache
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
+from llamarl.generation.ranks import Ranks
 from llamarl.models.architecture import Architecture
 from llamarl.models.transformer import rope_tables
 
 
+class Cache(Protocol):
+    """What the maths needs of a KV cache; places and plan are the cache's own."""
+
+    num_positions: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def places(self, slots: np.ndarray, positions: np.ndarray) -> Any:
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go."""
+
+    def write(self, layer: int, places: Any, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [n, kv_heads, head_dim] of one layer."""
+
+    def attend(self, layer: int, queries: Tensor, plan: Any) -> Tensor:
+        """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""
+
+
 class Decoder:
-    """Runs `weights` (set by the engine, replaced at a flip) over `cache`.
+    """Runs `weights` (set by the engine at a flip) over `cache`: those of one of the `ranks`.
 
     A row of the fused qkv product reads [heads + 2 * kv_heads, head_dim]: queries, keys, values.
     """
 
-    def __init__(self, architecture: Architecture, cache: KVCache) -> None:
+    def __init__(
+        self, architecture: Architecture, cache: Cache, ranks: Ranks | None = None
+    ) -> None:
         self.architecture = architecture
         self.cache = cache
         self.weights: Weights | None = None
-        self._num_turned = architecture.num_heads + architecture.num_kv_heads
+        self._ranks = ranks
+        num_ranks = ranks.num_ranks if ranks is not None else 1
+        self._num_heads = architecture.num_heads // num_ranks
+        self._num_turned = self._num_heads + architecture.num_kv_heads // num_ranks
+        self._add = add_product if ranks is None else self._add_sum
         cos, sin = rope_tables(architecture, cache.num_positions)
         # Both halves of a head, so that the rotation is x * cos + roll(x) * sin.
         self._cos = torch.cat([cos, cos], dim=1).to(cache.device, cache.dtype)
@@ -57,7 +84,7 @@ class Decoder:
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = np.repeat(np.array([slot for slot, _ in sequences]), lengths)
         weights, device = self._bound(), self.cache.device
-        x = weights.embedding.index_select(0, torch.from_numpy(tokens).to(device))
+        x = self._embed(weights, torch.from_numpy(tokens).to(device))
         place = torch.from_numpy(positions).to(device)
         cos, sin = self._cos[place].unsqueeze(1), self._sin[place].unsqueeze(1)
         places = self.cache.places(slots, positions)
@@ -67,27 +94,39 @@ class Decoder:
             if index < len(weights.layers) - 1:  # of the last layer only the cache is wanted
                 self._finish_layer(layer, x, self._causal(queries, keys, values, runs))
 
-    def decode(
-        self, tokens: Tensor, slots: np.ndarray, positions: np.ndarray, groups: list[Group]
-    ) -> Tensor:
-        """Logits float32 [n, vocab] after one more token in each of `slots`.
+    def decode(self, tokens: Tensor, positions: Tensor, places: Any, plan: Any) -> Tensor:
+        """Logits float32 [n, vocab] after one more token in each of n slots.
 
-        `tokens` int64 [n] go to `positions` int64 [n] of `slots` int64 [n]; `groups` is the cache's
-        plan for these rows.
+        `tokens` int [n] are at `positions` int64 [n]; they go to `places`, and `plan` says what
+        they attend to: both are the cache's, for these rows.
         """
         weights = self._bound()
-        x = weights.embedding.index_select(0, tokens)
-        place = torch.from_numpy(positions).to(x.device)
+        x = self._embed(weights, tokens)
         # Written out for all heads once, so that every layer's rotation runs over plain memory.
         shape = (len(positions), self._num_turned, self.architecture.head_dim)
-        cos = self._cos.index_select(0, place).unsqueeze(1).expand(shape).contiguous()
-        sin = self._sin.index_select(0, place).unsqueeze(1).expand(shape).contiguous()
-        places = self.cache.places(slots, positions)
+        cos = self._cos.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
+        sin = self._sin.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._qkv(layer, x, cos, sin)
             self.cache.write(index, places, keys, values)
-            self._finish_layer(layer, x, self.cache.attend(index, queries, groups))
-        return product(normalize(x, weights.norm, self._norm_floor), weights.head).float()
+            self._finish_layer(layer, x, self.cache.attend(index, queries, plan))
+        logits = product(normalize(x, weights.norm, self._norm_floor), weights.head)
+        return (logits if self._ranks is None else self._ranks.gather(logits)).float()
+
+    def _embed(self, weights: Weights, tokens: Tensor) -> Tensor:
+        """Rows [n, hidden] of the embedding, of which each rank holds a range."""
+        if self._ranks is None:
+            return weights.embedding.index_select(0, tokens)
+        num_held = len(weights.embedding)
+        local = tokens - self._ranks.rank * num_held
+        is_held = (local >= 0) & (local < num_held)
+        x = weights.embedding.index_select(0, local.clamp_(0, num_held - 1))
+        return self._ranks.sum(x.mul_(is_held.unsqueeze(1)))
+
+    def _add_sum(self, total: Tensor, x: Tensor, matrix: Matrix) -> None:
+        """Add all ranks' `x` times `matrix` to `total`, in place."""
+        assert self._ranks is not None
+        total.add_(self._ranks.sum(product(x, matrix)))
 
     def _bound(self) -> Weights:
         if self.weights is None:
@@ -100,7 +139,7 @@ class Decoder:
         """Rotated queries [n, heads, head_dim], rotated keys and values [n, kv_heads, head_dim]."""
         h = normalize(x, layer.input_norm, self._norm_floor)
         qkv = product(h, layer.qkv, layer.qkv_bias)
-        num_heads, dim = self.architecture.num_heads, self.architecture.head_dim
+        num_heads, dim = self._num_heads, self.architecture.head_dim
         qkv = qkv.view(x.shape[0], -1, dim)
         heads = qkv[:, : self._num_turned]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -112,12 +151,12 @@ class Decoder:
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
         """Add the attention's output and the MLP to the residual stream `x`, in place."""
-        add_product(x, attended, layer.output)
+        self._add(x, attended, layer.output)
         if layer.output_bias is not None:
             x.add_(layer.output_bias)
         h = normalize(x, layer.mlp_norm, self._norm_floor)
         gate, up = product(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
-        add_product(x, functional.silu(gate).mul_(up), layer.down)
+        self._add(x, functional.silu(gate).mul_(up), layer.down)
         if layer.down_bias is not None:
             x.add_(layer.down_bias)
 

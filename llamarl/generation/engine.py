@@ -16,20 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.config import GeneratorConfig
+from llamarl.config import EmbeddedConfig
 from llamarl.generation.boxes import load_boxes
 from llamarl.generation.decoder import Decoder
-from llamarl.generation.kv_cache import PLAN_STEPS, Group, KVCache
+from llamarl.generation.graphs import CudaGraphs
+from llamarl.generation.kv_cache import PLAN_STEPS, KVCache
 from llamarl.generation.parameters import (
     DTYPES,
     Weights,
     arena_layout,
     bind,
+    overwrite,
     quantize,
     tensors,
 )
 from llamarl.generation.protocol import Finished, Memory
 from llamarl.generation.quantized import make_scratch
+from llamarl.generation.ranks import Ranks
 from llamarl.generation.running import Running
 from llamarl.generation.sampling import SamplingRows, sample
 from llamarl.generation.scheduler import (
@@ -41,6 +44,8 @@ from llamarl.generation.scheduler import (
     nothing_written,
     place,
 )
+from llamarl.generation.slot_cache import SlotCache
+from llamarl.generation.steps import EagerSteps, PaddedSteps, Steps
 from llamarl.models.architecture import Architecture
 from llamarl.types import FinishReason, Request
 
@@ -49,27 +54,35 @@ START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts
 
 
 class Engine:
-    """One replica's generation, as `generation.protocol.Engine` says; one rank.
+    """One tensor-parallel rank of one replica, as `generation.protocol.Engine` says.
 
-    ValueError if `config.device` is cuda and there is none.
+    The ranks meet at the file `rendezvous`, which no others use, and must get the same calls in the
+    same order. `device` is the rank's own (None: the config's). `is_padded` chooses between the two
+    ways of `steps.py` (None: by device). ValueError if the ranks cannot split the model evenly, or
+    if the device is cuda and there is none.
     """
 
     def __init__(
         self,
         architecture: Architecture,
-        config: GeneratorConfig,
+        config: EmbeddedConfig,
         *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        rendezvous: str = "",
+        device: torch.device | None = None,
+        is_padded: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.architecture = architecture
         self.config = config
-        self.layout = arena_layout(architecture, config.dtype)
+        self.layout = arena_layout(architecture, config.dtype, rank, num_ranks)
         self.decode_text = decode_text
         self.version = -1
         self.num_prefilled_tokens = 0  # since the start
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
-        self._device = torch.device(config.device)
+        self._device = device or torch.device(config.device)
         dtype = DTYPES[config.dtype]
         self.memory = Memory(
             parameters=self.layout.parameters,
@@ -80,25 +93,42 @@ class Engine:
         widest = max(architecture.intermediate_size, architecture.num_heads * architecture.head_dim)
         widest = max(widest, architecture.hidden_size)
         self._scratch = make_scratch(widest, dtype, self._device) if self.memory.is_staged else None
-        slots, context = config.max_running, config.max_context_tokens
-        self._cache = KVCache(
-            num_layers=architecture.num_layers,
-            num_slots=slots,
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            num_positions=context,
-            head_dim=architecture.head_dim,
-            dtype=dtype,
-            device=self._device,
-        )
-        self._decoder = Decoder(architecture, self._cache)
-        self._running = Running(slots, context, self._device)
+        ranks = Ranks(rendezvous, rank, num_ranks, self._device) if num_ranks > 1 else None
+        is_cuda = self._device.type == "cuda"
+        self._make_steps(is_cuda if is_padded is None else is_padded, ranks)
+        self._running = Running(config.max_running, config.max_context_tokens, self._device)
         self._queue = Queue()
-        self._prefixes = PrefixIndex(slots)
+        self._prefixes = PrefixIndex(config.max_running)
         self._done: list[Finished] = []
         self._must_recompute = False
         self._may_start = False  # something changed since the queue was last asked
         self._arrange()
+
+    def _make_steps(self, is_padded: bool, ranks: Ranks | None) -> None:
+        architecture, config = self.architecture, self.config
+        num_ranks = ranks.num_ranks if ranks is not None else 1
+        sizes = {
+            "num_layers": architecture.num_layers,
+            "num_slots": config.max_running,
+            "num_heads": architecture.num_heads // num_ranks,
+            "num_kv_heads": architecture.num_kv_heads // num_ranks,
+            "num_positions": config.max_context_tokens,
+            "head_dim": architecture.head_dim,
+        }
+        dtype, device = DTYPES[config.dtype], self._device
+        self._cache: KVCache | SlotCache
+        self._steps: Steps
+        if is_padded:
+            self._cache = slots = SlotCache(**sizes, dtype=dtype, device=device)
+            self._decoder = Decoder(architecture, slots, ranks)
+            # With several ranks NCCL's kernels would be captured too, which nobody has tried.
+            captures = config.cuda_graphs and device.type == "cuda" and ranks is None
+            graphs = CudaGraphs(device) if captures else None
+            self._steps = PaddedSteps(self._decoder, slots, graphs)
+        else:
+            self._cache = tables = KVCache(**sizes, dtype=dtype, device=device)
+            self._decoder = Decoder(architecture, tables, ranks)
+            self._steps = EagerSteps(self._decoder, tables)
 
     @property
     def num_running(self) -> int:
@@ -129,6 +159,7 @@ class Engine:
             return weights
         return quantize(weights, self.config.quantization, self._scratch)
 
+    @torch.inference_mode()
     def flip(self, prepared: Weights | Tensor, version: int) -> int:
         """Use these weights as `version` from the next token on; a flat tensor is prepared here.
 
@@ -136,11 +167,20 @@ class Engine:
         are computed anew before their next token.
         """
         weights = self.prepare(prepared) if isinstance(prepared, Tensor) else prepared
-        self._decoder.weights = weights
+        held = self._decoder.weights
+        if held is not None and self._steps.keeps_addresses and self._lie_together(held, weights):
+            overwrite(held, weights)
+        else:
+            self._decoder.weights = weights
+            self._steps.forget()
         self.version = version
         self._must_recompute = self.config.kv_after_flip == "recompute"
         self._may_start = True
         return self.num_running
+
+    def _lie_together(self, one: Weights, other: Weights) -> bool:
+        """True unless the two are views of different memories."""
+        return self.memory.is_staged or one.embedding.data_ptr() == other.embedding.data_ptr()
 
     def submit(self, request: Request, written: Written | None = None) -> None:
         """Queue a rollout; `written` is what a resumed one has so far.
@@ -172,7 +212,8 @@ class Engine:
                 self._stop(slot, FinishReason.ABORTED)
 
     def movable(self, kind: str) -> list[Tensor]:
-        """The KV cache; of the weights, what was quantised."""
+        """The KV cache; of the weights, what was quantised. Graphs are captured anew afterwards."""
+        self._steps.forget()
         if kind == "kv":
             return [self._cache.keys, self._cache.values]
         weights = self._decoder.weights
@@ -210,14 +251,14 @@ class Engine:
         running, slots = self._running, self._slots
         if len(slots):
             positions = running.cached[slots]
-            tokens = torch.from_numpy(running.sequence[slots, positions])
-            uniform = torch.from_numpy(running.uniform[slots, positions + 1])
-            logits = self._decoder.decode(tokens.to(self._device), slots, positions, self._groups)
-            ids, logprobs = sample(logits, self._sampling, uniform.to(self._device).unsqueeze(1))
+            logits = self._steps.compute(running.sequence[slots, positions], positions)
+            uniform = torch.from_numpy(running.uniform[slots, positions + 1]).to(self._device)
+            ids, logprobs = sample(logits, self._sampling, uniform.unsqueeze(1))
             self._steps_left -= 1
-            if self._steps_left:
-                self._lengthen(positions + 1)
-            ended = running.append(slots, ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+            live = self._live
+            ended = running.append(
+                slots[live], ids.cpu().numpy()[live], logprobs.cpu().numpy()[live], self.version
+            )
             if running.watches_text.any():
                 ended = self._stop_at_text(ended)
             for slot, reason in ended:
@@ -299,15 +340,6 @@ class Engine:
 
     def _arrange(self) -> None:
         """Recompute what the next decode steps need to know about the slots."""
-        running = self._running
-        self._slots: np.ndarray = running.by_length()
-        lengths = running.cached[self._slots] + 1
-        self._groups: list[Group] = self._cache.plan(self._slots, lengths)
-        self._sampling: SamplingRows = running.sampling_rows(self._slots)
+        self._slots, self._live = self._steps.arrange(self._running)
+        self._sampling: SamplingRows = self._running.sampling_rows(self._slots)
         self._steps_left = PLAN_STEPS
-
-    def _lengthen(self, positions: np.ndarray) -> None:
-        """Let every row also see its next position."""
-        index = torch.from_numpy(positions).to(self._device)[:, None, None]
-        for group in self._groups:
-            group.mask.scatter_(2, index[group.start : group.stop], 0)

@@ -1,8 +1,8 @@
-"""Keys and values of all running rollouts, and how a decode step reads them.
+"""Keys and values of all running rollouts, and how a decode step reads them on a CPU.
 
 Owns: the two cache tensors, copies between slots, and the reading plan. Does not own: which
-rollout sits in which slot (`engine.py`). Invariant: allocated once; position p of a slot is written
-before it is read, or read under a mask.
+rollout sits in which slot (`engine.py`); `slot_cache.py` is its counterpart for GPUs. Invariant:
+allocated once; position p of a slot is written before it is read, or read under a mask.
 
 A decode step reads with `embedding_bag`, whose kernel is a weighted sum of table rows picked by
 index: it walks any rows in any order, so slots need not be neighbours, and every rollout costs its
@@ -162,6 +162,12 @@ class KVCache:
                 )
             )
         return groups
+
+    def lengthen(self, groups: list[Group], positions: Tensor) -> None:
+        """Let every row also see `positions` int64 [n], its next one."""
+        index = positions[:, None, None]
+        for group in groups:
+            group.mask.scatter_(2, index[group.start : group.stop], 0)
 
     def attend(self, layer: int, queries: Tensor, groups: list[Group]) -> Tensor:
         """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""

@@ -272,8 +272,15 @@ def quantize(weights: Weights, kind: str, scratch: Tensor) -> Weights:
     return Weights(layers=layers, **copies(weights))  # type: ignore[arg-type]
 
 
+def overwrite(target: Weights, source: Weights) -> None:
+    """Let the tensors of `target` hold those of `source`, at the addresses they have."""
+    for old, new in zip(tensors(target), tensors(source), strict=True):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
 def tensors(weights: Weights) -> Iterator[Tensor]:
-    """Every tensor of a quantised set."""
+    """Every tensor of a set."""
     records: list[Weights | LayerWeights] = [weights, *weights.layers]
     for record in records:
         for field in fields(record):

@@ -33,7 +33,10 @@ class Running:
         self.versions = np.zeros(wide, np.int32)
         self.uniform = np.zeros(wide, np.float32)
         self.prompt_length = np.zeros(num_slots, np.int64)
-        self.cached = np.zeros(num_slots, np.int64)
+        # An empty slot may be computed too, beside rollouts: its token then goes to a position that
+        # no prompt which is kept for others reaches, and none of its sampling is asked for.
+        self._spare = num_positions - 2
+        self.cached = np.full(num_slots, self._spare, np.int64)
         self.limit = np.zeros(num_slots, np.int64)  # total tokens at which it must stop
         self.segment_end = np.zeros(num_slots, np.int64)  # total tokens at which it is cut
         self.stop_ids = np.full((num_slots, 1), _NO_ID, np.int64)
@@ -96,6 +99,9 @@ class Running:
         )
         self.requests[slot] = None
         self.occupied[slot] = self.watches_text[slot] = False
+        self.cached[slot] = self._spare
+        self.temperature[slot], self.top_k[slot], self.top_p[slot] = 1.0, 0, 1.0
+        self.greedy[slot] = False
         return request, written
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:

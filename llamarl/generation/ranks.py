@@ -1,0 +1,55 @@
+"""The tensor-parallel ranks of one replica, where their numbers meet.
+
+Owns: the process group inside the model. Does not own: the order of steps (`executors/lockstep.py`)
+or which rank holds what (`parameters.py`). Invariant: what `sum` and `gather` return is equal on
+all ranks, bit for bit, so all of them sample the same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LIMIT = timedelta(minutes=10)  # between two ranks: at the start, and within a step
+
+
+class Ranks:
+    """`num_ranks` processes that meet at the file `rendezvous`, which no others use.
+
+    gloo on CPUs, NCCL on GPUs. Waits for all; call it, and its methods, from the compute thread.
+    """
+
+    def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        store = dist.FileStore(rendezvous, num_ranks)
+        store.set_timeout(LIMIT)
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        self._group: Any
+        if device.type == "cuda":
+            os.environ["NCCL_SOCKET_IFNAME"] = interface
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = LIMIT
+            self._group = dist.ProcessGroupNCCL(store, rank, num_ranks, nccl)
+        else:
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+            gloo._timeout = LIMIT
+            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, gloo)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum a contiguous tensor over the ranks, in place; returns it."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """Lay the ranks' columns [n, m] side by side: [n, m * num_ranks]."""
+        num_rows, width = columns.shape
+        parts = columns.new_empty(self.num_ranks, num_rows, width)
+        self._group._allgather_base(parts, columns.contiguous()).wait()
+        return parts.transpose(0, 1).reshape(num_rows, -1)
