@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 CHUNK_ELEMENTS = 2**24
 """Logits computed at once: 64 MiB in float32."""
@@ -24,14 +25,21 @@ class TokenStats(NamedTuple):
 
 
 def token_stats(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """log softmax(hidden weight^T / temperature) at `targets`, and that distribution's entropy.
 
     `hidden` [N, H]; `weight` [V, H]; `targets` int64 [N]; temperature above 0. Differentiable in
     `hidden` and `weight`; logits are computed again in the backward pass.
+
+    With a `group` of T ranks, `weight` [V / T, H] is this rank's run of the vocabulary and all
+    else is the same on all ranks; the gradient of `hidden` is then this rank's summand of it.
     """
-    return TokenStats(*_TokenStats.apply(hidden, weight, targets, float(temperature)))
+    return TokenStats(*_TokenStats.apply(hidden, weight, targets, float(temperature), group))
 
 
 class _TokenStats(torch.autograd.Function):
@@ -42,14 +50,27 @@ class _TokenStats(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of logits z with largest z* and total S = sum exp(z - z*):
+
+        log p_t = z_t - z* - log S and entropy = log S - sum exp(z - z*) (z - z*) / S
+        """
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
+        entropy, peaks, log_totals = (torch.empty_like(logprobs) for _ in range(3))
+        index, is_held = _find(targets, len(weight), group)
         for part in _chunks(hidden, weight):
-            log_p = _log_softmax(hidden[part], weight, temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
+            logits = _logits(hidden[part], weight, temperature)
+            peak = _reduce(logits.amax(1), dist.ReduceOp.MAX, group)
+            logits -= peak[:, None]
+            chosen = logits.gather(1, index[part, None]).squeeze(1)
+            powers = logits.exp()
+            sums = [powers.sum(1), torch.linalg.vecdot(powers, logits), chosen * is_held[part]]
+            total, moment, chosen = _reduce(torch.stack(sums), dist.ReduceOp.SUM, group)
+            peaks[part], log_totals[part] = peak, total.log()
+            logprobs[part] = chosen - log_totals[part]
+            entropy[part] = log_totals[part] - moment / total
+        ctx.save_for_backward(hidden, weight, index, is_held, entropy, peaks, log_totals)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -57,13 +78,15 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         """Of logits z: d log p_t / dz = onehot(t) - p and d entropy / dz = -p (log p + entropy)."""
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, index, is_held, entropy, peaks, log_totals = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, weight):
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature)
+            log_p = _logits(hidden[part], weight, ctx.temperature)
+            log_p -= peaks[part, None]
+            log_p -= log_totals[part, None]
             p = log_p.exp()
             grad = torch.zeros_like(p) if grad_entropy is None else -(log_p + entropy[part, None])
             if grad_entropy is not None:
@@ -72,14 +95,15 @@ class _TokenStats(torch.autograd.Function):
                 grad -= grad_logprobs[part, None]
             grad *= p
             if grad_logprobs is not None:
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+                own = grad_logprobs[part] * is_held[part]
+                grad.scatter_add_(1, index[part, None], own[:, None])
             grad = (grad / ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])
             else:
                 grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
@@ -87,8 +111,25 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 [n, V] log-probabilities."""
+def _find(
+    targets: torch.Tensor, num_held: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(where each target is among this rank's logits, 1.0 if it is there at all), both [N]."""
+    index = targets if group is None else targets - dist.get_rank(group) * num_held
+    is_held = (index >= 0) & (index < num_held)
+    return index.clamp(0, num_held - 1), is_held.float()
+
+
+def _reduce(
+    values: torch.Tensor, how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(values, how, group)
+    return values
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """float32 [n, V]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
     elif hidden.is_cuda:
@@ -97,4 +138,4 @@ def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float)
         logits = hidden.float() @ weight.float().t()
     if temperature != 1.0:
         logits /= temperature
-    return torch.log_softmax(logits, dim=-1)
+    return logits

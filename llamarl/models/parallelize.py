@@ -13,9 +13,18 @@ are neighbours (one host), then `shard`, then `replicate`.
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import TrainerConfig
@@ -62,38 +71,113 @@ def parameter_placements(
     return found
 
 
+def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
+    """The mesh over all ranks of the default process group; every rank calls it."""
+    shape = mesh_shape(config)
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> Transformer:
+    """Lay the parallel form over `model`, in place; returns it.
+
+    Parameters (of any dtype, or still on the meta device) become DTensors placed as
+    `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
+    rank takes the same path.
+    """
+    assert mesh.mesh_dim_names is not None
+    if "tensor" in mesh.mesh_dim_names:
+        _split(model, mesh["tensor"])
+    for layer in model.model.layers:
+        assert isinstance(layer, Layer)
+        layer.checkpointing = config.activation_checkpointing
+        if config.compile != "none":
+            _compile(layer, config.compile)
+    _shard(model, mesh, config)
+    return model
+
+
+def _split(model: Transformer, mesh: DeviceMesh) -> None:
+    """Tensor parallel within a layer, sequence parallel between: packed tokens are dimension 0."""
+    norm = SequenceParallel(sequence_dim=0)
+    head_norm = SequenceParallel(sequence_dim=1, use_local_output=True)  # of [N, heads, head_dim]
+    # One gather of the tokens feeds the two or three products that follow it.
+    attention_input = PrepareModuleInput(
+        input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    plan: dict[str, ParallelStyle] = {
+        "input_layernorm": norm,
+        "self_attn": attention_input,
+        "self_attn.q_norm": head_norm,
+        "self_attn.k_norm": head_norm,
+        "post_attention_layernorm": norm,
+        "mlp": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+    }
+    for name in ("q_proj", "k_proj", "v_proj"):
+        plan[f"self_attn.{name}"] = ColwiseParallel()
+    for name in ("gate_proj", "up_proj"):
+        plan[f"mlp.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[name] = RowwiseParallel(output_layouts=Shard(0))
+    for layer in model.model.layers:
+        present = {key: style for key, style in plan.items() if _has(layer, key)}
+        parallelize_module(layer, mesh, present)
+    outside: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "model.norm": norm,
+    }
+    if model.lm_head is not None:
+        outside["lm_head"] = ColwiseParallel()
+    parallelize_module(model, mesh, outside)
+    model.num_tensor_ranks = mesh.size()
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    parent, _, child = name.rpartition(".")
+    return getattr(module.get_submodule(parent), child) is not None
+
+
+def _compile(layer: Layer, backend: str) -> None:
+    """Compile the layer but for its attention, whose blocks differ with every packing.
+
+    The number of tokens is dynamic from the start, so one compilation serves all packings.
+    """
+    layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
+    layer.run = torch.compile(layer.run, backend=backend, dynamic=True)
+
+
+def _shard(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+    """FSDP2 over `shard`, copies over `replicate`: a group per layer, one for what is left."""
+    is_replicated = "replicate" in (mesh.mesh_dim_names or ())
+    data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
+    # Inputs are not cast: token ids are integers, and the rotation tables stay float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.compute_dtype),
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    # With one shard, gathering again for the backward pass would only copy.
+    reshards = config.reshard_after == "forward" and config.num_shard_ranks > 1
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshards)
+    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if config.reshard_after == "step":  # whoever changes the weights calls `reshard`
+                module.set_reshard_after_backward(False)
+
+
+def reshard(model: Transformer) -> None:
+    """Free the gathered weights, so that the next pass gathers what the shards hold by then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _tensor_placement(name: str) -> Placement:
     """What one tensor-parallel rank holds of the parameter `name`."""
     module, kind = name.split(".")[-2:]
     if module in SPLIT_OUTPUTS:
         return Shard(0)
     return Shard(1) if module in SPLIT_INPUTS and kind == "weight" else Replicate()
-
-
-def shard(
-    model: Transformer,
-    mesh: DeviceMesh,
-    *,
-    compute_dtype: torch.dtype,
-    activation_checkpointing: bool,
-) -> Transformer:
-    """Shard every parameter of `model` over the one-dimensional `mesh`, in place; returns it.
-
-    Parameters (float32, or still on the meta device) become DTensors; forward and backward run in
-    `compute_dtype`. A mesh of one rank takes the same path.
-    """
-    # Inputs are not cast: token ids are integers, and the rotation tables stay float32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    is_alone = mesh.size() == 1  # then gathering again for the backward pass would only copy
-    for layer in model.model.layers:
-        assert isinstance(layer, Layer)
-        layer.recomputes = activation_checkpointing
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not is_alone)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return model

@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,13 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
-from llamarl.models.parallelize import shard
+from llamarl.models.parallelize import parallelize, reshard
 from llamarl.models.transformer import Transformer
 
 
@@ -50,12 +50,7 @@ class Policy:
         self._num_ranks = mesh.size()
         with torch.device("meta"):
             model = Transformer(read_architecture(checkpoint))
-        self.model = shard(
-            model,
-            mesh,
-            compute_dtype=getattr(torch, config.compute_dtype),
-            activation_checkpointing=config.activation_checkpointing,
-        )
+        self.model = parallelize(model, mesh, config)
         self.model.to_empty(device=mesh.device_type)
         self.parameters: dict[str, DTensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -79,21 +74,22 @@ class Policy:
         return [tensor.to_local() for tensor in state if isinstance(tensor, DTensor)]
 
     def reshard(self) -> None:
-        """Free the gathered weights that a pass without a backward leaves behind."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Free the gathered weights that a pass leaves behind: one without a backward, or any
+        with `reshard_after` step."""
+        reshard(self.model)
 
     def scale_gradients(self, denominator: float, max_norm: float) -> float:
         """Divide the summed gradients by `denominator`, then clip them to the global `max_norm`.
 
         Returns their norm after the division and before the clipping.
         """
-        sharded = [parameter.grad for parameter in self.parameters.values()]
-        grads = [grad.to_local() for grad in sharded if isinstance(grad, DTensor)]
-        if not grads:
+        sharded = [p.grad for p in self.parameters.values() if isinstance(p.grad, DTensor)]
+        if not sharded:
             return 0.0
-        square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        grads = [grad.to_local() for grad in sharded]
+        copies = torch.tensor([_num_copies(grad) for grad in sharded], dtype=torch.float64)
+        squares = torch.stack(torch._foreach_norm(grads)).double().square()
+        square = (squares / copies.to(squares.device)).sum()
         if self._num_ranks > 1:
             dist.all_reduce(square)
         norm = square.sqrt().item() / denominator
@@ -102,6 +98,7 @@ class Policy:
 
     def update(self, lr: float) -> None:
         """One optimizer step with the scaled gradients, which are freed."""
+        self.reshard()  # the next pass must gather what this changes
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -169,6 +166,13 @@ class Policy:
             for key, value in self._optimizer.state[parameter].items():
                 state[f"optimizer.{name}.{key}"] = value
         return state
+
+
+def _num_copies(tensor: DTensor) -> int:
+    """Ranks that hold the same elements of `tensor`."""
+    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    assert not any(placement.is_partial() for placement in tensor.placements)
+    return math.prod(size for placement, size in pairs if placement.is_replicate())
 
 
 def _check_same(state: dict[str, torch.Tensor], folder: str) -> None:

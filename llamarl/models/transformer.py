@@ -9,16 +9,30 @@ needs a map of names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from llamarl.models.architecture import Architecture
 from llamarl.models.attention import Packing, make_packing, packed_attention
 from llamarl.models.head import TokenStats, token_stats
+
+aten = torch.ops.aten
+KEPT = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+]
+"""What selective checkpointing keeps: matrix products, attention, and tensor parallel's sums."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
@@ -27,12 +41,14 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 class Transformer(nn.Module):
     """One decoder; build it under `torch.device("meta")` and load weights into it, or train anew.
 
-    `lm_head` is absent if the architecture ties it to the embedding.
+    `lm_head` is absent if the architecture ties it to the embedding. `num_tensor_ranks` is set
+    where tensor parallel splits the model: then each layer holds an equal share of the tokens.
     """
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         self.architecture = architecture
+        self.num_tensor_ranks = 1
         self.model = Decoder(architecture)
         self.lm_head = (
             None
@@ -53,7 +69,14 @@ class Transformer(nn.Module):
         Returns float32 [N] each. ValueError if the lengths do not add up to N, at least 1.
         """
         hidden = self.hidden_states(token_ids, lengths)
-        return token_stats(hidden, self.head_weight, targets, temperature)
+        weight = self.head_weight
+        if self.num_tensor_ranks == 1:
+            return token_stats(hidden, weight, targets, temperature)
+        from torch.distributed.tensor import DTensor  # half a second that a generator need not wait
+
+        assert isinstance(weight, DTensor)
+        group = weight.device_mesh.get_group()
+        return token_stats(hidden, weight.to_local(), targets, temperature, group)
 
     def hidden_states(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Final normalised states [N, hidden_size] of packed rollouts."""
@@ -61,7 +84,18 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"lengths must be above 0 and add up to {len(token_ids)} tokens, got {lengths}"
             )
-        return self.model(token_ids, make_packing(lengths, token_ids.device))
+        if self.num_tensor_ranks == 1:
+            return self.model(token_ids, make_packing(lengths, token_ids.device))
+        from torch.distributed.tensor import DTensor, Partial
+
+        num_tokens = len(token_ids)
+        num_added = -num_tokens % self.num_tensor_ranks
+        if num_added:  # a rollout of its own, which nobody attends to and whose states are cut off
+            token_ids, lengths = F.pad(token_ids, (0, num_added)), (*lengths, num_added)
+        hidden = self.model(token_ids, make_packing(lengths, token_ids.device))
+        assert isinstance(hidden, DTensor)
+        # In the head each rank's gradient is that of its part of the vocabulary: they add up.
+        return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]
 
     def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """All logits [N, vocab_size] at once: for tests and small models."""
@@ -106,30 +140,34 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer; `recomputes` drops its activations and computes them again in backward.
+    """One decoder layer.
 
-    The switch sits inside the module, below FSDP's hooks, so recomputing gathers nothing twice.
+    `checkpointing` says what its backward pass computes again (see TrainerConfig); the switch sits
+    inside the module, below FSDP's hooks, so recomputing gathers no weights. `run` is the
+    computation, which may be replaced by a compiled one.
     """
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        self.recomputes = False
+        self.checkpointing = "none"
+        self.run: Callable[[torch.Tensor, Rotation, Packing], torch.Tensor] = self._run
         self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
         self.self_attn = Attention(architecture)
         self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
         self.mlp = FeedForward(architecture)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
-        """[N, hidden_size] to [N, hidden_size]."""
-        if self.recomputes and torch.is_grad_enabled():
-            out = checkpoint(
-                self._forward, x, rotation, packing, use_reentrant=False, preserve_rng_state=False
-            )
-            assert isinstance(out, torch.Tensor)
-            return out
-        return self._forward(x, rotation, packing)
+        """[N, hidden_size] to [N, hidden_size]; with tensor parallel, this rank's N tokens."""
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self.run(x, rotation, packing)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if self.checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+        out = checkpoint(self.run, x, rotation, packing, **options)
+        assert isinstance(out, torch.Tensor)
+        return out
 
-    def _forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, packing)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -148,6 +186,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, hidden_size, bias=architecture.output_bias)
         self.q_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
         self.k_norm = RMSNorm(head_dim, architecture.norm_eps) if architecture.qk_norm else None
+        self.attend = packed_attention
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
         """[N, hidden_size] to [N, hidden_size]."""
@@ -158,7 +197,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-        return self.o_proj(packed_attention(q, k, v, packing).flatten(1))
+        return self.o_proj(self.attend(q, k, v, packing).flatten(1))
 
 
 class FeedForward(nn.Module):

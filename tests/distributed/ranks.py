@@ -64,6 +64,7 @@ def _serve(rank, num_ranks, pipe):
     # Whatever the user's shell says, a run on one host must stay on loopback.
     os.environ["GLOO_SOCKET_IFNAME"] = socket.if_nameindex()[-1][1]
     import torch
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -72,3 +73,4 @@ def _serve(rank, num_ranks, pipe):
             pipe.send((True, asyncio.run(job(rank, num_ranks, *args))))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        _clear_sharding_prop_cache()  # torch remembers meshes of groups that are no more
