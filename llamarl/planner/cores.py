@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-ROUNDING_S = 1e-9
-
 
 class Job:
     """Work of `total_s` seconds on a free processor, on `weight` processors side by side."""
@@ -44,17 +42,15 @@ class Cores:
         job = Job(seconds, then, weight, asyncio.get_running_loop().time())
         if self._num_cores:
             self._jobs[job] = None
-            self._schedule()
-        else:
-            self._set_timer(job, 1.0)
+        self._schedule(job)
         return job
 
     async def work(self, seconds: float, weight: int = 1) -> None:
         """Do a job and wait for its end."""
         if seconds > 0:
-            done = asyncio.get_running_loop().create_future()
-            self.start(seconds, lambda: done.done() or done.set_result(None), weight)
-            await done
+            done = asyncio.Event()
+            self.start(seconds, done.set, weight)
+            await done.wait()
 
     def done_s(self, job: Job) -> float:
         """How much of it has been done by now."""
@@ -65,38 +61,31 @@ class Cores:
 
     def cut(self, job: Job, total_s: float) -> None:
         """Let a running job end once `total_s` of it are done."""
-        job.done_s, job.since_s = self.done_s(job), asyncio.get_running_loop().time()
-        job.total_s = max(total_s, job.done_s)
-        if self._num_cores:
-            self._schedule()
-        else:
-            self._set_timer(job, 1.0)
-            job.since_s -= job.done_s
-
-    def _set_timer(self, job: Job, speed: float) -> None:
-        if job.timer is not None:
-            job.timer.cancel()
-        rest_s = max(0.0, job.total_s - job.done_s) / speed
-        job.timer = asyncio.get_running_loop().call_later(rest_s, self._end, job)
+        job.total_s = max(total_s, self.done_s(job))
+        self._schedule(job)
 
     def _advance(self) -> None:
-        """Count what has been done on shared processors since this was last done."""
+        """Count what has been done on shared processors since this was last called."""
         now_s, speed = asyncio.get_running_loop().time(), self._speed()
         for job in self._jobs:
             job.done_s += (now_s - job.since_s) * speed
             job.since_s = now_s
 
-    def _schedule(self) -> None:
-        """The number of jobs or a job's length has changed: so have all ends."""
+    def _schedule(self, job: Job) -> None:
+        """A job is new or ends earlier; on shared processors the ends of all have moved."""
         speed = self._speed()
-        for job in self._jobs:
-            self._set_timer(job, speed)
+        for each in self._jobs or (job,):
+            if each.timer is not None:
+                each.timer.cancel()
+            rest_s = max(0.0, each.total_s - self.done_s(each)) / speed
+            each.timer = asyncio.get_running_loop().call_later(rest_s, self._end, each)
 
     def _end(self, job: Job) -> None:
         if self._num_cores:
             self._advance()
             del self._jobs[job]
-            self._schedule()
+            if self._jobs:
+                self._schedule(job)
         job.then()
 
     def _speed(self) -> float:

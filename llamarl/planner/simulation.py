@@ -1,18 +1,44 @@
 """A run without a model: the real controller on a virtual clock, with executors that only sleep.
 
 Owns: the assembly of a simulated run and what is read off it. Does not own: the loop (gate,
-dispatch, packing, publisher and placement are those of a run, wired by `build.py`), durations
-(`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equal arguments give equal times.
+dispatch, packing, canary, publisher and placement are those of a run, wired by `build.py`),
+durations (`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equal arguments give
+equal times.
 """
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
+from llamarl import seats
+from llamarl.build import Executors, build_controller
 from llamarl.config import Config
+from llamarl.config.run import CheckpointConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.experience.store import Store
+from llamarl.inputs import Inputs
+from llamarl.metrics.journal import Journal
+from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
+from llamarl.planner import clock
+from llamarl.planner.cores import Cores
 from llamarl.planner.costs import Costs
+from llamarl.planner.executors import (
+    Diary,
+    ModelledGroup,
+    ModelledReference,
+    ModelledScorer,
+    ModelledStorage,
+    ModelledTrainer,
+)
 from llamarl.planner.forecast import StepForecast
+from llamarl.planner.replica import ModelledReplica, Partials
+from llamarl.planner.timeline import Timeline
+from llamarl.planner.workload import Workload, make_workload
 
 
 def simulate(
@@ -29,4 +55,128 @@ def simulate(
     `lengths` (tokens of rollouts) and `equal_share` (of groups with equal rewards) default to what
     config.plan assumes. Evaluation, checkpoints and export are left out.
     """
-    raise NotImplementedError
+    workload = make_workload(config, lengths=lengths, equal_share=equal_share)
+    steps = config.plan.num_steps if num_steps is None else num_steps
+    timeline = clock.run(run(config, architecture, costs, workload, steps))
+    return forecast(timeline, num_skipped(config, steps))
+
+
+async def run(
+    config: Config, architecture: Architecture, costs: Costs, workload: Workload, num_steps: int
+) -> Timeline:
+    """Run the controller with modelled executors on whatever clock the present loop has."""
+    config = replace(
+        config,
+        num_steps=num_steps,
+        checkpoint=CheckpointConfig(export=False),
+        trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
+    )
+    timeline = Timeline()
+    executors = model_executors(config, costs, workload, timeline)
+    inputs = Inputs(
+        checkpoint="",
+        tokenizer_folder="",
+        architecture=architecture,
+        tokenizer=cast(Tokenizer, NoTokenizer()),
+        prompts=workload.prompts(),
+        held_out=[],
+        task_source=None,
+        replay_lengths=[],
+    )
+    with tempfile.TemporaryDirectory() as run_dir:
+        controller, publisher, dispatch = build_controller(
+            config,
+            inputs,
+            executors,
+            run_dir=run_dir,
+            state={},
+            journal=cast(Journal, Diary(timeline)),
+            spans=Spans("controller", None),
+        )
+        await publisher.connect()
+        try:
+            await controller.run()
+        finally:
+            await dispatch.close()
+            await publisher.close()
+    return timeline
+
+
+def model_executors(
+    config: Config, costs: Costs, workload: Workload, timeline: Timeline
+) -> Executors:
+    """All executors of `config`, on processors as `costs` says."""
+    cores = Cores(costs.num_cores, costs.shared_speed)
+    places = seats.assign(config)
+    hosts = {
+        name: tuple(dict.fromkeys(f"host {seat.host}" for seat in place))
+        for name, place in places.items()
+    }
+    unit = ModelledStorage(costs, cores, timeline)
+    partials: Partials = {}
+    generators = {
+        index: ModelledGroup(
+            f"generator-{index}",
+            ModelledReplica(
+                index,
+                config,
+                costs,
+                workload,
+                hosts=hosts[f"generator-{index}"],
+                cores=cores,
+                timeline=timeline,
+                partials=partials,
+                storage=unit,
+            ),
+        )
+        for index in range(config.generator.num_replicas)
+    }
+    trainer = ModelledTrainer(
+        config, costs, unit, host=hosts["trainer"][0], cores=cores, timeline=timeline
+    )
+    scorer = ModelledScorer(config, costs, workload, cores, timeline)
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        reference = ModelledGroup("reference", ModelledReference(costs, unit, cores, timeline))
+    return Executors(
+        vital=[],
+        storage=Store([unit]),
+        generators={**generators},
+        scorer=ModelledGroup("scorer", scorer),
+        trainer=ModelledGroup("trainer", trainer),
+        reference=reference,
+    )
+
+
+def num_skipped(config: Config, num_steps: int) -> int:
+    """Steps before the steady state: until the gate's whole run-ahead has passed through."""
+    return min(config.staleness.max_staleness + 2, num_steps - 2)
+
+
+def forecast(timeline: Timeline, skipped: int) -> StepForecast:
+    """What happened from the end of step number `skipped` to the last one's end, per step."""
+    start_s, end_s = timeline.step_ends_s[skipped - 1], timeline.step_ends_s[-1]
+    num_steps = len(timeline.step_ends_s) - skipped
+    ages: Counter[int] = Counter()
+    for step in timeline.ages[skipped:]:
+        ages.update(step)
+    num_tokens = sum(timeline.num_tokens[skipped:])
+    busy, waits = timeline.shares(start_s, end_s)
+    publishes_s = timeline.publishes_s[-num_steps:]
+    return StepForecast(
+        step_s=(end_s - start_s) / num_steps,
+        busy_shares=busy,
+        wait_shares=waits,
+        mean_staleness=sum(age * n for age, n in ages.items()) / max(1, ages.total()),
+        max_staleness=max(ages, default=0),
+        trained_tokens_per_s=num_tokens / (end_s - start_s),
+        publish_s=sum(publishes_s) / max(1, len(publishes_s)),
+        timeline=timeline.drawn(),
+    )
+
+
+@dataclass(frozen=True)
+class NoTokenizer:
+    """Nothing is ever decoded, and rollouts end at their modelled length."""
+
+    eos_token_ids: tuple[int, ...] = ()
