@@ -7,7 +7,8 @@ the actor; outcomes travel as data.
 A message costs its sender and the receiver of the answer about 0.2 ms. So a call is one message to
 rank 0, which passes it to the heads of FANOUT spans of the other ranks, and so on: nobody talks to
 more than FANOUT others, and what a call costs the caller does not grow with the number of ranks.
-Outcomes come back the same way, together; the first failure at once.
+Outcomes come back the same way, together; the first failure at once, and what can be merged
+(`group.Mergeable`) as one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Factory, process_name, resolve
-from llamarl.cluster.outcome import Outcome, attempt, failure
+from llamarl.cluster.outcome import Outcome, attempt, failure, merged
 from llamarl.cluster.process import redirect_output
 from llamarl.metrics.span import Spans
 
@@ -97,7 +98,7 @@ class ExecutorActor(Actor):
                     return [outcome]
                 if outcome.rank == 0 or not is_first:
                     outcomes.append(outcome)
-        return outcomes
+        return merged(outcomes)
 
     @concurrent_endpoint
     async def finish(self) -> Outcome:
@@ -142,6 +143,7 @@ class Methods:
         self._num_ranks = num_ranks
         self._is_first = is_first
         self._lost = lost
+        self._root: Any = None
 
     def __reduce__(self) -> Any:
         return Methods, (self._name, self._actors, self._num_ranks, self._is_first)
@@ -151,9 +153,10 @@ class Methods:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            root = self._actors.slice(**{DIMENSION: 0})
+            if self._root is None:
+                self._root = self._actors.slice(**{DIMENSION: 0}).run
             size = self._num_ranks
-            answers = send(root.run, (method, args, kwargs), size, size, self._is_first)
+            answers = send(self._root, (method, args, kwargs), size, size, self._is_first)
             results = await results_by_rank(self._name, answers, size, self._lost)
             return results[0] if self._is_first else results
 

@@ -7,7 +7,7 @@ behaviour. Invariant: code above `cluster/` needs nothing but these.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Factory = type | str
 """An executor class, or "module:Class": the caller then need not load what the module imports."""
@@ -23,13 +23,22 @@ def resolve(factory: Factory) -> type:
     return found
 
 
+@runtime_checkable
+class Mergeable(Protocol):
+    """A result that ranks merge on its way to the caller, who gets one for all of them."""
+
+    def merge(self, other: Any) -> None:
+        """Take in another rank's result."""
+
+
 class ExecutorGroup(Protocol):
     """The ranks of one executor.
 
     `first` and `every` have the executor's methods: calling one runs it on all ranks at once;
     `await group.first.method(...)` gives rank 0's result, `await group.every.method(...)` the list
-    by rank. Both can be handed to other executors in `spawn`'s kwargs or in any call; those then
-    call peer to peer. Calls run concurrently; cancelling one does not cancel the remote work.
+    by rank (if they are Mergeable, one for all). Both can be handed to other executors in `spawn`'s
+    kwargs or in any call; those then call peer to peer. Calls run concurrently; cancelling one does
+    not cancel the remote work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
     survives pickling, else as RemoteError; a note holds the remote traceback. A lost process
@@ -55,9 +64,17 @@ class Cluster(Protocol):
     """All executor processes of one run."""
 
     async def spawn(
-        self, name: str, factory: Factory, kwargs: dict[str, Any], num_ranks: int = 1
+        self,
+        name: str,
+        factory: Factory,
+        kwargs: dict[str, Any],
+        num_ranks: int = 1,
+        seats: Sequence[Seat] | None = None,
     ) -> ExecutorGroup:
         """Start `num_ranks` processes; construct `factory(rank=, num_ranks=, spans=, **kwargs)`.
+
+        Rank i sits on `seats[i]`; without seats all are on the first host and have no GPU. The
+        first spawn attaches and checks the hosts: ValueError for what is wrong with one.
 
         `spans` records under `process_name(name, rank, num_ranks)`. Run several spawns with
         `asyncio.gather`: they overlap. ValueError if `name` was used before; whatever a

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name, resolve
-from llamarl.cluster.outcome import attempt, failure
+from llamarl.cluster.outcome import attempt, failure, merged
 from llamarl.metrics.span import Spans
+from llamarl.types import Seat
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,12 @@ class InlineCluster:
         self._stopped = asyncio.Event()
 
     async def spawn(
-        self, name: str, factory: Factory, kwargs: dict[str, Any], num_ranks: int = 1
+        self,
+        name: str,
+        factory: Factory,
+        kwargs: dict[str, Any],
+        num_ranks: int = 1,
+        seats: Sequence[Seat] | None = None,
     ) -> ExecutorGroup:
         if name in self._groups:
             raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
@@ -94,7 +100,7 @@ class InlineGroup:
         ]
         for next_outcome in asyncio.as_completed(tasks):
             (await next_outcome).result()
-        return [task.result().result() for task in tasks]
+        return [outcome.result() for outcome in merged([task.result() for task in tasks])]
 
 
 class _Methods:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.cluster.errors import RemoteError
+from llamarl.cluster.group import Mergeable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,16 @@ class Outcome:
         if self.error is None:
             return self.value
         raise pickle.loads(self.error)
+
+
+def merged(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of several ranks, those whose values can be merged as one, of the first rank."""
+    first = outcomes[0] if outcomes else None
+    if first is None or not isinstance(first.value, Mergeable):
+        return outcomes
+    for outcome in outcomes[1:]:
+        first.value.merge(outcome.value)
+    return [first]
 
 
 async def attempt(executor: object, where: str, rank: int, call: tuple[str, Any, Any]) -> Outcome:

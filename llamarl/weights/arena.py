@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llamarl.weights import parts
 from llamarl.weights.collective import CollectiveInlet
-from llamarl.weights.comparison import MODULUS
+from llamarl.weights.comparison import MODULUS, Fingerprints
 from llamarl.weights.fingerprint import fingerprint
 from llamarl.weights.layout import Offer, ParameterLayout, RankLayout, Route
 from llamarl.weights.mapped import Block
@@ -197,7 +197,7 @@ class Arena:
             names=cut.names if len(self._parts) > 1 else (),
         )
 
-    def fingerprint(self, version: int, part: int) -> dict[str, int]:
+    def fingerprint(self, version: int, part: int) -> Fingerprints:
         """Fingerprint of each of the part's parameters in the shadow: all that this rank holds.
 
         Waits until the part has arrived; RuntimeError if it cannot any more.
@@ -205,10 +205,10 @@ class Arena:
         cut = self._require_offered(version, part)
         if self._inlet is not None:
             self._inlet.arrive(version, part)
-        return {
-            name: self._fingerprint(name, parts.moved(self._parameters[name], cut.begin))
+        return Fingerprints(
+            (name, self._fingerprint(name, parts.moved(self._parameters[name], cut.begin)))
             for name in cut.names
-        }
+        )
 
     def flip(self, version: int, part: int) -> Tensor | None:
         """Take over a part; with the last one, returns the memory that now holds `version`.

@@ -6,12 +6,34 @@ fingerprints (`fingerprint.py`). Invariant: standard library only, because the c
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from llamarl.weights.errors import FingerprintMismatch
 
 MODULUS = 1 << 64  # of fingerprints
 MAX_NAMED = 8  # parameters that an error lists
+
+
+class Fingerprints(dict[str, int]):
+    """Partial fingerprints by parameter. They are small when pickled, and those of several ranks
+    merge on the way (cluster.group.Mergeable), so that a replica and version cost the controller
+    two of them however many ranks there are."""
+
+    def merge(self, other: dict[str, int]) -> None:
+        """Add another rank's, modulo MODULUS."""
+        if not self:
+            return self.update(other)
+        for name, value in other.items():
+            self[name] = (self.get(name, 0) + value) % MODULUS
+
+    def __reduce__(self) -> Any:
+        return _unpack, ("\n".join(self), array("Q", self.values()))
+
+
+def _unpack(names: str, values: array[int]) -> Fingerprints:
+    return Fingerprints(zip(names.split("\n"), values, strict=True) if values else ())
 
 
 def compare(
@@ -33,12 +55,11 @@ def compare(
         )
 
 
-def add_up(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
+def add_up(ranks: Iterable[dict[str, int]]) -> Fingerprints:
     """Partial fingerprints of all ranks, added up modulo MODULUS."""
-    total: dict[str, int] = {}
+    total = Fingerprints()
     for fingerprints in ranks:
-        for name, value in fingerprints.items():
-            total[name] = (total.get(name, 0) + value) % MODULUS
+        total.merge(fingerprints)
     return total
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llamarl.weights.collective import CollectiveOutlet
-from llamarl.weights.comparison import MODULUS
+from llamarl.weights.comparison import MODULUS, Fingerprints
 from llamarl.weights.fingerprint import transfer
 from llamarl.weights.holdings import Holdings
 from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout, Route
@@ -85,7 +85,7 @@ class Writer(Holdings):
         for replica in list(self._routes):
             self.connect(replica, None)
 
-    def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
+    def write(self, version: int, offers: list[Offer]) -> Fingerprints:
         """Write this rank's slices of one part of `version` into one replica's `offers`.
 
         An offer per rank of it. Returns the fingerprint by parameter of all values written, for
@@ -112,7 +112,7 @@ class Writer(Holdings):
             with torch.no_grad():
                 outlet.write(version, copies, {offer.rank: offer for offer in offers}, carry)
         self._note(replica, version, {copy.name for copy in copies})
-        return {name: total % MODULUS for name, total in totals.items()}
+        return Fingerprints((name, total % MODULUS) for name, total in totals.items())
 
     def _note(self, replica: int, version: int, names: set[str]) -> None:
         """A part was written; with the last one the replica has its due."""
