@@ -132,7 +132,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
     """float32 [n, V]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
-    elif hidden.is_cuda:
+    elif hidden.device.type != "cpu":  # CUDA, and meta where memory is forecast
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:  # no such kernel on CPUs, where a float32 product is no slower
         logits = hidden.float() @ weight.float().t()

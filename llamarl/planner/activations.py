@@ -1,0 +1,254 @@
+"""What a forward and backward of one micro-batch keep in memory besides parameters.
+
+Owns: the measurement, on the meta device, of the real model with one and two layers. Does not own:
+FSDP's gathered weights and gradients (`memory.py`). Invariant: nothing is computed and nothing is
+sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
+checkpointing's caches).
+
+Every tensor that an operation makes is watched from its birth to its death. Two layers against one
+give what each further layer keeps. Tensor-parallel ranks run the real parallel code over a process
+group that sends nothing.
+
+Rules for what the meta device cannot know:
+
+- Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16; on float32 `efficient`, or
+  `math` if query heads share key heads, and only `math` keeps the scores, cells times rollout
+  length for every head. The kernel that `attention_kernel` names runs on the meta device too.
+- Padding. Attention pads rollouts of one block to its longest (models/attention.py), so memory
+  depends on their lengths. The worst packing is reckoned: nearly twice as many cells as tokens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from llamarl.config import Config
+from llamarl.models.architecture import Architecture
+from llamarl.models.attention import SPLIT_RATIO, packed_attention
+from llamarl.models.parallelize import _split as split
+from llamarl.models.transformer import Layer, Transformer
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes of one rank in one micro-batch.
+
+    `saved_bytes` are alive between forward and backward. The others come on top where each has its
+    peak: `logits_bytes` in the head, `block_bytes` in a layer (recomputed activations, gradients).
+    """
+
+    saved_bytes: int
+    logits_bytes: int
+    block_bytes: int
+
+
+def forecast_activations(config: Config, architecture: Architecture) -> Activations:
+    """Of a micro-batch that is as full as it can be: of `trainer.tokens_per_micro_batch` tokens, or
+    one rollout of the whole context if that is longer."""
+    trainer = config.trainer
+    longest = config.generator.max_context_tokens - 1  # the last token is not fed
+    one, two = (
+        _measure(
+            replace(architecture, num_layers=num_layers),
+            fullest_lengths(trainer.tokens_per_micro_batch, longest),
+            trainer.compute_dtype,
+            trainer.activation_checkpointing,
+            trainer.tensor_parallel,
+            attention_kernel(config, architecture),
+        )
+        for num_layers in (1, 2)
+    )
+    saved = one.saved + (architecture.num_layers - 1) * (two.saved - one.saved)
+    return Activations(
+        saved_bytes=saved,
+        logits_bytes=max(two.head_peak - two.saved, 0),
+        block_bytes=max(two.layers_peak - two.saved, 0),
+    )
+
+
+def attention_kernel(config: Config, architecture: Architecture) -> str:
+    """Which kernel `scaled_dot_product_attention` takes in the trainer: see the module."""
+    if config.trainer.device == "cpu":
+        return "flash_cpu"
+    if config.trainer.compute_dtype == "bfloat16":
+        return "flash"
+    return "efficient" if architecture.num_heads == architecture.num_kv_heads else "math"
+
+
+@dataclass(slots=True)
+class Live:
+    """Bytes alive now, and the most so far."""
+
+    num_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def restart(self) -> int:
+        """The peak until now; from here another one counts."""
+        peak, self.peak_bytes = self.peak_bytes, self.num_bytes
+        return peak
+
+
+class Watch(TorchDispatchMode):
+    """Follows the memory of every tensor that an operation makes on `device` under it.
+
+    Tensors that are there before (`known`, such as parameters) are not counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.live = Live()
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        for tensor in known:
+            self._seen.add(_local(tensor).untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations on local tensors come here again
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device == self._device:
+                self._notice(tensor.untyped_storage())
+        return out
+
+    def _notice(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._seen:
+            self._seen.add(storage)
+            num_bytes = storage.nbytes()
+            self.live.add(num_bytes)
+            weakref.finalize(storage, self.live.add, -num_bytes)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Bytes alive after the forward; most in forward or head's backward, and in the layers'."""
+
+    saved: int
+    head_peak: int
+    layers_peak: int
+
+
+@lru_cache(maxsize=64)
+def _measure(
+    architecture: Architecture,
+    lengths: tuple[int, ...],
+    compute_dtype: str,
+    checkpointing: str,
+    num_tensor_ranks: int,
+    kernel: str,
+) -> _Measured:
+    with _tensor_mesh(num_tensor_ranks) as mesh:
+        with META:
+            model = Transformer(architecture).to(getattr(torch, compute_dtype))
+        if mesh is not None:
+            split(model, mesh)
+        for layer in model.model.layers:
+            assert isinstance(layer, Layer)
+            layer.checkpointing = checkpointing
+            layer.self_attn.attend = partial(_attend, kernel)
+        for parameter in model.parameters():  # whole gradients are FSDP's affair
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+        watch = Watch(model.parameters(), META)
+        peaks: list[int] = []
+        mark = _at_backward(lambda: peaks.append(watch.live.restart()))
+        model.model.layers[-1].register_forward_hook(mark)
+        token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
+        with watch:
+            stats = model(token_ids, lengths, token_ids, 1.0)
+            saved = watch.live.num_bytes
+            (stats.logprobs.sum() + stats.entropy.sum()).backward()
+        return _Measured(saved, peaks[0], watch.live.peak_bytes)
+
+
+def fullest_lengths(num_tokens: int, longest: int) -> tuple[int, ...]:
+    """Rollouts of at most `longest` tokens, `num_tokens` (or `longest`) in all, that need the most
+    padding: one as long as may be, the others just long enough for its block."""
+    shorter = -(-longest // SPLIT_RATIO)
+    num_shorter, rest = divmod(max(num_tokens - longest, 0), shorter)
+    if num_shorter == 0:
+        return (longest, rest) if rest else (longest,)
+    return (longest, *[shorter] * (num_shorter - 1), *_at_most(longest, shorter + rest))
+
+
+def _at_most(longest: int, num_tokens: int) -> tuple[int, ...]:
+    """One rollout of this size, or two if it would be too long."""
+    over = num_tokens - longest
+    return (longest, over) if over > 0 else (num_tokens,)
+
+
+def _at_backward(mark: Callable[[], None]) -> Callable[..., None]:
+    """A forward hook: `mark` once the gradient of the module's output is there."""
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: mark())
+
+    return hook
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
+    """A mesh of so many tensor-parallel ranks, of which this process is the first and only one."""
+    if num_ranks == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a forecast with tensor_parallel must run outside any process group")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tensor",))
+    finally:
+        dist.destroy_process_group()
+
+
+def _attend(kernel: str, *args: Any) -> torch.Tensor:
+    with _Kernel(kernel):
+        return packed_attention(*args)
+
+
+class _Kernel(TorchFunctionMode):
+    """Runs the attention kernel `name`, which meta tensors would not choose."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention or self._name == "math":
+            return func(*args, **(kwargs or {}))
+        aten, (q, k, v) = torch.ops.aten, args
+        if self._name == "flash":
+            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        if self._name == "flash_cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
