@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from vllm_rival import LLM, WAYS, WITH_LOGPROBS, VllmRival, why_not
 
-from llamarl.config import GeneratorConfig
+from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.parameters import DTYPES
 from llamarl.models.architecture import Architecture
@@ -123,7 +123,7 @@ def make_engine(
     """The engine with the weights of `model`."""
     engine = Engine(
         architecture,
-        GeneratorConfig(max_running=slots, max_context_tokens=context, dtype=dtype),
+        EmbeddedConfig(max_running=slots, max_context_tokens=context, dtype=dtype),
     )
     flat = torch.zeros(engine.layout.num_elements, dtype=DTYPES[dtype])
     parameters = dict(model.named_parameters())

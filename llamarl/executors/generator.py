@@ -19,17 +19,20 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from llamarl.config import GeneratorConfig, PlacementConfig, VllmConfig, WeightsConfig
+from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.decoding import KINDS, Decoding
+from llamarl.executors.engines import make_engine
 from llamarl.executors.lockstep import Lockstep
 from llamarl.executors.offload import Offload
 from llamarl.executors.rows import columns_of, read_written, row_of
-from llamarl.generation.protocol import Engine, Finished
+from llamarl.generation.protocol import Finished
 from llamarl.metrics.span import Spans
+from llamarl.models.process_group import compute_device
 from llamarl.protocols import Storage
 from llamarl.types import Request, Row
 from llamarl.weights.arena import Arena
@@ -254,7 +257,17 @@ class GeneratorExecutor:
     # On the compute thread
 
     def _build(self) -> None:
-        engine = self._make_engine()
+        device = compute_device(self._config.device, "generator.device")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread: for libraries that do not ask tensors
+        engine = make_engine(
+            self._config,
+            self._checkpoint,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            rendezvous=self._meeting("engine"),
+            run_id=self._run_id,
+        )
         self._exit.callback(engine.close)
         self._arena = Arena(
             parameters=engine.memory.parameters,
@@ -266,7 +279,7 @@ class GeneratorExecutor:
             run_id=self._run_id,
             shadow=self._weights.shadow,
             bucket_bytes=self._weights.bucket_bytes,
-            device=self._config.device,
+            device=device,
             rdma=self._rdma,
             timeout_s=self._weights.timeout_s,
         )
@@ -296,23 +309,6 @@ class GeneratorExecutor:
         if isinstance(self._compute, Lockstep):
             self._compute.join(self._meeting("commands"))
         self._decoding = decoding
-
-    def _make_engine(self) -> Engine:
-        if isinstance(self._config, VllmConfig):
-            from llamarl.generation.vllm.engine import VllmEngine
-
-            return VllmEngine(
-                self._checkpoint,
-                self._config,
-                rank=self._rank,
-                num_ranks=self._num_ranks,
-                rendezvous=self._meeting("engine"),
-                run_id=self._run_id,
-            )
-        from llamarl.generation import engine
-        from llamarl.models.architecture import read_architecture
-
-        return engine.Engine(read_architecture(self._checkpoint), self._config)
 
     def _meeting(self, purpose: str) -> str:
         """A file that the ranks of this replica, and nobody else, meet at."""

@@ -47,6 +47,7 @@ from llamarl.generation.scheduler import (
 from llamarl.generation.slot_cache import SlotCache
 from llamarl.generation.steps import EagerSteps, PaddedSteps, Steps
 from llamarl.models.architecture import Architecture
+from llamarl.models.process_group import compute_device
 from llamarl.types import FinishReason, Request
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
@@ -57,9 +58,8 @@ class Engine:
     """One tensor-parallel rank of one replica, as `generation.protocol.Engine` says.
 
     The ranks meet at the file `rendezvous`, which no others use, and must get the same calls in the
-    same order. `device` is the rank's own (None: the config's). `is_padded` chooses between the two
-    ways of `steps.py` (None: by device). ValueError if the ranks cannot split the model evenly, or
-    if the device is cuda and there is none.
+    same order. `is_padded` chooses between the two ways of `steps.py` (None: by device). ValueError
+    if the ranks cannot split the model evenly, or if `config.device` is cuda and there is none.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Engine:
         rank: int = 0,
         num_ranks: int = 1,
         rendezvous: str = "",
-        device: torch.device | None = None,
         is_padded: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
@@ -80,9 +79,7 @@ class Engine:
         self.decode_text = decode_text
         self.version = -1
         self.num_prefilled_tokens = 0  # since the start
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
-        self._device = device or torch.device(config.device)
+        self._device = compute_device(config.device, "generator.device")
         dtype = DTYPES[config.dtype]
         self.memory = Memory(
             parameters=self.layout.parameters,

@@ -8,7 +8,6 @@ all ranks, bit for bit, so all of them sample the same tokens.
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LIMIT = timedelta(minutes=10)  # between two ranks: at the start, and within a step
+from llamarl.models.process_group import JOIN, data_interface, meet
+
+LIMIT = timedelta(minutes=10)  # between two ranks within a step
 
 
 class Ranks:
@@ -27,18 +28,16 @@ class Ranks:
 
     def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        store = dist.FileStore(rendezvous, num_ranks)
-        store.set_timeout(LIMIT)
-        interface = "lo0" if sys.platform == "darwin" else "lo"
+        store = meet(rendezvous, rank, num_ranks, JOIN)
         self._group: Any
         if device.type == "cuda":
-            os.environ["NCCL_SOCKET_IFNAME"] = interface
+            os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = LIMIT
             self._group = dist.ProcessGroupNCCL(store, rank, num_ranks, nccl)
         else:
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+            gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
             gloo._timeout = LIMIT
             self._group = dist.ProcessGroupGloo(store, rank, num_ranks, gloo)
 
