@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from llamarl.cluster.credentials import prepare
 from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
 from llamarl.cluster.inline import InlineCluster
@@ -37,6 +38,7 @@ def make_cluster(config: ClusterConfig, *, spans_folder: str | None, logs_folder
     """
     if config.backend == "inline":
         return InlineCluster(spans_folder=spans_folder)
+    prepare(config)
     from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
     return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)

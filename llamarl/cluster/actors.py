@@ -27,13 +27,13 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Factory, process_name, resolve
+from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.outcome import Outcome, attempt, failure, merged
 from llamarl.cluster.process import redirect_output
 from llamarl.metrics.span import Spans
 
 monarch_config.prefix_python_logs_with_actor = False  # it would stand in every log line, twice
 
-DIMENSION = "ranks"
 FANOUT = 4  # ranks that one rank passes a call on to
 LOSS_GRACE_S = 1.0  # a death is reported this late; its consequences in other ranks come earlier
 
@@ -46,20 +46,21 @@ class ExecutorActor(Actor):
         self._spans: Spans | None = None
         self._where = ""
         self._name, self._rank = "", 0
-        self._actors: Any = None  # all ranks
+        self._roster = Roster((), 0)
 
     @concurrent_endpoint
     async def construct(
         self,
-        actors: Any,
+        roster: Roster,
+        first_rank: int,
         name: str,
-        num_ranks: int,
         factory: Factory,
         kwargs: Any,
         folders: tuple[str | None, str],
     ) -> list[Outcome]:
-        rank = self._rank = current_rank().rank
-        self._actors, self._name = actors, name
+        """`first_rank` is that of this host's first rank."""
+        rank = self._rank = first_rank + current_rank().rank
+        self._roster, self._name, num_ranks = roster, name, roster.num_ranks
         spans_folder, logs_folder = folders
         self._where = process_name(name, rank, num_ranks)
         try:
@@ -84,8 +85,8 @@ class ExecutorActor(Actor):
         answers: list[asyncio.Future[Any]] = [own]
         if end > self._rank + 1:
             span = math.ceil((end - self._rank - 1) / FANOUT)
-            heads = self._actors.slice(**{DIMENSION: slice(self._rank + 1, end, span)})
-            answers += send(heads.run, call, span, end, is_first)
+            for heads in self._roster.select(range(self._rank + 1, end, span)):
+                answers += send(heads.run, call, span, end, is_first)
         outcomes: list[Outcome] = []
         for answer in asyncio.as_completed(answers):
             try:
@@ -116,12 +117,37 @@ class ExecutorActor(Actor):
     @concurrent_endpoint
     async def look_after(self, rank: int, silence_s: float) -> None:
         """Returns once another rank is silent."""
-        await until_silent(self._actors.slice(**{DIMENSION: rank}), silence_s)
+        await until_silent(self._roster.one(rank), silence_s)
 
     @concurrent_endpoint
     async def linger(self) -> None:
         """Never answers: the pending call is what learns of the process's end."""
         await asyncio.Event().wait()
+
+
+class Roster:
+    """The actors of all ranks of a group: per host one Monarch mesh, in rank order. Travels."""
+
+    def __init__(self, meshes: tuple[tuple[Any, int], ...], num_ranks: int) -> None:
+        """`meshes` are those of the hosts, each with the rank of its first actor."""
+        self.meshes = meshes
+        self.num_ranks = num_ranks
+
+    def one(self, rank: int) -> Any:
+        """The actor of one rank."""
+        return self.select(range(rank, rank + 1))[0]
+
+    def select(self, ranks: range) -> list[Any]:
+        """The actors of these ranks, as one mesh per host that has any."""
+        found = []
+        ends = [first for _, first in self.meshes[1:]] + [self.num_ranks]
+        for (mesh, first), end in zip(self.meshes, ends, strict=True):
+            inside = ranks[max(0, -((ranks.start - first) // ranks.step)) :]
+            if inside and inside.start < end:
+                last = min(inside.stop, end)
+                part = slice(inside.start - first, last - first, inside.step)
+                found.append(mesh.slice(**{DIMENSION: part}))
+        return found
 
 
 class Methods:
@@ -133,20 +159,18 @@ class Methods:
     def __init__(
         self,
         name: str,
-        actors: Any,
-        num_ranks: int,
+        roster: Roster,
         is_first: bool,
         lost: asyncio.Future[None] | None = None,
     ) -> None:
         self._name = name
-        self._actors = actors
-        self._num_ranks = num_ranks
+        self._roster = roster
         self._is_first = is_first
         self._lost = lost
         self._root: Any = None
 
     def __reduce__(self) -> Any:
-        return Methods, (self._name, self._actors, self._num_ranks, self._is_first)
+        return Methods, (self._name, self._roster, self._is_first)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
@@ -154,8 +178,8 @@ class Methods:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             if self._root is None:
-                self._root = self._actors.slice(**{DIMENSION: 0}).run
-            size = self._num_ranks
+                self._root = self._roster.one(0).run
+            size = self._roster.num_ranks
             answers = send(self._root, (method, args, kwargs), size, size, self._is_first)
             results = await results_by_rank(self._name, answers, size, self._lost)
             return results[0] if self._is_first else results

@@ -6,8 +6,11 @@ behaviour. Invariant: code above `cluster/` needs nothing but these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
+
+from llamarl.types import Seat
 
 Factory = type | str
 """An executor class, or "module:Class": the caller then need not load what the module imports."""

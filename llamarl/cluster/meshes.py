@@ -1,30 +1,26 @@
-"""Executors in processes of their own on this host: one Monarch process mesh per group.
+"""Executors in processes of their own: per group and host one Monarch process mesh.
 
-Owns: starting, watching and ending processes. Does not own: calls (`actors.py`). Invariant: a
-group is at every moment running, lost (for a stated reason) or stopped, and the future `_lost`
-says which; after `stop` none of its processes is alive.
+Owns: starting, watching and ending processes. Does not own: calls (`actors.py`), hosts
+(`hosts.py`). Invariant: a group is at every moment running, lost (for a stated reason) or stopped,
+and the future `_lost` says which; after `stop` none of its processes is alive.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import os
-import sys
 import traceback
 import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-import monarch.actor
-from monarch.actor import HostMesh, default_bootstrap_cmd, this_host
-
 from llamarl.cluster.actors import (
-    DIMENSION,
     ExecutorActor,
     Methods,
+    Roster,
     last_line,
     mark_retrieved,
     results_by_rank,
@@ -33,20 +29,32 @@ from llamarl.cluster.actors import (
 )
 from llamarl.cluster.errors import GroupLost
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name
-from llamarl.cluster.process import end_marked, environment, is_alive, log_path, log_tail
+from llamarl.cluster.hosts import Host, attach
+from llamarl.cluster.process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
+from llamarl.types import Seat
 
 log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 5.0  # for an executor's own clean-up
 STOP_LIMIT_S = 3.0  # for Monarch's
-LOOK_S = 1.0  # between looks whether a process is there
 WORD_LIMIT_S = 2.0  # for Monarch to say how a process ended
 START_LIMIT_S = 120.0  # for imports and an executor's constructor
 
 
+@dataclass(frozen=True)
+class Part:
+    """The ranks of a group on one host, from `first` on; Monarch's meshes of them."""
+
+    host: Host
+    first: int
+    num_ranks: int
+    processes: Any
+    actors: Any
+
+
 class MonarchGroup:
-    """One process mesh with one executor on every rank."""
+    """Processes with one executor each, on one host or several."""
 
     def __init__(
         self,
@@ -66,42 +74,57 @@ class MonarchGroup:
         self._lost.add_done_callback(mark_retrieved)
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
-        self._processes: Any = None
-        self._actors: Any = None
+        self._parts: list[Part] = []
         self.pids: list[int] = []
         self.first: Any = None
         self.every: Any = None
 
     async def start(
         self,
-        host: HostMesh,
+        hosts: list[Host],
+        seats: Sequence[Seat],
         config: ClusterConfig,
         executor: tuple[Factory, dict[str, Any]],
         spans_folder: str | None,
     ) -> None:
         """Start the processes and construct the executors; raises what a constructor raises."""
-        variables = environment(self.mark, config.threads_per_process)
-        self._processes = host.spawn_procs(
-            {DIMENSION: self.num_ranks},
-            name=self.name,
-            bootstrap_command=default_bootstrap_cmd().with_env(variables),
-        )
-        self._actors = self._processes.spawn(self.name, ExecutorActor)
+        self._parts = [self._start_part(*part, config) for part in parts_of(hosts, seats)]
+        meshes = tuple((part.actors, part.first) for part in self._parts)
+        self._roster = roster = Roster(meshes, self.num_ranks)
         constructed = asyncio.Event()
         self._watchers = [
             asyncio.create_task(self._watch_rank(rank, constructed, config.silence_s))
             for rank in range(self.num_ranks)
         ]
-        mesh = (self.name, self._actors, self.num_ranks)
-        self.first = Methods(*mesh, True, self._lost)
-        self.every = Methods(*mesh, False, self._lost)
-        factory, kwargs = executor
-        folders = (spans_folder, self._logs_folder)
-        told = (self._actors, self.name, self.num_ranks, factory, kwargs, folders)
-        answers = send(self._actors.construct, *told)
-        self.pids = await results_by_rank(self.name, answers, self.num_ranks, self._lost)
+        self._watchers += [asyncio.create_task(self._watch_host(part)) for part in self._parts]
+        self.first = Methods(self.name, roster, True, self._lost)
+        self.every = Methods(self.name, roster, False, self._lost)
+        told = (self.name, *executor, (spans_folder, self._logs_folder))
+        pids = await asyncio.gather(
+            *(
+                results_by_rank(
+                    self.name,
+                    send(part.actors.construct, roster, part.first, *told),
+                    self.num_ranks,
+                    self._lost,
+                )
+                for part in self._parts
+            )
+        )
+        self.pids = [pid for found in pids for pid in found]
         constructed.set()
-        self._watchers += [asyncio.create_task(self._watch_pid(i)) for i in range(self.num_ranks)]
+        self._watchers += [asyncio.create_task(self._watch_pids(part)) for part in self._parts]
+
+    def _start_part(
+        self, host: Host, first: int, seats: Sequence[Seat], config: ClusterConfig
+    ) -> Part:
+        common = environment(self.mark, config.threads_per_process)
+        environments = [
+            common | host.surroundings | gpu_environment(seat, config) for seat in seats
+        ]
+        processes = host.spawn(f"{self.name}-{first}", environments)
+        actors = processes.spawn(f"{self.name}-{first}", ExecutorActor)
+        return Part(host, first, len(seats), processes, actors)
 
     async def watch(self) -> None:
         await asyncio.wait({self._lost})
@@ -119,13 +142,15 @@ class MonarchGroup:
         if not self._lost.done():
             self._lost.set_result(None)
         if not is_clean:  # Monarch waits long for a process that hangs
-            await end_marked(self.mark)
-        if self._processes is not None:
-            try:
-                await asyncio.wait_for(self._processes.stop().as_asyncio(), STOP_LIMIT_S)
-            except Exception as error:  # noqa: BLE001 - tear-down goes on
-                log.debug("stopping %s: %s", self.name, error)
-        left = await end_marked(self.mark)
+            await asyncio.gather(*(part.host.end(self.mark) for part in self._parts))
+        await asyncio.gather(*(self._stop_part(part) for part in self._parts))
+
+    async def _stop_part(self, part: Part) -> None:
+        try:
+            await asyncio.wait_for(part.processes.stop().as_asyncio(), STOP_LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - tear-down goes on
+            log.debug("stopping %s: %s", self.name, error)
+        left = await part.host.end(self.mark)
         if left:
             log.error("processes of %s could not be killed: %s", self.name, left)
 
@@ -133,7 +158,7 @@ class MonarchGroup:
         """Close the executors; False if one did not answer in time."""
         if not self.pids:
             return False  # not constructed: nothing worth closing
-        answers = list(send(self._actors.finish))
+        answers = [each for part in self._parts for each in send(part.actors.finish)]
         try:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 for answer in answers:
@@ -148,7 +173,7 @@ class MonarchGroup:
 
     async def _watch_rank(self, rank: int, constructed: asyncio.Event, silence_s: float) -> None:
         """Report the rank lost once its process ended, or its event loop was silent too long."""
-        actor = self._actors.slice(**{DIMENSION: rank})
+        actor = self._roster.one(rank)
         (end,) = send(actor.linger)
         # Imports block the event loop of a process that starts.
         ready = asyncio.create_task(constructed.wait())
@@ -160,7 +185,7 @@ class MonarchGroup:
         (word,) = (
             [asyncio.create_task(until_silent(actor, silence_s))]
             if rank == 0
-            else send(self._actors.slice(**{DIMENSION: rank - 1}).look_after, rank, silence_s)
+            else send(self._roster.one(rank - 1).look_after, rank, silence_s)
         )
         try:
             await asyncio.wait({end, word}, return_when=FIRST_COMPLETED)
@@ -173,12 +198,16 @@ class MonarchGroup:
         error = end.exception()
         self._lose(rank, last_line(error) if error is not None else "it left its endless call")
 
-    async def _watch_pid(self, rank: int) -> None:
-        """Report the rank lost if its process is gone and Monarch, now and then, says nothing."""
-        while is_alive(self.pids[rank]):
-            await asyncio.sleep(LOOK_S)
+    async def _watch_pids(self, part: Part) -> None:
+        """Report a rank lost if its process is gone and Monarch, now and then, says nothing."""
+        pids = self.pids[part.first : part.first + part.num_ranks]
+        rank = part.first + await part.host.first_ended(pids)
         await asyncio.sleep(WORD_LIMIT_S)
         self._lose(rank, "its process ended")
+
+    async def _watch_host(self, part: Part) -> None:
+        """Report the part's first rank lost once its host is."""
+        self._lose(part.first, await part.host.until_lost())
 
     def _lose(self, rank: int, reason: str) -> None:
         if self._lost.done():
@@ -195,7 +224,7 @@ class MonarchGroup:
 
 
 class MonarchCluster:
-    """Starts executor groups on this host over abstract unix sockets; no port is opened."""
+    """Starts executor groups on this machine, or on the hosts of worker daemons."""
 
     def __init__(
         self, config: ClusterConfig, *, spans_folder: str | None, logs_folder: str
@@ -205,12 +234,18 @@ class MonarchCluster:
         self._logs_folder = logs_folder
         self._id = uuid.uuid4().hex
         self._groups: dict[str, MonarchGroup] = {}
+        self._attaching: asyncio.Task[list[Host]] | None = None
         self._loss: GroupLost | None = None
         self._news = asyncio.Event()  # a loss, or the stop
         self._is_stopped = False
 
     async def spawn(
-        self, name: str, factory: Factory, kwargs: dict[str, Any], num_ranks: int = 1
+        self,
+        name: str,
+        factory: Factory,
+        kwargs: dict[str, Any],
+        num_ranks: int = 1,
+        seats: Sequence[Seat] | None = None,
     ) -> ExecutorGroup:
         if name in self._groups:
             raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
@@ -219,7 +254,11 @@ class MonarchCluster:
         mark = f"{self._id}/{name}"
         group = MonarchGroup(name, num_ranks, mark, self._logs_folder, self._report)
         self._groups[name] = group
-        await group.start(_host(), self._config, (factory, kwargs), self._spans_folder)
+        if self._attaching is None:
+            self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
+        hosts = await asyncio.shield(self._attaching)
+        places = seats or [Seat(host=0, gpu=None)] * num_ranks
+        await group.start(hosts, places, self._config, (factory, kwargs), self._spans_folder)
         return group
 
     async def watch(self) -> None:
@@ -230,29 +269,43 @@ class MonarchCluster:
     async def stop(self) -> None:
         self._is_stopped = True
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
+        await self._detach()
         self._news.set()
+
+    async def _detach(self) -> None:
+        if self._attaching is None:
+            return
+        self._attaching.cancel()
+        try:
+            hosts = await self._attaching
+        except (ValueError, asyncio.CancelledError):  # raised by the spawn
+            return
+        await asyncio.gather(*(host.detach() for host in hosts))
 
     def _report(self, loss: GroupLost) -> None:
         self._loss = self._loss or loss
         self._news.set()
 
 
-@functools.cache
-def _host() -> HostMesh:
-    """This machine; the first use starts Monarch's client, which announces itself on stderr."""
-    monarch.actor.unhandled_fault_hook = _log_fault
-    console = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    sys.stderr.flush()
-    os.dup2(null, 2)
-    try:
-        return this_host()
-    finally:
-        os.dup2(console, 2)
-        os.close(console)
-        os.close(null)
+def parts_of(
+    hosts: list[Host], seats: Sequence[Seat]
+) -> Iterator[tuple[Host, int, Sequence[Seat]]]:
+    """Per host of a group: the host, the first rank there, the seats of its ranks.
+
+    ValueError for a host that the run does not have, or whose ranks are not in one row.
+    """
+    first, seen = 0, set[int]()
+    for number, row in groupby(seats, key=lambda seat: seat.host):
+        if number >= len(hosts) or number in seen:
+            raise ValueError(
+                f"seats must be on the run's {len(hosts)} hosts, host after host, got {number}"
+            )
+        seen.add(number)
+        places = list(row)
+        yield hosts[number], first, places
+        first += len(places)
 
 
-def _log_fault(failure: Any) -> None:
-    """Keep the controller alive (Monarch's own hook exits): the watchers report losses."""
-    log.debug("monarch: %s", failure)
+def gpu_environment(seat: Seat, config: ClusterConfig) -> dict[str, str]:
+    """What tells a process which GPU is its own, and of what kind it must be."""
+    return {} if seat.gpu is None else {"LOCAL_RANK": str(seat.gpu), "LLAMARL_GPU": config.gpu}

@@ -15,25 +15,24 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = "LLAMARL_GROUP"  # environment variable: <cluster id>/<group name>
 MALLOC_MMAP_BYTES = 1_000_000_000
 MALLOC_TRIM_BYTES = 4_000_000_000
 KILL_LIMIT_S = 5.0  # a killed process that is still there then sits in the kernel
+LOOK_S = 1.0  # between looks whether a process is there
 LOG_TAIL_LINES = 12
 LOG_TAIL_BYTES = 4000
 
 
 def environment(mark: str, num_threads: int) -> dict[str, str]:
-    """What the process's environment adds to the controller's.
+    """What the process's environment adds to its host's.
 
-    Set before exec, for OpenMP and BLAS read it when their library loads. Gloo otherwise listens
-    on the interface that the host name resolves to. The import path is the controller's, so that
-    whatever it could import can be spawned.
+    Set before exec, for OpenMP and BLAS read it when their library loads.
     """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         MARK: mark,
         "OMP_NUM_THREADS": str(num_threads),
@@ -42,10 +41,28 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
         # glibc else returns and refetches the activations of every micro-batch: 4 to 9 % of a step.
         "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(MALLOC_TRIM_BYTES),
-        "GLOO_SOCKET_IFNAME": loopback,
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
+
+
+def import_path() -> str:
+    """This process's import path as others get it (PYTHONPATH)."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Silences what libraries write to standard error, as a file descriptor, in the block."""
+    console = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    sys.stderr.flush()
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(console, 2)
+        os.close(console)
+        os.close(null)
 
 
 def log_path(folder: str, process: str) -> Path:
@@ -110,6 +127,15 @@ def is_alive(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in "ZX"
     return True
+
+
+async def first_ended(pids: list[int]) -> int:
+    """Wait until one of these processes has ended; its index."""
+    while True:
+        for index, pid in enumerate(pids):
+            if not is_alive(pid):
+                return index
+        await asyncio.sleep(LOOK_S)
 
 
 async def end_marked(mark: str) -> list[int]:

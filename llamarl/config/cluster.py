@@ -36,6 +36,8 @@ class ClusterConfig:
     """PEM file of this end's certificate."""
     private_key: str = ""
     """PEM file of its key."""
+    trusts_network: bool = False
+    """Allow tcp:// addresses: no encryption, and whoever reaches them may run code there."""
     threads_per_process: int = 1
     """Torch threads of each executor process (monarch only); more than cores / processes is much
     slower."""

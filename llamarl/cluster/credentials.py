@@ -1,0 +1,220 @@
+"""Who may talk to whom: mutual TLS between the controller and the worker daemons.
+
+Owns: the addresses and PEM files of both ends, and the handshake that says, before Monarch is
+asked, why a connection would not come about (Monarch itself would only wait in vain). Does not own:
+the connections of a run, which are Monarch's. Invariant: loads neither Monarch nor torch.
+
+Both ends show a certificate, and each checks that the other's is signed by the authority `ca` and
+names the address it was reached at. Whoever may connect may run code: keep the keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from llamarl.config import ClusterConfig
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_LIMIT_S = 5.0
+RECONNECT_S = 1.0
+SHORT_LIMITS = {  # Monarch's own notice of a host's death: seconds instead of never
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "5s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
+    # A daemon ends the processes of a controller that has died after:
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "15s",
+}
+KEEPALIVE_S, NUM_KEEPALIVES = 3, 3  # silence of this many seconds, as often: the host is gone
+TICKET_LIMIT_S = 0.5  # a server that accepts us says so with its session ticket
+
+
+@dataclass(frozen=True)
+class Address:
+    """tls://host:port, or tcp://host:port where everybody on the network is trusted."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, field: str) -> Address:
+        """ValueError, naming the option `field`, for what is no such address."""
+        parts = urlsplit(text)
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if parts.scheme not in ("tls", "tcp") or not parts.hostname or port is None or parts.path:
+            raise ValueError(f"{field} must be like tls://10.0.0.7:24440, got {text!r}")
+        return cls(parts.scheme, parts.hostname, port)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Paths of PEM files: the authority, this end's certificate and its key."""
+
+    ca: str
+    certificate: str
+    private_key: str
+
+    def context(self, prefix: str) -> ssl.SSLContext:
+        """What a handshake needs. ValueError, naming the option after `prefix`, for bad files."""
+        options = (
+            ("ca", self.ca),
+            ("certificate", self.certificate),
+            ("private_key", self.private_key),
+        )
+        for name, path in options:
+            if not Path(path).is_file():
+                spelled = f"{prefix}{name}".replace("_", "-" if prefix == "--" else "_")
+                raise ValueError(f"{spelled} must be a PEM file for tls:// addresses, got {path!r}")
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            context.load_cert_chain(self.certificate, self.private_key)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"certificate and private key must belong together, as PEM, got {self.certificate} "
+                f"and {self.private_key} (with authority {self.ca}): {error.reason or error}"
+            ) from error
+        return context
+
+    def environment(self) -> dict[str, str]:
+        """Where Monarch looks for them."""
+        return {
+            "HYPERACTOR_TLS_CA": os.path.abspath(self.ca),
+            "HYPERACTOR_TLS_CERT": os.path.abspath(self.certificate),
+            "HYPERACTOR_TLS_KEY": os.path.abspath(self.private_key),
+        }
+
+
+def prepare(config: ClusterConfig) -> None:
+    """Set what Monarch reads when it is imported, for a run on cluster.hosts.
+
+    ValueError if the hosts' addresses do not fit the other fields.
+    """
+    if not config.hosts:
+        if config.size > 1:
+            raise ValueError(
+                f"cluster.hosts must name the {config.size} hosts of cluster.num_hosts, got none; "
+                "`llamarl launch` prints what starts them"
+            )
+        return
+    addresses = [Address.parse(text, "cluster.hosts") for text in config.hosts]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"cluster.hosts must all differ, got {', '.join(config.hosts)}")
+    schemes = sorted({address.scheme for address in addresses})
+    if schemes != ["tls"] and not (config.trusts_network and schemes == ["tcp"]):
+        raise ValueError(
+            f"cluster.hosts must all be tls://, or tcp:// with cluster.trusts_network=true, got "
+            f"{', '.join(config.hosts)}"
+        )
+    if not config.data_interface and not all(map(is_loopback, addresses)):
+        raise ValueError(
+            "cluster.data_interface must name the network interface of tensor traffic, which is "
+            f"not encrypted, for hosts such as {addresses[0]}, got none"
+        )
+    if schemes == ["tls"]:
+        credentials = Credentials(config.ca, config.certificate, config.private_key)
+        credentials.context("cluster.")
+        os.environ.update(credentials.environment())
+    for name, value in SHORT_LIMITS.items():
+        os.environ.setdefault(name, value)
+
+
+def is_loopback(address: Address) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ip_address(address.host).is_loopback
+    except ValueError:
+        return address.host == "localhost"
+
+
+def reach(address: Address, credentials: Credentials) -> str:
+    """Connect to a daemon, over TLS where the address says so, and disconnect.
+
+    Returns this end's IP address, at which the daemon's host can reach it. ValueError with the
+    reason if the daemon does not answer, or one end does not accept the other's certificate.
+    """
+    context = credentials.context("cluster.") if address.scheme == "tls" else None
+    try:
+        with socket.create_connection((address.host, address.port), HANDSHAKE_LIMIT_S) as plain:
+            if context is not None:
+                with context.wrap_socket(plain, server_hostname=address.host) as secured:
+                    _wait_for_ticket(secured)
+                    return secured.getsockname()[0]
+            return plain.getsockname()[0]
+    except ssl.SSLCertVerificationError as error:
+        raise ValueError(
+            f"cluster.ca must have signed the certificate of every host for its address, got "
+            f"{credentials.ca} and {address}: {error.verify_message}"
+        ) from error
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        raise ValueError(
+            f"cluster.certificate must be one that every host accepts, got "
+            f"{credentials.certificate} refused by {address}: {reason}"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"cluster.hosts must name running `llamarl worker` daemons, got no answer from "
+            f"{address} within {HANDSHAKE_LIMIT_S:g} s: {_why(error)}"
+        ) from error
+
+
+async def hold(address: Address, credentials: Credentials) -> str:
+    """Keep a connection to a daemon open; returns, with the reason, once there is none to be had.
+
+    The end of the daemon closes it at once; keepalive tells the end of its host or the network.
+    """
+    context = credentials.context("cluster.") if address.scheme == "tls" else None
+    while True:
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                reader, writer = await asyncio.open_connection(
+                    address.host, address.port, ssl=context
+                )
+        except OSError as error:
+            return "its worker daemon does not answer: " + _why(error)
+        try:
+            _keep_alive(writer.get_extra_info("socket"))
+            await reader.read()
+        except OSError as error:
+            log.debug("%s: %s", address, error)
+        finally:
+            writer.transport.abort()
+        await asyncio.sleep(RECONNECT_S)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEPALIVES)
+
+
+def _why(error: OSError) -> str:
+    return "timed out" if isinstance(error, TimeoutError) else str(error.strerror or error)
+
+
+def _wait_for_ticket(secured: ssl.SSLSocket) -> None:
+    """With TLS 1.3 our side of the handshake is over before the server has seen our certificate."""
+    secured.settimeout(TICKET_LIMIT_S)
+    try:
+        if not secured.recv(1):
+            raise ssl.SSLError(1, "the host closed the connection")
+    except TimeoutError:
+        return
