@@ -92,7 +92,7 @@ async def spawn_executors(
     if trains:
         spawns.append(_spawn_trainer(config, inputs, cluster, shared))
     if trains and config.algorithm.kl_coefficient > 0:
-        spawns.append(_spawn_reference(config, inputs, cluster, storage))
+        spawns.append(_spawn_reference(config, inputs, cluster, storage, run_dir))
     scorer, *others = await asyncio.gather(*spawns)
     await asyncio.gather(*(group.every.start() for group in (*units, scorer, *others)))
     generators, rest = others[: len(replicas)], others[len(replicas) :]
@@ -265,15 +265,17 @@ async def _spawn_trainer(
 
 
 async def _spawn_reference(
-    config: Config, inputs: Inputs, cluster: Cluster, storage: Store
+    config: Config, inputs: Inputs, cluster: Cluster, storage: Store, run_dir: str
 ) -> ExecutorGroup:
     kwargs = {
         "checkpoint": inputs.checkpoint,
+        "rendezvous": f"{run_dir}/.rendezvous-reference-{uuid.uuid4().hex[:8]}",
         "config": config.trainer,
         "sampling": config.sampling,
         "storage": storage,
     }
-    return await cluster.spawn("reference", EXECUTORS["reference"], kwargs)
+    num_ranks = config.trainer.num_ranks
+    return await cluster.spawn("reference", EXECUTORS["reference"], kwargs, num_ranks)
 
 
 def _gate(config: Config, state: dict[str, Any]) -> Gate:

@@ -37,8 +37,8 @@ class TrainerConfig:
     """How long gathered weights are kept: forward (gathered again for the backward pass; least
     memory) | backward (one gather per micro-batch) | step (one gather per optimizer step)."""
     compile: str = "none"
-    """torch.compile of each block: none | inductor (needs a C++ compiler or CUDA) | aot_eager (for
-    debugging)."""
+    """torch.compile of each block, attention left out: none | inductor (needs a C++ compiler or
+    CUDA) | aot_eager (for debugging). Not with tensor_parallel or selective checkpointing."""
     optimizer: str = "adamw"
     """adamw | sgd."""
     lr: float = 1e-6
@@ -98,6 +98,20 @@ class TrainerConfig:
         )
         require_choice("trainer.reshard_after", self.reshard_after, ("forward", "backward", "step"))
         require_choice("trainer.compile", self.compile, ("none", "inductor", "aot_eager"))
+        require(
+            self.compile == "none" or self.tensor_parallel == 1,
+            "trainer.compile",
+            f"be none with trainer.tensor_parallel={self.tensor_parallel} (torch compiles "
+            "sequence-parallel blocks to wrong gradients)",
+            self.compile,
+        )
+        require(
+            self.compile == "none" or self.activation_checkpointing != "selective",
+            "trainer.compile",
+            "be none with trainer.activation_checkpointing=selective (what a compiled block keeps "
+            "is the compiler's choice)",
+            self.compile,
+        )
         require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
         require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)

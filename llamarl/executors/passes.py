@@ -76,7 +76,7 @@ class Passes:
                 apart = (stats.logprobs[packed.response] - generator_logprobs).abs()
                 parts = apart.split(list(packed.response_lengths))
                 found[list(indices)] = torch.stack([part.max() for part in parts]).double().cpu()
-        self._policy.reshard()  # a later step must not meet copies of these weights
+        self._policy.finish_inference()
         return found
 
     def _forward_backward(

@@ -1,16 +1,20 @@
 """The frozen model that a KL term compares with.
 
-Owns: `ref_logprobs`. Does not own: the KL term (`algorithms/`). Invariant: its weights are the
-starting checkpoint's for the whole run, held in the trainer's compute dtype, whole on every rank;
-ranks share out the rows and never talk to each other.
+Owns: `ref_logprobs`. Does not own: the KL term (`algorithms/`) or how a model is split
+(`models/parallelize.py`). Invariant: its weights are the starting checkpoint's for the whole run,
+held in the trainer's compute dtype and laid out over as many ranks as the trainer's, so that it
+fits wherever the trainer does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from llamarl.config import SamplingConfig, TrainerConfig
 from llamarl.data.micro_batch import micro_batch
@@ -19,14 +23,20 @@ from llamarl.executors.compute import ComputeThread
 from llamarl.metrics.span import Spans
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
-from llamarl.models.process_group import compute_device
+from llamarl.models.parallelize import make_mesh, parallelize, reshard
+from llamarl.models.process_group import compute_device, join, leave
 from llamarl.models.transformer import Transformer
 from llamarl.protocols import Storage
 from llamarl.types import PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS, Columns
 
 
 class ReferenceExecutor:
-    """protocols.Reference for one rank: every `num_ranks`-th row is its own."""
+    """protocols.Reference for one rank; calls are served in order of arrival.
+
+    `config` is the trainer's, `num_ranks` its number of ranks; `rendezvous` is a file path that no
+    earlier run used, nor any other group. A single rank forms no group: with `cluster=inline` the
+    trainer's is in the same process.
+    """
 
     def __init__(
         self,
@@ -35,46 +45,59 @@ class ReferenceExecutor:
         num_ranks: int,
         spans: Spans,
         checkpoint: str,
+        rendezvous: str,
         config: TrainerConfig,
         sampling: SamplingConfig,
         storage: Storage,
     ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
+        self._data_rank, self._tensor_rank = divmod(rank, config.tensor_parallel)
         self._spans = spans
         self._checkpoint = checkpoint
+        self._rendezvous = rendezvous
         self._config = config
         self._sampling = sampling
         self._storage = storage
         self._compute = ComputeThread(f"reference-{rank}")
+        self._resources = ExitStack()
+        self._turn = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
-        """Load the model. ValueError if the checkpoint is missing or does not fit."""
+        """Join the other ranks and load this rank's slices of the checkpoint.
+
+        ValueError if the checkpoint is missing or does not fit.
+        """
         await self._compute.run(self._build)
 
     async def close(self) -> None:
-        """End the compute thread."""
+        """Leave the process group and end the compute thread."""
+        await self._compute.run(self._resources.close)
         self._compute.close()
 
     async def infer(self, row_ids: list[int]) -> None:
-        """Write `ref_logprobs`, at the sampling temperature, of this rank's share of the rows."""
-        mine = row_ids[self._rank :: self._num_ranks]
-        if not mine:
-            return
-        columns = await self._storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
-        self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
-        num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])
-        with self._spans.span("infer", tokens=num_tokens):
-            logprobs = await self._compute.run(lambda: self._infer(columns))
-        await self._storage.write(mine, {REF_LOGPROBS: logprobs})
-        self._idle_since_ns = time.monotonic_ns()
+        """Write `ref_logprobs`, at the sampling temperature, of this data rank's rows."""
+        mine = row_ids[self._data_rank :: self._config.num_data_ranks]
+        async with self._turn:
+            columns = await self._storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
+            self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
+            num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])
+            with self._spans.span("infer", tokens=num_tokens):
+                logprobs = await self._compute.run(lambda: self._infer(columns))
+            if mine and self._tensor_rank == 0:
+                await self._storage.write(mine, {REF_LOGPROBS: logprobs})
+            self._idle_since_ns = time.monotonic_ns()
 
     def _build(self) -> None:
         self._device = compute_device(self._config.device, "trainer.device")
         with torch.device("meta"):
             model = Transformer(read_architecture(self._checkpoint))
         model = model.to(getattr(torch, self._config.compute_dtype)).requires_grad_(False)
+        if self._num_ranks > 1:
+            join(self._rendezvous, self._rank, self._num_ranks, self._device)
+            self._resources.callback(leave)
+            model = parallelize(model, make_mesh(self._device.type, self._config), self._config)
         self._model = model.to_empty(device=self._device).eval()
         hf.load_into(dict(self._model.named_parameters()), self._checkpoint)
 
@@ -86,7 +109,7 @@ class ReferenceExecutor:
             for prompt, response in zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
         ]
         logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(lengths)
-        for indices in pack(lengths, 1, self._config.tokens_per_micro_batch)[0]:
+        for indices in self._in_step(pack(lengths, 1, self._config.tokens_per_micro_batch)[0]):
             packed = micro_batch(columns, indices, self._device)
             stats = self._model(
                 packed.token_ids, packed.lengths, packed.targets, self._sampling.temperature
@@ -94,4 +117,12 @@ class ReferenceExecutor:
             values = stats.logprobs[packed.response].float().cpu()
             for i, part in zip(indices, values.split(list(packed.response_lengths)), strict=True):
                 logprobs[i] = part.numpy()
+        reshard(self._model)
         return logprobs
+
+    def _in_step(self, micro_batches: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+        """As many micro-batches as the rank with most has: all take part in every gather."""
+        most = torch.tensor(len(micro_batches))
+        if self._num_ranks > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [*micro_batches, *[()] * (int(most) - len(micro_batches))]

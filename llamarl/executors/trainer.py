@@ -34,6 +34,7 @@ from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offload import Offload
 from llamarl.executors.passes import Passes
 from llamarl.metrics.span import Spans
+from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import compute_device, join, leave
 from llamarl.protocols import Storage
@@ -92,6 +93,7 @@ class TrainerExecutor:
     ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
+        self._data_rank, self._tensor_rank = divmod(rank, config.tensor_parallel)
         self._spans = spans
         self._checkpoint = checkpoint
         self._tokenizer = tokenizer
@@ -152,7 +154,7 @@ class TrainerExecutor:
                 logprobs = await self._compute.run(
                     lambda: self._passes.accumulate(self._version, rows, columns, sizes)
                 )
-            if row_ids:
+            if row_ids and self._tensor_rank == 0:
                 await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
             self._rows += batch.rows
             self._idle_since_ns = time.monotonic_ns()
@@ -234,10 +236,11 @@ class TrainerExecutor:
 
     def _build(self) -> None:
         device = compute_device(self._config.device, "trainer.device")
-        mesh = join(self._rendezvous, self._rank, self._num_ranks, device)
+        join(self._rendezvous, self._rank, self._num_ranks, device)
         self._resources.callback(leave)
+        mesh = make_mesh(device.type, self._config)
         self.policy = Policy(self._checkpoint, mesh, self._config, self._seed, self._tokenizer)
-        self._device = torch.device(mesh.device_type)
+        self._device = device
         self._passes = Passes(
             self.policy, self._device, self._algorithm, self._sampling.temperature
         )
@@ -252,12 +255,13 @@ class TrainerExecutor:
         self._resources.callback(self._writer.close)
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
-        """This rank's micro-batches without the rows that have no gradient.
+        """The micro-batches of this rank's data rank without the rows that have no gradient.
 
         Every rank sees the metadata of all, so all leave out the same: a micro-batch goes only if
         it is empty on every rank, and the ranks stay in step.
         """
-        assert len(batch.assignment) == self._num_ranks, "batch packed for another number of ranks"
+        num_data_ranks = self._config.num_data_ranks
+        assert len(batch.assignment) == num_data_ranks, "batch packed for another number of ranks"
         active = {
             i
             for i, row in enumerate(batch.rows)
@@ -267,7 +271,7 @@ class TrainerExecutor:
             [tuple(i for i in positions if i in active) for positions in micro_batches]
             for micro_batches in zip(*batch.assignment, strict=True)
         ]
-        return [ranks[self._rank] for ranks in kept if any(ranks)]
+        return [ranks[self._data_rank] for ranks in kept if any(ranks)]
 
     def _update(self) -> StepStats:
         """The optimizer step, on the compute thread."""
@@ -297,12 +301,12 @@ class TrainerExecutor:
         return StepStats(version=self._version, scalars=scalars)
 
     def _gather(self, vector: torch.Tensor) -> torch.Tensor:
-        """The vectors of all ranks, [ranks, ...]."""
+        """The vectors of all data ranks, [data ranks, ...]; tensor-parallel ranks have the same."""
         if self._num_ranks == 1:
             return vector[None]
         vectors = [torch.empty_like(vector) for _ in range(self._num_ranks)]
         dist.all_gather(vectors, vector)
-        return torch.stack(vectors)
+        return torch.stack(vectors[:: self._config.tensor_parallel])
 
     def _restore(self, folder: str) -> int:
         self._writer.begin_step()
@@ -311,11 +315,12 @@ class TrainerExecutor:
         return self._version
 
     def _infer(self, columns: Columns) -> list[float]:
-        """Every rank runs its share of the rows, then all learn all results."""
+        """Every data rank runs its share of the rows, then all learn all results."""
         pairs = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
-        shares = pack(lengths, self._num_ranks, self._config.tokens_per_micro_batch)
-        differences = self._passes.differences(columns, shares[self._rank])
+        num_data_ranks = self._config.num_data_ranks
+        shares = pack(lengths, num_data_ranks, self._config.tokens_per_micro_batch)
+        differences = self._passes.differences(columns, shares[self._data_rank])
         return [float(difference) for difference in self._gather(differences).sum(0)]
 
     def _leave(self, kind: str) -> int:

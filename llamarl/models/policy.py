@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
@@ -48,6 +48,7 @@ class Policy:
         self._checkpoint = checkpoint
         self._tokenizer = tokenizer
         self._num_ranks = mesh.size()
+        self._gathers_once = config.reshard_after == "step"
         with torch.device("meta"):
             model = Transformer(read_architecture(checkpoint))
         self.model = parallelize(model, mesh, config)
@@ -66,17 +67,17 @@ class Policy:
         next one are freed here.
         """
         if kind == "weights":
-            self.reshard()
+            reshard(self.model)
             return [parameter.to_local().detach() for parameter in self.parameters.values()]
         state: list[torch.Tensor | None] = []
         for parameter in self.parameters.values():
             state += [parameter.grad, *self._optimizer.state[parameter].values()]
         return [tensor.to_local() for tensor in state if isinstance(tensor, DTensor)]
 
-    def reshard(self) -> None:
-        """Free the gathered weights that a pass leaves behind: one without a backward, or any
-        with `reshard_after` step."""
-        reshard(self.model)
+    def finish_inference(self) -> None:
+        """Free the weights that passes without a backward gathered, unless they serve the step."""
+        if not self._gathers_once:
+            reshard(self.model)
 
     def scale_gradients(self, denominator: float, max_norm: float) -> float:
         """Divide the summed gradients by `denominator`, then clip them to the global `max_norm`.
@@ -98,7 +99,7 @@ class Policy:
 
     def update(self, lr: float) -> None:
         """One optimizer step with the scaled gradients, which are freed."""
-        self.reshard()  # the next pass must gather what this changes
+        reshard(self.model)  # the next pass must gather what this changes
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -128,6 +129,7 @@ class Policy:
             raise ValueError(f"checkpoint.resume must name a complete checkpoint, got {folder}")
         state = self._state()
         _check_same(state, folder)
+        reshard(self.model)
         with _clear_load(folder):
             dcp.load(state, checkpoint_id=folder)
         torch.set_rng_state(state["rng"])
@@ -151,9 +153,14 @@ class Policy:
                 pass
         dist.barrier()
 
+    @torch.no_grad()
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.parameters.items():
-            yield name, parameter.full_tensor().detach()
+            placements = list(parameter.placements)
+            for dimension in range(len(placements)):  # FSDP cut last, so its pieces join first
+                placements[dimension] = Replicate()
+                parameter = parameter.redistribute(placements=placements)
+            yield name, parameter.to_local().detach()
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The live tensors that a checkpoint holds; loading writes into them."""

@@ -43,7 +43,7 @@ from llamarl.weights.errors import StaleVersion
 from llamarl.weights.layout import Route
 from llamarl.weights.plan import plan
 
-VOCAB = 61
+VOCAB = 62
 TEMPERATURE = 0.8
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,8 +51,8 @@ CONFIG = {
     "vocab_size": VOCAB,
     "hidden_size": 24,
     "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 8,
     "intermediate_size": 40,
     "rms_norm_eps": 1e-6,
@@ -158,7 +158,7 @@ def make_executor(rank, num_ranks, job, storage):
         spans=Spans(f"trainer-{rank}", None),
         checkpoint=job.checkpoint,
         rendezvous=job.rendezvous,
-        config=job.trainer,
+        config=replace(job.trainer, num_ranks=num_ranks),
         algorithm=job.algorithm,
         sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
         weights=WeightsConfig(),
@@ -308,7 +308,7 @@ def _everything(executor):
     return found | {"rng": torch.get_rng_state(), "tally": executor._passes.tally.vector()}
 
 
-async def infer(rank, num_ranks, checkpoint, cells, compute_dtype):
+async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
     """`ref_logprobs` by row that this rank wrote."""
     storage = MemoryStorage(cells)
     executor = ReferenceExecutor(
@@ -316,7 +316,8 @@ async def infer(rank, num_ranks, checkpoint, cells, compute_dtype):
         num_ranks=num_ranks,
         spans=Spans(f"reference-{rank}", None),
         checkpoint=checkpoint,
-        config=TrainerConfig(tokens_per_micro_batch=40, compute_dtype=compute_dtype),
+        rendezvous=rendezvous,
+        config=TrainerConfig(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
         sampling=SamplingConfig(temperature=TEMPERATURE),
         storage=storage,
     )

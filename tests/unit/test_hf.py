@@ -15,12 +15,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llamarl.config import TrainerConfig
 from llamarl.models import hf, inventory
-from llamarl.models.parallelize import shard
+from llamarl.models.parallelize import make_mesh, parallelize
 from llamarl.models.transformer import Transformer
 from tests.unit.reference_checkpoints import (
     CASES,
@@ -280,8 +280,8 @@ def test_a_rank_reads_its_own_shards_only(
     try:
         with torch.device("meta"):
             model = Transformer(inventory.check_checkpoint(checkpoint))
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        shard(model, mesh, compute_dtype=torch.float32, activation_checkpointing=False)
+        config = TrainerConfig(num_ranks=num_ranks)
+        parallelize(model, make_mesh("cpu", config), config)
         model.to_empty(device="cpu")
         reads = Reads(monkeypatch)
         hf.load_into(dict(model.named_parameters()), checkpoint)
@@ -398,6 +398,7 @@ MEMORY_SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 import torch
+from llamarl.config import TrainerConfig
 from llamarl.models import hf, inventory
 from llamarl.models.transformer import Transformer
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.data.micro_batch import micro_batch
 from llamarl.models import attention, head
@@ -283,15 +284,31 @@ def test_softmax_is_float32_under_bfloat16_compute() -> None:
     torch.testing.assert_close(stats.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_activation_checkpointing_changes_no_gradient_and_keeps_less() -> None:
+class Products(TorchDispatchMode):
+    """Counts matrix products and attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"mm": 0, "_scaled_dot_product_flash_attention_for_cpu": 0}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name in self.counts:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_activation_checkpointing_changes_no_gradient_and_computes_again_what_it_says() -> None:
     ids = torch.randint(0, 50, (60,), generator=torch.Generator().manual_seed(0))
-    grads, kept_bytes = [], []
-    for recomputes in (False, True):
+    grads, kept_bytes, counts = {}, {}, {}
+    for checkpointing in ("none", "selective", "full"):
         torch.manual_seed(0)
-        model = Transformer(tiny(num_layers=4))
+        model = Transformer(tiny(num_layers=4, attention_bias=False))
         for layer in model.model.layers:
             assert isinstance(layer, Layer)
-            layer.recomputes = recomputes
+            layer.checkpointing = checkpointing
         kept = {}
 
         def keep(tensor: torch.Tensor, kept: dict = kept) -> torch.Tensor:
@@ -300,12 +317,21 @@ def test_activation_checkpointing_changes_no_gradient_and_keeps_less() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             stats = model(ids, (50, 10), ids, 1.0)
-        stats.logprobs.sum().backward()
-        grads.append([parameter.grad for parameter in model.parameters()])
-        kept_bytes.append(sum(kept.values()))
-    for plain, recomputed in zip(*grads, strict=True):
-        assert torch.equal(plain, recomputed)
-    assert kept_bytes[1] < kept_bytes[0] / 2
+        with Products() as products:
+            stats.logprobs.sum().backward()
+        grads[checkpointing] = [parameter.grad for parameter in model.parameters()]
+        kept_bytes[checkpointing] = sum(kept.values())
+        counts[checkpointing] = list(products.counts.values())
+    for other in ("selective", "full"):
+        for plain, recomputed in zip(grads["none"], grads[other], strict=True):
+            assert torch.equal(plain, recomputed)
+        assert kept_bytes[other] < kept_bytes["none"] / 2  # outside of what selective caches
+    assert counts["selective"] == counts["none"]
+    products_again, attentions_again = (
+        again - once for again, once in zip(counts["full"], counts["none"], strict=True)
+    )
+    assert products_again >= 4 * 6  # the last one of a layer is needed by nobody
+    assert attentions_again == 4 * 2  # blocks of 50 and of 10 tokens
 
 
 def test_rope_tables_are_those_of_transformers_far_out(
