@@ -50,13 +50,15 @@ META = torch.device("meta")
 class Activations:
     """Bytes of one rank in one micro-batch.
 
-    `saved_bytes` are alive between forward and backward. The others come on top where each has its
-    peak: `logits_bytes` in the head, `block_bytes` in a layer (recomputed activations, gradients).
+    `saved_bytes` are alive between forward and backward. Two come on top where each has its peak:
+    `logits_bytes` in the head, `block_bytes` in a layer (recomputed activations, gradients). When
+    all layers are done, `embedding_bytes` are alive in all.
     """
 
     saved_bytes: int
     logits_bytes: int
     block_bytes: int
+    embedding_bytes: int
 
 
 def forecast_activations(config: Config, architecture: Architecture) -> Activations:
@@ -80,7 +82,22 @@ def forecast_activations(config: Config, architecture: Architecture) -> Activati
         saved_bytes=saved,
         logits_bytes=max(two.head_peak - two.saved, 0),
         block_bytes=max(two.layers_peak - two.saved, 0),
+        embedding_bytes=two.embedding_peak,
     )
+
+
+def forecast_inference(config: Config, architecture: Architecture) -> int:
+    """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
+    trainer, longest = config.trainer, config.generator.max_context_tokens - 1
+    return _measure(
+        replace(architecture, num_layers=1),
+        fullest_lengths(trainer.tokens_per_micro_batch, longest),
+        trainer.compute_dtype,
+        "none",
+        trainer.tensor_parallel,
+        attention_kernel(config, architecture),
+        is_trained=False,
+    ).head_peak
 
 
 def attention_kernel(config: Config, architecture: Architecture) -> str:
@@ -146,11 +163,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Bytes alive after the forward; most in forward or head's backward, and in the layers'."""
+    """Bytes alive after the forward; most until the head's backward, in the layers', and after."""
 
     saved: int
     head_peak: int
     layers_peak: int
+    embedding_peak: int
 
 
 @lru_cache(maxsize=64)
@@ -161,6 +179,7 @@ def _measure(
     checkpointing: str,
     num_tensor_ranks: int,
     kernel: str,
+    is_trained: bool = True,
 ) -> _Measured:
     with _tensor_mesh(num_tensor_ranks) as mesh:
         with META:
@@ -176,13 +195,17 @@ def _measure(
         watch = Watch(model.parameters(), META)
         peaks: list[int] = []
         mark = _at_backward(lambda: peaks.append(watch.live.restart()))
-        model.model.layers[-1].register_forward_hook(mark)
+        for module in (model.model.layers[-1], model.model.embed_tokens):
+            module.register_forward_hook(mark)
         token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
-        with watch:
+        with watch, torch.set_grad_enabled(is_trained):
             stats = model(token_ids, lengths, token_ids, 1.0)
             saved = watch.live.num_bytes
+            if not is_trained:
+                return _Measured(saved, watch.live.peak_bytes, 0, 0)
             (stats.logprobs.sum() + stats.entropy.sum()).backward()
-        return _Measured(saved, peaks[0], watch.live.peak_bytes)
+        head_peak, layers_peak = peaks
+        return _Measured(saved, head_peak, layers_peak, watch.live.peak_bytes)
 
 
 def fullest_lengths(num_tokens: int, longest: int) -> tuple[int, ...]:
@@ -205,7 +228,8 @@ def _at_backward(mark: Callable[[], None]) -> Callable[..., None]:
     """A forward hook: `mark` once the gradient of the module's output is there."""
 
     def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda grad: mark())
+        if output.requires_grad:
+            output.register_hook(lambda grad: mark())
 
     return hook
 

@@ -1,15 +1,38 @@
 """How much memory every rank needs, by kind.
 
-Owns: what lies in memory when, for trainer, generator and reference. Does not own: the sizes of
-parameters on a rank (`placements.py`) or of activations (`activations.py`). Invariant: each kind
-mirrors the code that allocates it, which its comment names.
+Owns: who is in memory together when, the fullest rank of every executor, the advice. Does not own:
+what a trainer or a generator needs by itself (`trainer_memory.py`, `generator_memory.py`).
+Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
+
+Disaggregated, each rank has its device. Colocated with offloading there are three turns, of which
+each must fit: train, generate, and the handover in between, when both sides' weights are there.
+Without offloading everything is there at once. The reference shares the trainer's device always.
+
+Without GPUs all processes of a host share its memory: the fullest host is an entry of its own,
+against what the machine at hand has left. With GPUs a host is an entry only if what is pinned there
+does not fit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import MemoryForecast
+from llamarl.planner.forecast import MemoryForecast, RankMemory
+from llamarl.planner.generator_memory import GeneratorMemory, forecast_generator
+from llamarl.planner.hardware import CPU, GPUS, gpu
+from llamarl.planner.trainer_memory import Kinds, TrainerMemory, forecast_trainer
+from llamarl.seats import assign
+from llamarl.weights.shared_memory import available_bytes
+
+PROCESS_BYTES = 2**30
+"""What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""
+
+HOST = "host"
+MAX_ADVICE = 3
 
 
 def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecast:
@@ -17,4 +40,250 @@ def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecas
 
     ValueError if `cluster.gpu` is unknown or the ranks do not fit onto the hosts.
     """
-    raise NotImplementedError
+    ranks = tuple(_ranks(config, architecture))
+    forecast = MemoryForecast(ranks=ranks)
+    if forecast.fits:
+        return forecast
+    return replace(forecast, advice=tuple(_advice(config, architecture, ranks)))
+
+
+def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
+    """The one with the least room in proportion."""
+    return max(ranks, key=lambda rank: rank.total_bytes / rank.device_bytes)
+
+
+def _ranks(config: Config, architecture: Architecture) -> Iterator[RankMemory]:
+    trainer, generator = (
+        forecast_trainer(config, architecture),
+        forecast_generator(config, architecture),
+    )
+    turns = _turns(config, trainer, generator)
+    if "cuda" in (config.trainer.device, config.generator.device):
+        yield from _gpu_ranks(config, trainer, generator, turns)
+    else:
+        yield from _cpu_ranks(config, turns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """What one rank of each side has in memory during a turn."""
+
+    name: str
+    trainer: Kinds
+    generator: Kinds
+
+
+def _turns(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) -> list[_Turn]:
+    train = max(trainer.moments, key=lambda kinds: sum(kinds.values())) | trainer.reference
+    generate = generator.weights | {"kv_cache": generator.kv_cache} | generator.working
+    if not config.placement.colocated or config.placement.offload == "none":
+        return [_Turn(name="trainer", trainer=train, generator=generate)]
+    weights = {"weights": trainer.weights} | trainer.reference
+    return [
+        _Turn(name="trainer", trainer=train, generator={}),
+        _Turn(name="generator", trainer=trainer.reference, generator=generate),
+        _Turn(name="handover", trainer=weights, generator=generator.weights),
+    ]
+
+
+def _gpu_ranks(
+    config: Config, trainer: TrainerMemory, generator: GeneratorMemory, turns: list[_Turn]
+) -> Iterator[RankMemory]:
+    device = gpu(config.cluster.gpu)
+    num_trainers = config.trainer.num_ranks
+    num_generators = config.generator.num_replicas * config.generator.num_ranks
+    pinned = config.placement.colocated and config.placement.offload == "pinned"
+    trainer_host = {"offloaded": trainer.weights + trainer.state.get("optimizer", 0)}
+    generator_host = {"offloaded": generator.kept + generator.kv_cache}
+    host = {
+        "trainer": trainer_host if pinned else {},
+        "generator": generator.host | (generator_host if pinned else {}),
+    }
+    num_extra = int(config.algorithm.kl_coefficient > 0) + int(config.placement.colocated)
+
+    def rank(executor: str, num_ranks: int, kinds: Kinds, num_extra: int) -> RankMemory:
+        reserve = device.reserve_bytes + num_extra * PROCESS_BYTES
+        return RankMemory(
+            executor=executor,
+            num_ranks=num_ranks,
+            device_bytes=device.memory_bytes,
+            bytes_by_kind=_present(kinds | {"reserve": reserve}),
+            host_bytes_by_kind=host.get(executor, {}),
+        )
+
+    if not config.placement.colocated:
+        if config.trainer.device == "cuda":
+            yield rank("trainer", num_trainers, turns[0].trainer, num_extra)
+        if config.generator.device == "cuda":
+            yield rank("generator", num_generators, turns[0].generator, 0)
+    else:
+        num_ranks = max(num_trainers, num_generators)
+        for turn in turns:
+            yield rank(turn.name, num_ranks, _together(turn), num_extra)
+    yield from _pinned(config, host, device.host_memory_bytes)
+
+
+def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Iterator[RankMemory]:
+    """The host where most is pinned, if that does not fit."""
+    found = []
+    for counts in _hosts(config):
+        kinds = {
+            f"{side} {kind}": counts[side] * num_bytes
+            for side in host
+            for kind, num_bytes in host[side].items()
+        }
+        found.append(
+            RankMemory(
+                executor=HOST,
+                num_ranks=counts.total(),
+                device_bytes=bytes_per_gpu * config.cluster.num_gpus_per_host,
+                bytes_by_kind=_present(kinds),
+            )
+        )
+    most = fullest(found)
+    if not most.fits:
+        yield most
+
+
+def _cpu_ranks(config: Config, turns: list[_Turn]) -> Iterator[RankMemory]:
+    """Both sides for themselves, then the fullest host with all its processes."""
+    room, reserve = available_bytes(), GPUS[CPU].reserve_bytes
+    counts = max(_hosts(config), key=lambda counts: counts.total())
+    num_ranks = {
+        "trainer": config.trainer.num_ranks,
+        "generator": config.generator.num_replicas * config.generator.num_ranks,
+    }
+    for side in ("trainer", "generator"):
+        kinds = max((getattr(turn, side) for turn in turns), key=lambda each: sum(each.values()))
+        yield RankMemory(
+            executor=side,
+            num_ranks=num_ranks[side],
+            device_bytes=room,
+            bytes_by_kind=_present(kinds | {"reserve": reserve}),
+        )
+    # The reference sits beside the trainer; then scorer, storage and controller.
+    num_processes = counts.total() + counts["trainer"] * (config.algorithm.kl_coefficient > 0)
+    num_processes += 2 + config.experience.num_storage_units
+    sums = [
+        Counter({kind: counts["trainer"] * num for kind, num in turn.trainer.items()})
+        + Counter({kind: counts["generator"] * num for kind, num in turn.generator.items()})
+        for turn in turns
+    ]
+    most = max(sums, key=lambda each: each.total())
+    yield RankMemory(
+        executor=HOST,
+        num_ranks=num_processes,
+        device_bytes=room,
+        bytes_by_kind=_present(dict(most) | {"reserve": num_processes * reserve}),
+    )
+
+
+def _hosts(config: Config) -> list[Counter[str]]:
+    """Per host, how many ranks of each side it has."""
+    hosts: dict[int, Counter[str]] = {}
+    for name, seats in assign(config).items():
+        if name != "reference":
+            for seat in seats:
+                hosts.setdefault(seat.host, Counter())[name.partition("-")[0]] += 1
+    return list(hosts.values())
+
+
+def _together(turn: _Turn) -> Kinds:
+    """Both sides of one device; what only one side has keeps its name."""
+    kinds = dict(turn.trainer)
+    for kind, num_bytes in turn.generator.items():
+        kinds[f"generator {kind}" if kind in turn.trainer else kind] = num_bytes
+    return kinds
+
+
+def _present(kinds: Kinds) -> Kinds:
+    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+
+def _advice(
+    config: Config, architecture: Architecture, ranks: tuple[RankMemory, ...]
+) -> Iterator[str]:
+    """The changes that bring the fullest rank down most, each forecast by itself."""
+    before = fullest(ranks)
+    found: list[tuple[float, str]] = []
+    for text, change in CHANGES:
+        try:
+            changed = change(config)
+            after_all = list(_ranks(changed, architecture))
+        except ValueError:  # no recipe, or one that cannot be divided so
+            continue
+        after = [rank for rank in after_all if rank.executor == before.executor]
+        if not after:  # what was pinned fits now
+            found.append((0.0, f"{text(changed)}: the {before.executor} fits"))
+        elif after[0].total_bytes < before.total_bytes * 0.99:
+            gib = f"{before.total_bytes / 2**30:.1f} to {after[0].total_bytes / 2**30:.1f} GiB"
+            fits = "fits" if after[0].fits else "does not fit yet"
+            share = after[0].total_bytes / after[0].device_bytes
+            found.append(
+                (share, f"{text(changed)}: {gib} on the fullest {before.executor}, {fits}")
+            )
+    for _, line in sorted(found)[:MAX_ADVICE]:
+        yield line
+
+
+def _trainer(**fields: object) -> Callable[[Config], Config]:
+    return lambda config: replace(config, trainer=replace(config.trainer, **fields))  # type: ignore
+
+
+def _scaled(section: str, name: str, factor: float) -> Callable[[Config], Config]:
+    """The recipe with one number changed; hosts for twice the ranks if it is about ranks."""
+
+    def change(config: Config) -> Config:
+        part = getattr(config, section)
+        part = replace(part, **{name: int(getattr(part, name) * factor)})
+        cluster = config.cluster
+        if name.startswith("num_"):
+            cluster = replace(cluster, hosts=[], num_hosts=2 * cluster.size)
+        return replace(config, cluster=cluster, **{section: part})
+
+    return change
+
+
+def _names(*fields: str) -> Callable[[Config], str]:
+    """How the changed recipe says it."""
+
+    def text(config: Config) -> str:
+        values = [(field, *field.split(".")) for field in fields]
+        return " ".join(
+            f"{field}={getattr(getattr(config, part), name)}" for field, part, name in values
+        )
+
+    return text
+
+
+CHANGES: tuple[tuple[Callable[[Config], str], Callable[[Config], Config]], ...] = (
+    (
+        _names("trainer.activation_checkpointing"),
+        _trainer(activation_checkpointing="selective"),
+    ),
+    (_names("trainer.activation_checkpointing"), _trainer(activation_checkpointing="full")),
+    (_names("trainer.reshard_after"), _trainer(reshard_after="forward")),
+    (_names("trainer.replicate"), _trainer(replicate=1)),
+    (_names("trainer.compute_dtype"), _trainer(compute_dtype="bfloat16")),
+    (
+        _names("trainer.tokens_per_micro_batch"),
+        _scaled("trainer", "tokens_per_micro_batch", 0.5),
+    ),
+    (_names("trainer.tensor_parallel"), _scaled("trainer", "tensor_parallel", 2)),
+    (_names("trainer.num_ranks"), _scaled("trainer", "num_ranks", 2)),
+    (_names("generator.max_running"), _scaled("generator", "max_running", 0.5)),
+    (_names("generator.kv_cache_bytes"), _scaled("generator", "kv_cache_bytes", 0.5)),
+    (_names("generator.num_ranks"), _scaled("generator", "num_ranks", 2)),
+    (
+        _names("weights.shadow"),
+        lambda config: replace(config, weights=replace(config.weights, shadow="host")),
+    ),
+    (
+        _names("generator.quantization"),
+        lambda config: replace(config, generator=replace(config.generator, quantization="fp8")),
+    ),
+    (
+        _names("placement.offload"),
+        lambda config: replace(config, placement=replace(config.placement, offload="pinned")),
+    ),
+)

@@ -1,0 +1,155 @@
+"""What one generator rank has in memory.
+
+Owns: arena and shadow, weights that are derived from it, KV cache and working memory of the fullest
+rank, for both engines. Does not own: sharing a device with others (`memory.py`). Invariant: kinds
+mirror `weights/arena.py` and the embedded engine; vLLM's memory is its own, and follows its
+settings.
+
+While a quantised version is prepared for a flip, the one before it is still at work: two sets (the
+embedded engine). vLLM quantises in place, one layer at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from llamarl.config import Config, VllmConfig
+from llamarl.generation.engine import PREFILL_TOKENS
+from llamarl.generation.kv_cache import KVCache
+from llamarl.generation.parameters import DTYPES, SPLIT, arena_layout
+from llamarl.generation.slot_cache import SlotCache
+from llamarl.models.architecture import Architecture
+from llamarl.planner.placements import ITEM_BYTES, arena
+from llamarl.weights import parts
+
+QUANTIZED = ("qkv.weight", "o_proj.weight", "gate_up.weight", "down_proj.weight", "lm_head.weight")
+FLOAT32_BYTES = 4
+
+Kinds = dict[str, int]
+"""Bytes by kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorMemory:
+    """Bytes by kind: `weights` and `kv_cache` leave when another has the device, `kept` of the
+    weights with their content; `working` is there while decoding; `host` lies in host memory."""
+
+    weights: Kinds
+    kept: int
+    kv_cache: int
+    working: Kinds
+    host: Kinds
+
+
+def forecast_generator(config: Config, architecture: Architecture) -> GeneratorMemory:
+    """Of the fullest rank."""
+    generator = config.generator
+    item = ITEM_BYTES[generator.dtype]
+    arenas = [arena(config, architecture, rank) for rank in range(generator.num_ranks)]
+    parameters, num_elements = max(arenas, key=lambda each: each[1])
+    weights: Kinds = {}
+    host: Kinds = {}
+    in_host = config.weights.shadow == "host" and generator.device == "cuda"
+    shadow = host if in_host else weights
+    if generator.quantization == "none":
+        weights["weights"] = kept = num_elements * item
+        size = num_elements
+        if config.weights.shadow == "bucket":
+            cut = parts.cut_parts(parameters, max(1, config.weights.bucket_bytes // item))
+            size = max(part.end - part.begin for part in cut)
+        shadow["shadow"] = size * item
+    else:
+        if isinstance(generator, VllmConfig):
+            derived = vllm_quantized_bytes(config, architecture)
+            weights["preparation"] = item * _layer_elements(config, architecture)
+        else:
+            derived = quantized_bytes(architecture, generator.dtype, generator.num_ranks)
+            weights["preparation"] = derived
+        weights["weights"] = derived
+        shadow["shadow"] = num_elements * item
+        kept = derived + (0 if in_host else num_elements * item)
+    return GeneratorMemory(
+        weights=weights,
+        kept=kept,
+        kv_cache=kv_cache_bytes(config, architecture),
+        working=_working(config, architecture),
+        host=host,
+    )
+
+
+def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
+    """Of one rank."""
+    generator = config.generator
+    if isinstance(generator, VllmConfig):
+        return generator.kv_cache_bytes
+    cache = (SlotCache if generator.device == "cuda" else KVCache)(
+        num_layers=architecture.num_layers,
+        num_slots=generator.max_running,
+        num_heads=architecture.num_heads // generator.num_ranks,
+        num_kv_heads=architecture.num_kv_heads // generator.num_ranks,
+        num_positions=generator.max_context_tokens,
+        head_dim=architecture.head_dim,
+        dtype=DTYPES[generator.dtype],
+        device=torch.device("meta"),
+    )
+    return cache.keys.nbytes + cache.values.nbytes
+
+
+def quantized_bytes(architecture: Architecture, dtype: str, num_ranks: int) -> int:
+    """Of one set of the embedded engine's weights in eight bits: see `parameters.quantize`."""
+    layout, item = arena_layout(architecture, dtype, 0, num_ranks), ITEM_BYTES[dtype]
+    total = 0
+    for name, (_, shape) in layout.fused.items():
+        num_elements = math.prod(shape)
+        if name.endswith(QUANTIZED):
+            total += num_elements + shape[-1] * item
+        elif name.endswith("norm.weight"):
+            total += num_elements * FLOAT32_BYTES
+        else:
+            total += num_elements * item
+    if architecture.tie_embeddings:  # the head is a quantised copy
+        rows, columns = layout.fused["model.embed_tokens.weight"][1]
+        total += rows * columns + rows * item
+    return total
+
+
+def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
+    """Of vLLM's weights in fp8: linear layers in one byte, with float32 scales per output; all
+    else, embedding and head too, as it was."""
+    parameters, _ = arena(config, architecture, 0)
+    item, total = ITEM_BYTES[config.generator.dtype], 0
+    for name, layout in parameters.items():
+        shapes = [parts.extents(box) for box in layout.boxes]
+        num_elements = sum(math.prod(shape) for shape in shapes)
+        module, kind = name.split(".")[-2:]
+        if kind == "weight" and module in SPLIT and module not in ("embed_tokens", "lm_head"):
+            total += num_elements + FLOAT32_BYTES * sum(shape[0] for shape in shapes)
+        else:
+            total += num_elements * item
+    return total
+
+
+def _layer_elements(config: Config, architecture: Architecture) -> int:
+    parameters, _ = arena(config, architecture, 0)
+    layers = [layout for name, layout in parameters.items() if ".layers.0." in name]
+    return sum(math.prod(parts.extents(box)) for layout in layers for box in layout.boxes)
+
+
+def _working(config: Config, architecture: Architecture) -> Kinds:
+    """One layer of the largest prefill (residual, its norm and a copy of each, q, k, v twice, three
+    of the feed-forward), float32 logits of all slots with their probabilities and a copy."""
+    generator, a = config.generator, architecture
+    item = ITEM_BYTES[generator.dtype]
+    tokens = generator.max_running * generator.max_context_tokens
+    tokens = min(tokens, max(PREFILL_TOKENS, generator.max_context_tokens))
+    split = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 3 * a.intermediate_size
+    kinds = {
+        "activations": tokens * item * (4 * a.hidden_size + split // generator.num_ranks),
+        "logits": 3 * FLOAT32_BYTES * generator.max_running * a.vocab_size,
+    }
+    if config.weights.transport in ("collective", "rdma"):
+        kinds["transfer"] = 2 * config.weights.bucket_bytes
+    return kinds
