@@ -29,7 +29,9 @@ from llamarl.inputs import Inputs, evaluation_sampling, train_sampling
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated, Disaggregated, Placement
+from llamarl.seats import assign, companions
 from llamarl.staleness import Gate
+from llamarl.types import Seat
 from llamarl.weights.publish import Publisher
 
 # By name: this process never loads torch, which would cost every start two seconds.
@@ -58,11 +60,11 @@ async def spawn_executors(
     config: Config, inputs: Inputs, cluster: Cluster, run_dir: str, *, trains: bool
 ) -> Executors:
     """Start every executor that the recipe needs, all at once; a reference only for a KL term."""
+    spawn = partial(_spawn, cluster, assign(config) | companions(config))
     units = await asyncio.gather(
         *(
-            cluster.spawn(
+            spawn(
                 f"storage-{unit}",
-                EXECUTORS["storage"],
                 {
                     "unit": unit,
                     "archive_folder": f"{run_dir}/archive",
@@ -87,12 +89,13 @@ async def spawn_executors(
         "run_dir": run_dir,
         "rdma": make_rdma() if config.weights.transport == "rdma" else None,
     }
-    spawns = [cluster.spawn("scorer", EXECUTORS["scorer"], scorer_kwargs)]
-    spawns += [_spawn_generator(config, inputs, cluster, shared, i, not trains) for i in replicas]
+    spawns = [spawn("scorer", scorer_kwargs)]
+    for i in replicas:
+        spawns.append(spawn(f"generator-{i}", _generator(config, inputs, shared, i, not trains)))
     if trains:
-        spawns.append(_spawn_trainer(config, inputs, cluster, shared))
+        spawns.append(spawn("trainer", _trainer(config, inputs, shared)))
     if trains and config.algorithm.kl_coefficient > 0:
-        spawns.append(_spawn_reference(config, inputs, cluster, storage, run_dir))
+        spawns.append(spawn("reference", _reference(config, inputs, shared)))
     scorer, *others = await asyncio.gather(*spawns)
     await asyncio.gather(*(group.every.start() for group in (*units, scorer, *others)))
     generators, rest = others[: len(replicas)], others[len(replicas) :]
@@ -225,15 +228,17 @@ def _placement(config: Config, executors: Executors, spans: Spans) -> Placement:
     return Colocated(executors.trainer.first, generators, spans)
 
 
-async def _spawn_generator(
-    config: Config,
-    inputs: Inputs,
-    cluster: Cluster,
-    shared: dict[str, Any],
-    index: int,
-    loads: bool,
+async def _spawn(
+    cluster: Cluster, places: dict[str, list[Seat]], name: str, kwargs: dict[str, Any]
 ) -> ExecutorGroup:
-    kwargs = {
+    factory = EXECUTORS[name.partition("-")[0]]
+    return await cluster.spawn(name, factory, kwargs, len(places[name]), places[name])
+
+
+def _generator(
+    config: Config, inputs: Inputs, shared: dict[str, Any], index: int, loads: bool
+) -> dict[str, Any]:
+    return {
         "replica": index,
         "checkpoint": inputs.checkpoint,
         "load_weights": loads,
@@ -242,14 +247,10 @@ async def _spawn_generator(
         "run_id": uuid.uuid4().hex[:8],
         **shared,
     }
-    num_ranks = config.generator.num_ranks
-    return await cluster.spawn(f"generator-{index}", EXECUTORS["generator"], kwargs, num_ranks)
 
 
-async def _spawn_trainer(
-    config: Config, inputs: Inputs, cluster: Cluster, shared: dict[str, Any]
-) -> ExecutorGroup:
-    kwargs = {
+def _trainer(config: Config, inputs: Inputs, shared: dict[str, Any]) -> dict[str, Any]:
+    return {
         "checkpoint": inputs.checkpoint,
         "tokenizer": inputs.tokenizer_folder,
         "rendezvous": f"{shared['run_dir']}/.rendezvous-trainer-{uuid.uuid4().hex[:8]}",
@@ -261,21 +262,16 @@ async def _spawn_trainer(
         "needs_reference": config.algorithm.kl_coefficient > 0,
         **shared,
     }
-    return await cluster.spawn("trainer", EXECUTORS["trainer"], kwargs, config.trainer.num_ranks)
 
 
-async def _spawn_reference(
-    config: Config, inputs: Inputs, cluster: Cluster, storage: Store, run_dir: str
-) -> ExecutorGroup:
-    kwargs = {
+def _reference(config: Config, inputs: Inputs, shared: dict[str, Any]) -> dict[str, Any]:
+    return {
         "checkpoint": inputs.checkpoint,
-        "rendezvous": f"{run_dir}/.rendezvous-reference-{uuid.uuid4().hex[:8]}",
+        "rendezvous": f"{shared['run_dir']}/.rendezvous-reference-{uuid.uuid4().hex[:8]}",
         "config": config.trainer,
         "sampling": config.sampling,
-        "storage": storage,
+        "storage": shared["storage"],
     }
-    num_ranks = config.trainer.num_ranks
-    return await cluster.spawn("reference", EXECUTORS["reference"], kwargs, num_ranks)
 
 
 def _gate(config: Config, state: dict[str, Any]) -> Gate:

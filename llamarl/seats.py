@@ -44,6 +44,13 @@ def assign(config: Config) -> dict[str, list[Seat]]:
     return seats | {"reference": seats["trainer"]}
 
 
+def companions(config: Config) -> dict[str, list[Seat]]:
+    """The seats of what computes no tensors: the scorer, and storage units host by host."""
+    units = range(config.experience.num_storage_units)
+    storage = {f"storage-{i}": [Seat(host=i % config.cluster.size, gpu=None)] for i in units}
+    return storage | {"scorer": [Seat(host=0, gpu=None)]}
+
+
 def seats_per_host(config: Config) -> int:
     """Ranks that one host takes."""
     if "cuda" in (config.trainer.device, config.generator.device):

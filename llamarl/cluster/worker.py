@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -40,8 +41,7 @@ def main(arguments: list[str]) -> None:
     for name, value in SHORT_LIMITS.items():
         os.environ.setdefault(name, value)
     os.environ["PYTHONPATH"] = import_path()  # of this host's processes
-    threading.Thread(target=_announce, args=(address, credentials), daemon=True).start()
-    _serve(address)
+    _serve(address, credentials)
 
 
 def with_port(address: Address) -> Address:
@@ -52,11 +52,12 @@ def with_port(address: Address) -> Address:
         return Address(address.scheme, address.host, server.getsockname()[1])
 
 
-def _serve(address: Address) -> None:
+def _serve(address: Address, credentials: Credentials) -> None:
     with quiet_stderr():
         from monarch.actor import start_worker_loop_forever
 
         lifetime = start_worker_loop_forever(address=str(address), ca="trust_all_connections")
+    threading.Thread(target=_announce, args=(address, credentials), daemon=True).start()
     try:
         lifetime.get()
     except (ValueError, RuntimeError) as error:
@@ -70,8 +71,7 @@ def _announce(address: Address, credentials: Credentials) -> None:
         try:
             reach(address, credentials)
         except ValueError as error:
-            is_answer = not isinstance(error.__cause__, ConnectionRefusedError)
-            if is_answer or time.monotonic() > deadline_s:
+            if isinstance(error.__cause__, ssl.SSLError) or time.monotonic() > deadline_s:
                 sys.stderr.write(f"llamarl: no controller could connect: {error}\n")
                 sys.stderr.flush()
                 os._exit(2)
