@@ -13,17 +13,16 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from llamarl.models.architecture import read_architecture, read_object
 from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_shapes
-from llamarl.models.safetensors_file import FileWriter
+from llamarl.models.safetensors_file import FileReader, FileWriter
 
 MAX_SHARD_BYTES = 4 * 10**9
 MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
@@ -43,8 +42,8 @@ TOKENIZER_FILES = (
 def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Copy the checkpoint's weights into `tensors` (all parameters, by name), casting each.
 
-    A DTensor gets its rank's shard, and only that part of the file is read. One tensor is in
-    flight at a time. Raises ValueError like `check_checkpoint`, if `tensors` does not fit, or if a
+    A DTensor gets its rank's shard, and only that part of the file is read, a few megabytes at a
+    time. Raises ValueError like `check_checkpoint`, if `tensors` does not fit, or if a
     weight is not finite.
     """
     architecture = read_architecture(folder)
@@ -60,29 +59,22 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     for name, path in locate(Path(folder), expected, architecture).items():
         names_by_file.setdefault(path, []).append(name)
     for path, names in names_by_file.items():
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with FileReader(path) as file:
             for name in names:
-                local = _copy(tensors[name], file.get_slice(name))
+                local = _fill(tensors[name], name, file)
                 if not local.sum().isfinite() and not local.isfinite().all():
                     raise ValueError(f"{name} in {path} must hold finite numbers, got NaN or inf")
 
 
-def _copy(target: torch.Tensor, source: object) -> torch.Tensor:
-    """Fill `target` from a lazy slice of a file: a DTensor's local part from its own box.
-
-    Returns what was filled.
-    """
-    if not isinstance(target, DTensor):
-        return target.copy_(source[...])  # type: ignore[index]
-    local = target.to_local()
-    (chunk,) = target.__create_chunk_list__()  # torch's own offsets, right for strided shards too
-    if local.numel():
-        box = tuple(
-            slice(start, start + size)
-            for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-        )
-        local.copy_(source[box])  # type: ignore[index]
-    return local
+def _fill(target: torch.Tensor, name: str, file: FileReader) -> torch.Tensor:
+    """Fill `target`, a DTensor's local part with its own box of the file; returns what was
+    filled."""
+    start: Sequence[int] = (0,) * target.ndim
+    if isinstance(target, DTensor):
+        (chunk,) = target.__create_chunk_list__()  # torch's own offsets: strided shards too
+        target, start = target.to_local(), chunk.offsets
+    file.read(name, start, target)
+    return target
 
 
 def save(

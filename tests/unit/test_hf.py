@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 import shutil
 import struct
 import subprocess
@@ -15,12 +18,14 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llamarl.config import TrainerConfig
 from llamarl.models import hf, inventory
-from llamarl.models.parallelize import make_mesh, parallelize
+from llamarl.models.parallelize import SPLIT_INPUTS, SPLIT_OUTPUTS, make_mesh, parallelize
+from llamarl.models.safetensors_file import FileReader
 from llamarl.models.transformer import Transformer
 from tests.unit.reference_checkpoints import (
     CASES,
@@ -238,63 +243,80 @@ def test_a_full_disk_is_told_before_anything_is_written(
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
 
 
-class Reads:
-    """Counts the bytes that a safetensors file is asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_bytes = 0
-        real, reads = hf.safe_open, self
-
-        class Slice:
-            def __init__(self, inner: Any) -> None:
-                self.inner = inner
-
-            def __getitem__(self, box: Any) -> torch.Tensor:
-                out = self.inner[box]
-                reads.num_bytes += out.nbytes
-                return out
-
-        class File:
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self.inner = real(*args, **kwargs)
-
-            def __enter__(self) -> File:
-                self.inner = self.inner.__enter__()
-                return self
-
-            def __exit__(self, *args: Any) -> None:
-                self.inner.__exit__(*args)
-
-            def get_slice(self, name: str) -> Slice:
-                return Slice(self.inner.get_slice(name))
-
-        monkeypatch.setattr(hf, "safe_open", File)
+def bytes_read() -> int:
+    """What this process has asked the kernel to read; memory maps do not count."""
+    (line, *_) = Path("/proc/self/io").read_text().splitlines()
+    return int(line.removeprefix("rchar: "))
 
 
-@pytest.mark.parametrize(("rank", "num_ranks"), [(1, 2), (2, 5), (39, 40)])
-def test_a_rank_reads_its_own_shards_only(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int, num_ranks: int
+def resident_pages(path: Path) -> int:
+    """How many of the file's pages are in the page cache."""
+    size = path.stat().st_size
+    found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as memory:
+        first = ctypes.c_char.from_buffer(memory)
+        place, length = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size)
+        assert ctypes.CDLL(None).mincore(place, length, found) == 0
+        del first
+    return sum(page & 1 for page in found)
+
+
+LAYOUTS = [(1, 2, 1, 1), (2, 5, 1, 1), (39, 40, 1, 1), (3, 4, 2, 2), (5, 8, 2, 2), (1, 2, 2, 1)]
+
+
+@pytest.mark.parametrize(("rank", "num_ranks", "tensor_parallel", "replicate"), LAYOUTS)
+def test_a_rank_reads_the_bytes_of_its_own_shards_and_no_others(
+    checkpoint: Path, rank: int, num_ranks: int, tensor_parallel: int, replicate: int
 ) -> None:
     whole = parameters(checkpoint)
+    config = TrainerConfig(
+        num_ranks=num_ranks, tensor_parallel=tensor_parallel, replicate=replicate
+    )
+    num_shards, shard = config.num_shard_ranks, rank // tensor_parallel % config.num_shard_ranks
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         with torch.device("meta"):
             model = Transformer(inventory.check_checkpoint(checkpoint))
-        config = TrainerConfig(num_ranks=num_ranks)
         parallelize(model, make_mesh("cpu", config), config)
         model.to_empty(device="cpu")
-        reads = Reads(monkeypatch)
+        headers = bytes_read()
+        inventory.check_checkpoint(checkpoint)
+        header_bytes, before = bytes_read() - headers, bytes_read()
         hf.load_into(dict(model.named_parameters()), checkpoint)
-        held_bytes = 0
+        read_bytes, held_bytes = bytes_read() - before, 0
         for name, parameter in model.named_parameters():
-            rows = -(-len(whole[name]) // num_ranks)  # FSDP2 cuts dimension 0 as torch.chunk does
-            mine = whole[name][rank * rows : (rank + 1) * rows]
+            mine = whole[name]
+            module = name.split(".")[-2]
+            if tensor_parallel > 1 and module in (*SPLIT_OUTPUTS, *SPLIT_INPUTS):
+                dim = 1 if module in SPLIT_INPUTS else 0
+                mine = mine.chunk(tensor_parallel, dim)[rank % tensor_parallel]
+            rows = -(-len(mine) // num_shards)  # FSDP2 cuts dimension 0 as torch.chunk does
+            mine = mine[shard * rows : (shard + 1) * rows]
             local = parameter.to_local()
             assert torch.equal(local, mine), name
             held_bytes += local.nbytes
-        assert reads.num_bytes == held_bytes
+        # Beside the weights only headers: once more than the check that came before.
+        assert held_bytes <= read_bytes <= held_bytes + 2 * header_bytes
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+def test_the_kernel_reads_no_more_of_a_cut_matrix_than_its_pages(tmp_path: Path) -> None:
+    num_rows, row_bytes = 64, 128 * 4096
+    path = tmp_path / "wide.safetensors"
+    wide = torch.arange(num_rows * row_bytes // 4, dtype=torch.float32).view(num_rows, -1)
+    safetensors.torch.save_file({"w": wide}, path)
+    os.sync()
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_pages(path) > 100:
+        pytest.skip("this filesystem is memory: its pages cannot be dropped")
+    part = torch.empty(num_rows, 2048)
+    with FileReader(path) as reader:
+        reader.read("w", (0, 4096), part)
+    assert torch.equal(part, wide[:, 4096:6144])
+    assert num_rows * 2 <= resident_pages(path) <= num_rows * 3 + 100
 
 
 def truncate(folder: Path, num_bytes: int) -> None:
