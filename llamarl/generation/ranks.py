@@ -49,6 +49,6 @@ class Ranks:
     def gather(self, columns: Tensor) -> Tensor:
         """Lay the ranks' columns [n, m] side by side: [n, m * num_ranks]."""
         num_rows, width = columns.shape
-        parts = columns.new_empty(self.num_ranks, num_rows, width)
+        parts = columns.new_empty(self.num_ranks * num_rows, width)
         self._group._allgather_base(parts, columns.contiguous()).wait()
-        return parts.transpose(0, 1).reshape(num_rows, -1)
+        return parts.view(-1, num_rows, width).transpose(0, 1).reshape(num_rows, -1)

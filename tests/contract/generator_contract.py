@@ -25,6 +25,7 @@ from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.hf import load_into
 from llamarl.models.inventory import parameter_shapes
+from llamarl.protocols import Receiver, Sender
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -37,23 +38,27 @@ from llamarl.types import (
     Row,
     Sampling,
 )
+from llamarl.weights.comparison import MODULUS
 from llamarl.weights.errors import StaleVersion
 from llamarl.weights.layout import Box, ParameterLayout, Route
 from llamarl.weights.plan import plan
 from llamarl.weights.shared_memory import this_host
 from llamarl.weights.writer import Writer
 
+RUNS = itertools.count()
 COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
-    """An engine to ask: its config class and fields, a checkpoint, how exact its log-probs are,
-    whether it derives its weights from the arena, whether it tells what it prefills."""
+    """An engine to ask: its config class and fields, a checkpoint, how many ranks, how exact its
+    log-probs are, whether it derives its weights from the arena, whether it tells what it
+    prefills."""
 
     config: type[GeneratorConfig]
     checkpoint: str
     fields: dict[str, Any] = field(default_factory=dict)
+    num_ranks: int = 1
     atol: float = 1e-5
     is_staged: bool = False
     counts_prefill: bool = True
@@ -80,33 +85,61 @@ class MemoryStorage:
             del self.cells[key]
 
 
+class Replica:
+    """Some GeneratorExecutors, one per rank, asked like a group of the cluster: what a replica
+    answers once comes from rank 0, the two ends of a publish answer with a list."""
+
+    def __init__(self, ranks: list[GeneratorExecutor]) -> None:
+        self.ranks = ranks
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
+        is_listed = name in LISTED
+
+        async def call(*args: Any) -> Any:
+            calls = [getattr(rank, name)(*args) for rank in self.ranks]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+            return answers if is_listed else answers[0]
+
+        return call
+
+
+LISTED = {
+    name for protocol in (Sender, Receiver) for name in vars(protocol) if not name.startswith("_")
+}
+
+
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("run"))
 
 
-def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> GeneratorExecutor:
-    config = case.config(
-        **{"max_running": 4, "max_context_tokens": 128, "heartbeat_s": 0.2}
-        | case.fields
-        | kwargs.pop("config", {})
-    )
-    return GeneratorExecutor(
-        rank=0,
-        num_ranks=kwargs.pop("num_ranks", 1),
-        spans=kwargs.pop("spans", Spans("generator-0", None)),
-        replica=kwargs.pop("replica", 3),
-        checkpoint=case.checkpoint,
-        load_weights=kwargs.pop("load_weights", True),
-        config=config,
-        weights=WeightsConfig(**kwargs.pop("weights", {})),
-        placement=PlacementConfig(colocated=True),
-        storage=storage,
-        tokenizer=case.checkpoint,
-        run_id="test",
-        run_dir=run_dir,
+def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> Replica:
+    """A replica whose ranks all live in this process, each with a compute thread of its own."""
+    sizes = {"max_running": 4, "max_context_tokens": 128, "heartbeat_s": 0.2}
+    fields = {"num_ranks": case.num_ranks} | sizes | case.fields | kwargs.pop("config", {})
+    num_ranks = kwargs.pop("num_ranks", case.num_ranks)
+    spans = kwargs.pop("spans", Spans("generator-0", None))
+    shared = {
+        "replica": kwargs.pop("replica", 3),
+        "checkpoint": case.checkpoint,
+        "load_weights": kwargs.pop("load_weights", True),
+        "config": case.config(**fields),
+        "weights": WeightsConfig(**kwargs.pop("weights", {})),
+        "placement": PlacementConfig(colocated=True),
+        "storage": storage,
+        "tokenizer": case.checkpoint,
+        "run_id": f"test{next(RUNS)}",  # which names the ranks' meeting
+        "run_dir": run_dir,
         **kwargs,
-    )
+    }
+    ranks = []
+    for rank in range(num_ranks):
+        own = Spans(f"generator-0-{rank}", None) if rank else spans
+        ranks.append(GeneratorExecutor(rank=rank, num_ranks=num_ranks, spans=own, **shared))
+    return Replica(ranks)
 
 
 def request(row_id: int, **kwargs) -> Request:
@@ -116,14 +149,14 @@ def request(row_id: int, **kwargs) -> Request:
     )
 
 
-async def gather(generator: GeneratorExecutor, num_rows: int) -> list[Row]:
+async def gather(generator: Replica, num_rows: int) -> list[Row]:
     rows: list[Row] = []
     while len(rows) < num_rows:
         rows += await asyncio.wait_for(generator.collect(), 20)
     return rows
 
 
-Scenario = Callable[[GeneratorExecutor, MemoryStorage], Coroutine[None, None, None]]
+Scenario = Callable[[Replica, MemoryStorage], Coroutine[None, None, None]]
 
 
 def drive(case: EngineCase, run_dir: str, scenario: Scenario, **kwargs) -> None:
@@ -160,10 +193,10 @@ def make_source(case: EngineCase, change: float = 0.0) -> Writer:
     return Writer(0, this_host(), tensors, layouts)
 
 
-async def connect(source: Any, generator: GeneratorExecutor, replica: int = 3) -> None:
-    is_relay = isinstance(source, GeneratorExecutor)
-    layout = await source.source_layout() if is_relay else source.layout()
-    copies = plan([layout], [await generator.target_layout()])
+async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
+    is_relay = isinstance(source, Replica)
+    layouts = await source.source_layout() if is_relay else [source.layout()]
+    copies = plan(layouts, await generator.target_layout())
     name = "generator-0" if is_relay else "trainer"
     route = Route(source=name, replica=replica, transport="shared_memory", copies=tuple(copies))
     if is_relay:
@@ -173,27 +206,39 @@ async def connect(source: Any, generator: GeneratorExecutor, replica: int = 3) -
         await generator.connect_source(route)
 
 
-async def send(source: Any, generator: GeneratorExecutor, version: int, part: int) -> None:
+async def send(source: Any, generator: Replica, version: int, part: int) -> None:
     """Everything but the flip, as the publisher does it."""
-    offer = await generator.offer(version, part)
-    assert (offer.version, offer.part, offer.replica) == (version, part, 3)
-    if isinstance(source, GeneratorExecutor):
-        written = await source.write(version, [offer])
+    offers = await generator.offer(version, part)
+    for rank, offer in enumerate(offers):
+        assert (offer.version, offer.part, offer.rank) == (version, part, rank)
+        assert offer.replica == generator.ranks[0]._replica
+    if isinstance(source, Replica):
+        written = await source.write(version, offers)
     else:
-        written = await asyncio.to_thread(source.write, version, [offer])
-    assert await generator.fingerprint(version, part) == written
-    assert any(written.values())
+        written = [await asyncio.to_thread(source.write, version, offers)]
+    found = total(await generator.fingerprint(version, part))
+    assert found == total(written)
+    assert any(found.values())
 
 
-async def publish(source: Any, generator: GeneratorExecutor, version: int) -> list[int]:
+def total(prints: list[dict[str, int]]) -> dict[str, int]:
+    """What all ranks found together."""
+    names = {name for found in prints for name in found}
+    return {name: sum(found.get(name, 0) for found in prints) % MODULUS for name in names}
+
+
+async def publish(source: Any, generator: Replica, version: int) -> list[int]:
     """All parts; returns what the flips did."""
     if isinstance(source, Writer):
         source.present(version)
-    parts = (await generator.target_layout()).parts
+    parts, *others = [layout.parts for layout in await generator.target_layout()]
+    assert all(other == parts for other in others)
     running = []
     for part in range(len(parts)):
         await send(source, generator, version, part)
-        running.append(await generator.flip(version, part))
+        flipped = await generator.flip(version, part)
+        assert len(set(flipped)) == 1
+        running.append(flipped[0])
     return running
 
 
@@ -215,7 +260,7 @@ def assert_same(case: EngineCase, one: MemoryStorage, other: MemoryStorage, num_
 def test_columns_of_a_row_are_stored_when_collect_returns_it(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=5 + i) for i in range(9)])
         rows: list[Row] = []
         while len(rows) < 9:
@@ -241,7 +286,7 @@ def test_columns_of_a_row_are_stored_when_collect_returns_it(
 def test_collect_returns_nothing_within_the_heartbeat_when_idle(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         assert await asyncio.wait_for(generator.collect(), 5) == []
         assert storage.num_writes == 0
 
@@ -251,7 +296,7 @@ def test_collect_returns_nothing_within_the_heartbeat_when_idle(
 def test_rows_that_finished_together_are_written_together(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i) for i in range(4)])
         assert len(await gather(generator, 4)) == 4
         assert storage.num_writes == 1
@@ -262,7 +307,7 @@ def test_rows_that_finished_together_are_written_together(
 def test_aborted_rows_come_out_marked_whether_running_or_queued(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=120) for i in range(4)])
         await generator.submit([request(9, min_version=5)])
         await generator.abort([2, 9])
@@ -281,7 +326,7 @@ def test_a_partial_row_is_resumed_from_storage_on_another_replica(
 ) -> None:
     storage = MemoryStorage()
 
-    async def uncut(generator: GeneratorExecutor, other: MemoryStorage) -> None:
+    async def uncut(generator: Replica, other: MemoryStorage) -> None:
         await generator.submit([request(0, max_tokens=12)])
         await gather(generator, 1)
         storage.cells.update({(100, name): other.cells[0, name] for name in COLUMNS})
@@ -315,7 +360,7 @@ def test_a_partial_row_is_resumed_from_storage_on_another_replica(
 def test_a_prompt_that_does_not_fit_is_refused_at_submit(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         with pytest.raises(ValueError, match=r"generator\.max_context_tokens 128"):
             await generator.submit([request(0, prompt_ids=(1,) * 128)])
 
@@ -327,7 +372,7 @@ def test_spans_tell_prefill_decode_and_waiting_apart(
 ) -> None:
     spans = Spans("generator-0", tmp_path)
 
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=7) for i in range(3)])
         await gather(generator, 3)
         await generator.collect()
@@ -354,12 +399,12 @@ def test_a_replica_without_weights_starts_at_its_first_flip(
 ) -> None:
     loaded = MemoryStorage()
 
-    async def whole(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def whole(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(0)])
         await gather(generator, 1)
         loaded.cells.update(storage.cells)
 
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(0)])
         assert await generator.collect() == []
         source = make_source(engine_case)
@@ -377,10 +422,10 @@ def test_a_replica_without_weights_starts_at_its_first_flip(
 def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
     engine_case: EngineCase, run_dir: str, shadow: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         source = make_source(engine_case, 0.1)
         await connect(source, generator)
-        num_parts = len((await generator.target_layout()).parts)
+        num_parts = len((await generator.target_layout())[0].parts)
         assert (num_parts > 5) == (shadow == "bucket")
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
         source.present(1)
@@ -412,7 +457,7 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
     if engine_case.is_staged:
         engine_case = replace(engine_case, fields={}, is_staged=False)
 
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         source = make_source(engine_case)
         await connect(source, generator)
         source.present(1)
@@ -434,26 +479,19 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
 
 
 def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: str) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         first, direct = make(engine_case, storage, run_dir, replica=0), MemoryStorage()
         await first.start()
         try:
             source = make_source(engine_case, 0.1)
             for version in (1, 2):  # both of its memories serve as source
                 await connect(first, generator)
-                layout = await first.target_layout()
-                copies = tuple(plan([source.layout()], [layout]))
-                route = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
-                source.connect(0, route)
-                source.present(version)
-                offer = await first.offer(version, 0)
-                written = await asyncio.to_thread(source.write, version, [offer])
-                assert await first.fingerprint(version, 0) == written
-                await first.flip(version, 0)
+                await connect(source, first, 0)
+                await publish(source, first, version)
                 await publish(first, generator, version)
-            offer = await generator.offer(3, 0)
+            offers = await generator.offer(3, 0)
             with pytest.raises(StaleVersion):
-                await first.write(3, [offer])
+                await first.write(3, offers)
             await generator.discard(3)
             await first.submit([request(0, max_tokens=30)])
             await gather(first, 1)
@@ -476,14 +514,14 @@ def test_leaving_in_the_middle_of_rollouts_changes_nothing(
     spans = Spans("generator-0", tmp_path)
     both = ["kv", "weights"]
 
-    async def stay(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def stay(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=100) for i in range(6)])
         await gather(generator, 6)
         await generator.submit([request(6), request(7)])
         await gather(generator, 2)
         stayed.cells.update(storage.cells)
 
-    async def leave(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def leave(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=100) for i in range(5)])
         await asyncio.sleep(0.02)
         await generator.leave(both)
@@ -524,7 +562,7 @@ def test_leaving_in_the_middle_of_rollouts_changes_nothing(
 def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
     engine_case: EngineCase, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         source = make_source(engine_case, 0.1)
         await connect(source, generator)
         await generator.submit([request(i, max_tokens=110) for i in range(4)])

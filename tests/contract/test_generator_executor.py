@@ -1,24 +1,28 @@
-"""The generator's contract, asked of the embedded engine, plain and in eight bits."""
+"""The generator's contract, asked of the embedded engine: plain, in eight bits, over two ranks."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
-from llamarl.executors.generator import GeneratorExecutor
+from llamarl.models.inventory import parameter_shapes
+from tests.contract import generator_contract
 from tests.contract.generator_contract import *  # noqa: F403 - the questions, and `run_dir`
 from tests.contract.generator_contract import (
     EngineCase,
     MemoryStorage,
+    Replica,
     connect,
     drive,
     gather,
     make,
     make_source,
+    publish,
     request,
     send,
 )
@@ -46,20 +50,65 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(params=["plain", "int8"])
+INT8 = {"quantization": "int8", "kv_after_flip": "recompute"}
+
+
+@pytest.fixture(
+    params=[
+        "plain",
+        "int8",
+        pytest.param("2 ranks", marks=pytest.mark.slow),
+        pytest.param("int8, 2 ranks", marks=pytest.mark.slow),
+    ]
+)
 def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
-    is_staged = request.param == "int8"
-    fields = {"quantization": "int8", "kv_after_flip": "recompute"} if is_staged else {}
+    is_staged = "int8" in request.param
     return EngineCase(
-        config=EmbeddedConfig, checkpoint=checkpoint, fields=fields, is_staged=is_staged
+        config=EmbeddedConfig,
+        checkpoint=checkpoint,
+        fields=INT8 if is_staged else {},
+        num_ranks=2 if "2 ranks" in request.param else 1,
+        is_staged=is_staged,
     )
+
+
+def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str) -> None:
+    """The other questions, which take long, are for the longer set."""
+    case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)
+    questions = generator_contract
+    questions.test_columns_of_a_row_are_stored_when_collect_returns_it(case, run_dir)
+    questions.test_a_replica_without_weights_starts_at_its_first_flip(case, run_dir)
+    questions.test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
+        case, run_dir, "bucket"
+    )
+    questions.test_a_replica_passes_on_what_it_received(case, run_dir)
+
+
+def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
+    case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)
+
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+        source = make_source(case)
+        await connect(source, generator)
+        await publish(source, generator, 1)
+        held = []
+        for rank in generator.ranks:
+            engine = rank._decoding.engine
+            expected = torch.zeros(engine.memory.num_elements)
+            engine.load(expected, checkpoint)
+            assert torch.equal(rank._arena.live, expected)
+            held.append(expected.numel())
+        whole = sum(math.prod(shape) for shape in parameter_shapes(engine.architecture).values())
+        assert max(held) < 0.55 * whole
+
+    drive(case, run_dir, scenario, load_weights=False)
 
 
 def test_an_engine_error_comes_out_of_collect_with_its_traceback(
     checkpoint: str, run_dir: str
 ) -> None:
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
-        generator._decoding.engine._decoder.weights.layers[1].down = torch.zeros(3, 3)
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+        generator.ranks[0]._decoding.engine._decoder.weights.layers[1].down = torch.zeros(3, 3)
         await generator.submit([request(0)])
         with pytest.raises(RuntimeError) as caught:
             await gather(generator, 1)
@@ -76,8 +125,8 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
     """They were made of memory that the next version overwrote meanwhile."""
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
 
-    async def scenario(generator: GeneratorExecutor, storage: MemoryStorage) -> None:
-        engine, may_end = generator._decoding.engine, threading.Event()
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+        engine, may_end = generator.ranks[0]._decoding.engine, threading.Event()
         prepare, flip = engine.prepare, engine.flip
         made: list[object] = []
         used: list[object] = []
@@ -97,7 +146,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
         source = make_source(case)
         await connect(source, generator)
         source.present(1)
-        source.write(1, [await generator.offer(1, 0)])
+        source.write(1, await generator.offer(1, 0))
         late = asyncio.create_task(generator.fingerprint(1, 0))
         while not made:
             await asyncio.sleep(0.001)
@@ -109,7 +158,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
         await generator.flip(2, 0)
         assert used[0] is made[1]
 
-    drive(case, run_dir, scenario, config={"quantization": "int8", "kv_after_flip": "recompute"})
+    drive(case, run_dir, scenario, config=INT8)
 
 
 def test_ranks_that_the_config_does_not_know_are_refused(checkpoint: str, run_dir: str) -> None:
