@@ -67,7 +67,7 @@ def seats_per_host(config: Config) -> int:
 def _align(end: int, num_ranks: int, per_host: int) -> int:
     """The first seat from `end` on where `num_ranks` ranks do not straddle hosts needlessly."""
     room = per_host - end % per_host
-    return end if num_ranks <= room else end + room
+    return end if num_ranks <= room or room == per_host else end + room
 
 
 def _seat(number: int, per_host: int, device: str) -> Seat:
