@@ -38,20 +38,29 @@ def silence(what: str, timeout_s: float) -> TimeoutError:
 
 
 class Change:
-    """Something that tasks of one event loop wait for changed: they look again."""
+    """Something that tasks of one event loop wait for changed: they look again.
+
+    Only those wake who have what they wait for: hundreds of lanes wait, and one of them goes on.
+    """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], Callable[[], object]] = {}
 
     def tell(self) -> None:
         """Let everybody who waits look again."""
-        self._event.set()
-        self._event = asyncio.Event()
+        for future, is_so in list(self._waiting.items()):
+            if not future.done() and is_so():
+                future.set_result(None)
 
     async def until(self, is_so: Callable[[], object]) -> None:
         """Return once `is_so()`."""
         while not is_so():
-            await self._event.wait()
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[future] = is_so
+            try:
+                await future
+            finally:
+                del self._waiting[future]
 
 
 class Stagger:

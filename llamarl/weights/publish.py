@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -36,6 +37,7 @@ from llamarl.weights.routes import Routes
 log = logging.getLogger(__name__)
 
 FLIP_S = 0.5  # a replica that flips for longer does not hold back the next one
+TURN_REPLICAS = 16  # so many flip one after the other: the others decode meanwhile
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +95,8 @@ class Publisher:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
         self._change = Change()
-        self._stagger = Stagger(FLIP_S)
+        num_turns = math.ceil(len(receivers) / TURN_REPLICAS) or 1
+        self._staggers = [Stagger(FLIP_S) for _ in range(num_turns)]
         self._is_publishing = False
         self._error: BaseException | None = None
         self._stats = PublishStats()  # what the next publish to end tells
@@ -247,7 +250,7 @@ class Publisher:
             target,
             timeout_s=timeout_s,
             change=self._change,
-            stagger=self._stagger,
+            stagger=self._staggers[replica % len(self._staggers)],
         )
 
     def _assign_sources(self) -> None:
