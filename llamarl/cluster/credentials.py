@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -100,6 +101,27 @@ class Credentials:
             "HYPERACTOR_TLS_KEY": os.path.abspath(self.private_key),
         }
 
+    def covers(self, name: str) -> bool:
+        """Whether others who trust `ca` would accept our certificate at this name or address.
+
+        Found out by a handshake with ourselves, in memory.
+        """
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(self.certificate, self.private_key)
+        there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [
+            self.context("cluster.").wrap_bio(here, there, server_hostname=name),
+            server.wrap_bio(there, here, server_side=True),
+        ]
+        for end in ends * 2:  # hello, answer, finish
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return False
+        return True
+
 
 def prepare(config: ClusterConfig) -> None:
     """Set what Monarch reads when it is imported, for a run on cluster.hosts.
@@ -143,12 +165,51 @@ def is_loopback(address: Address) -> bool:
         return address.host == "localhost"
 
 
-def reach(address: Address, credentials: Credentials) -> str:
+def own_name(own_address: str, address: Address, credentials: Credentials) -> str:
+    """What the daemon at `address` can call this machine, which it knows at `own_address` (an IP).
+
+    Our certificate must be for it, and it must resolve to `own_address`: Monarch listens where it
+    leads. ValueError if there is no such name.
+    """
+    labels = socket.getfqdn().split(".")
+    names = [".".join(labels[:end]) for end in range(1, len(labels) + 1)]
+    for name in [own_address, socket.gethostname(), *names]:
+        if resolves(name, own_address) and (address.scheme == "tcp" or credentials.covers(name)):
+            return name
+    raise ValueError(
+        f"cluster.certificate must be for this machine as {address} reaches it, {own_address} or "
+        f"a name of it that resolves to that here, got {credentials.certificate}, which is for "
+        f"others"
+    )
+
+
+def resolves(name: str, own_address: str) -> bool:
+    """Whether `name` is, here, a name of the IP address `own_address`."""
+    try:
+        found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
+    except OSError:
+        return False
+    return found[0][4][0] == own_address
+
+
+def reach(address: Address, credentials: Credentials, patience_s: float = 0.0) -> str:
     """Connect to a daemon, over TLS where the address says so, and disconnect.
 
     Returns this end's IP address, at which the daemon's host can reach it. ValueError with the
-    reason if the daemon does not answer, or one end does not accept the other's certificate.
+    reason if the daemon does not answer, or one end does not accept the other's certificate. A
+    daemon that may still be starting is asked again for `patience_s`.
     """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return _reach(address, credentials)
+        except ValueError as error:
+            if isinstance(error.__cause__, ssl.SSLError) or time.monotonic() > deadline_s:
+                raise
+            time.sleep(RECONNECT_S)
+
+
+def _reach(address: Address, credentials: Credentials) -> str:
     context = credentials.context("cluster.") if address.scheme == "tls" else None
     try:
         with socket.create_connection((address.host, address.port), HANDSHAKE_LIMIT_S) as plain:
@@ -171,7 +232,7 @@ def reach(address: Address, credentials: Credentials) -> str:
     except OSError as error:
         raise ValueError(
             f"cluster.hosts must name running `llamarl worker` daemons, got no answer from "
-            f"{address} within {HANDSHAKE_LIMIT_S:g} s: {_why(error)}"
+            f"{address} ({_why(error)}; waited at most {HANDSHAKE_LIMIT_S:g} s)"
         ) from error
 
 

@@ -31,7 +31,7 @@ from monarch.actor import (
     this_host,
 )
 
-from llamarl.cluster.credentials import Address, Credentials, hold, reach
+from llamarl.cluster.credentials import Address, Credentials, hold, own_name, reach
 from llamarl.cluster.inspection import Report, check_reports, inspect
 from llamarl.cluster.process import end_marked, first_ended, import_path, quiet_stderr
 from llamarl.config import ClusterConfig
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 DIMENSION = "ranks"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 FIRST_CALL_LIMIT_S = 60.0  # to start a process on a host and hear from it
+START_PATIENCE_S = 300.0  # for daemons that a scheduler starts
 END_LIMIT_S = 8.0  # for a host to kill what is left there
 DETACH_LIMIT_S = 3.0
 
@@ -173,8 +174,12 @@ async def attach(config: ClusterConfig, folder: str) -> list[Host]:
         return [LocalHost()]
     credentials = Credentials(config.ca, config.certificate, config.private_key)
     addresses = [Address.parse(text, "cluster.hosts") for text in config.hosts]
-    own = await asyncio.gather(*(asyncio.to_thread(reach, a, credentials) for a in addresses))
-    _start_client(addresses[0].scheme, own[0])
+    patience_s = 0.0 if config.scheduler == "none" else START_PATIENCE_S
+    own = await asyncio.gather(
+        *(asyncio.to_thread(reach, address, credentials, patience_s) for address in addresses)
+    )
+    name = await asyncio.to_thread(own_name, own[0], addresses[0], credentials)
+    _start_client(addresses[0].scheme, name)
     hosts = [RemoteHost(address, config, credentials) for address in addresses]
     probe, text = Path(folder, f".hosts-{uuid.uuid4().hex}"), uuid.uuid4().hex
     probe.parent.mkdir(parents=True, exist_ok=True)
@@ -224,10 +229,10 @@ def _this_host() -> HostMesh:
         return this_host()
 
 
-def _start_client(scheme: str, own_address: str) -> None:
-    """Start Monarch's client so that the hosts can reach it, on the way by which we reach them."""
+def _start_client(scheme: str, own_name: str) -> None:
+    """Start Monarch's client, which the hosts reach at `own_name`."""
     monarch.actor.unhandled_fault_hook = _log_fault
-    host = f"[{own_address}]" if ":" in own_address else own_address
+    host = f"[{own_name}]" if ":" in own_name else own_name
     try:
         enable_transport(f"{scheme}://{host}:0")
     except RuntimeError as error:

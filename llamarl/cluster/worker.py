@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import ssl
 import sys
 import threading
-import time
 
 from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, reach
 from llamarl.cluster.process import import_path, quiet_stderr
 
 LISTEN_LIMIT_S = 20.0
-POLL_S = 0.05
 
 
 def main(arguments: list[str]) -> None:
@@ -66,20 +63,14 @@ def _serve(address: Address, credentials: Credentials) -> None:
 
 def _announce(address: Address, credentials: Credentials) -> None:
     """Say that the daemon listens, once it answers us as it would a controller; or end it."""
-    deadline_s = time.monotonic() + LISTEN_LIMIT_S
-    while True:
-        try:
-            reach(address, credentials)
-        except ValueError as error:
-            if isinstance(error.__cause__, ssl.SSLError) or time.monotonic() > deadline_s:
-                sys.stderr.write(f"llamarl: no controller could connect: {error}\n")
-                sys.stderr.flush()
-                os._exit(2)
-            time.sleep(POLL_S)
-        else:
-            sys.stdout.write(f"llamarl: worker listens on {address}\n")
-            sys.stdout.flush()
-            return
+    try:
+        reach(address, credentials, LISTEN_LIMIT_S)
+    except ValueError as error:
+        sys.stderr.write(f"llamarl: no controller could connect: {error}\n")
+        sys.stderr.flush()
+        os._exit(2)
+    sys.stdout.write(f"llamarl: worker listens on {address}\n")
+    sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,175 @@
+"""What starts a run on a cluster's scheduler: an sbatch file, or Kubernetes manifests.
+
+Owns: the text. Does not own: submitting it, or daemons (`worker.py`). Invariant: pure; every host
+gets one worker daemon, the controller runs in the same allocation, and nothing talks without TLS.
+
+Monarch's own jobs (monarch.job: SlurmJob, KubernetesJob) start daemons on plain tcp://, without
+certificates, and submit by themselves: SlurmJob from a Python process that must stay, KubernetesJob
+through an operator and a resource type of its own. These need only what every such cluster has.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from llamarl.config import Config
+
+PORT = 24440
+NAME = "llamarl"
+CERTIFICATES = "/etc/llamarl"
+PEM = ("ca", "certificate", "private_key")
+
+
+def render(config: Config, command: list[str]) -> str:
+    """The text for cluster.scheduler; `command` is what follows `llamarl train` in it.
+
+    ValueError if the config names no scheduler, or hosts that are there already.
+    """
+    if config.cluster.hosts or config.cluster.scheduler not in SCHEDULERS:
+        raise ValueError(
+            f"cluster.scheduler must be one of {', '.join(SCHEDULERS)}, without cluster.hosts, to "
+            f"launch a run, got {config.cluster.scheduler} with {len(config.cluster.hosts)} hosts"
+        )
+    return SCHEDULERS[config.cluster.scheduler](config, command)
+
+
+def sbatch(config: Config, command: list[str]) -> str:
+    """A file for `sbatch`; partition, account and time can be given on its command line.
+
+    Certificates are made for the job's nodes, in a folder that only their owner can read, and the
+    port is the job's: a daemon of an earlier job never answers.
+    """
+    needs_gpu = uses_gpus(config)
+    directives = [
+        f"--job-name={NAME}",
+        f"--nodes={config.cluster.size}",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        *([f"--gpus-per-node={config.cluster.num_gpus_per_host}"] if needs_gpu else []),
+    ]
+    worker = " ".join(f'--{name.replace("_", "-")} "$certificates/{name}.pem"' for name in PEM)
+    controller = " ".join(f'cluster.{name}="$certificates/{name}.pem"' for name in PEM)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {directive}" for directive in directives),
+            "set -euo pipefail",
+            "# The folder of submission must be on a file system that all nodes see.",
+            f"certificates=$PWD/.{NAME}-$SLURM_JOB_ID",
+            f"port=$(({PORT} + SLURM_JOB_ID % 20000))",
+            'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'python -m llamarl.cluster.certificates "$certificates" $nodes',
+            "export certificates port",
+            "srun --kill-on-bad-exit=1 bash -c \\",
+            f"  'exec llamarl worker --address \"tls://$SLURMD_NODENAME:$port\" {worker}' &",
+            "worker=$!",
+            'trap \'kill "$worker" 2> /dev/null || true; rm -rf "$certificates"\' EXIT',
+            'hosts=$(for node in $nodes; do printf \'"tls://%s:%s",\' "$node" "$port"; done)',
+            "# The controller waits for the daemons; arguments of sbatch come last, so they win.",
+            f"llamarl train {shlex.join(command)} \\",
+            f'  "cluster.hosts=[${{hosts%,}}]" {controller} "$@"',
+            "",
+        ]
+    )
+
+
+def manifests(config: Config, command: list[str]) -> str:
+    """For `kubectl apply -f`: a headless service, a StatefulSet of workers, a Job that trains.
+
+    They want an image with llamarl, a volume claim and a secret, all named llamarl.
+    """
+    num_hosts = config.cluster.size
+    names = [f"{NAME}-{index}.{NAME}" for index in range(num_hosts)]
+    hosts = json.dumps([f"tls://{name}:{PORT}" for name in names])
+    controller_name = f"{NAME}-controller.{NAME}"
+    pem = {name: f"{CERTIFICATES}/{name}.pem" for name in PEM}
+    options = [f"--{name.replace('_', '-')}={path}" for name, path in pem.items()]
+    worker = ["llamarl", "worker", f"--address=tls://$(HOSTNAME).{NAME}:{PORT}", *options]
+    fields = [f"cluster.{name}={path}" for name, path in pem.items()]
+    train = ["llamarl", "train", *command, f"cluster.hosts={hosts}", *fields]
+    gpus = {"nvidia.com/gpu": config.cluster.num_gpus_per_host} if uses_gpus(config) else {}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": NAME},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"app": NAME},
+        },
+    }
+    workers = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": NAME},
+        "spec": {
+            "serviceName": NAME,
+            "replicas": num_hosts,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": {"app": NAME, "role": "worker"}},
+            "template": _pod("worker", worker, gpus),
+        },
+    }
+    template = _pod("controller", train, {})
+    template["spec"] |= {
+        "restartPolicy": "Never",
+        "hostname": f"{NAME}-controller",
+        "subdomain": NAME,
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": NAME},
+        "spec": {"backoffLimit": 0, "template": template},
+    }
+    notes = [
+        "# Before: python -m llamarl.cluster.certificates certificates \\",
+        *(f"#   {name} \\" for name in names),
+        f"#   {controller_name}",
+        f"# kubectl create secret generic {NAME} --from-file=certificates",
+        f"# Recipe and run_dir are on the volume claim {NAME}, which every pod sees at /{NAME}.",
+    ]
+    return "\n".join(notes) + "\n" + yaml.safe_dump_all([service, workers, job], sort_keys=False)
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether the recipe computes on GPUs."""
+    return "cuda" in (config.trainer.device, config.generator.device)
+
+
+def _pod(role: str, command: list[str], gpus: dict[str, int]) -> dict[str, Any]:
+    container = {
+        "name": role,
+        "image": NAME,
+        "command": command,
+        "workingDir": f"/{NAME}",
+        "env": [
+            {"name": "HOSTNAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ],
+        "resources": {"limits": gpus},
+        "volumeMounts": [
+            {"name": "certificates", "mountPath": CERTIFICATES, "readOnly": True},
+            {"name": "work", "mountPath": f"/{NAME}"},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    volumes = [
+        {"name": "certificates", "secret": {"secretName": NAME}},
+        {"name": "work", "persistentVolumeClaim": {"claimName": NAME}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {
+        "metadata": {"labels": {"app": NAME, "role": role}},
+        "spec": {"containers": [container], "volumes": volumes},
+    }
+
+
+SCHEDULERS: dict[str, Callable[[Config, list[str]], str]] = {
+    "slurm": sbatch,
+    "kubernetes": manifests,
+}
