@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -173,6 +173,16 @@ def reshard(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def gather(tensor: DTensor) -> torch.Tensor:
+    """The whole of a sharded parameter, gradient or moment, on every rank."""
+    placements = list(tensor.placements)
+    for dimension in range(len(placements)):  # FSDP cut last, so its pieces join first
+        placements[dimension] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local().detach()
 
 
 def _tensor_placement(name: str) -> Placement:

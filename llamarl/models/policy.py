@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
-from llamarl.models.parallelize import parallelize, reshard
+from llamarl.models.parallelize import gather, parallelize, reshard
 from llamarl.models.transformer import Transformer
 
 
@@ -153,14 +153,9 @@ class Policy:
                 pass
         dist.barrier()
 
-    @torch.no_grad()
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.parameters.items():
-            placements = list(parameter.placements)
-            for dimension in range(len(placements)):  # FSDP cut last, so its pieces join first
-                placements[dimension] = Replicate()
-                parameter = parameter.redistribute(placements=placements)
-            yield name, parameter.to_local().detach()
+            yield name, gather(parameter)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The live tensors that a checkpoint holds; loading writes into them."""

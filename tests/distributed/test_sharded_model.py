@@ -1,28 +1,42 @@
-"""The sharded decoder: gradients are the sum over ranks, also where a rank has no rows."""
+"""The parallel decoder: every layout gives the gradients of one process, where the plan says."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import uuid
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from llamarl.config import TrainerConfig
 from llamarl.data.micro_batch import micro_batch
 from llamarl.models.architecture import Architecture
-from llamarl.models.parallelize import shard
+from llamarl.models.parallelize import (
+    gather,
+    make_mesh,
+    parallelize,
+    parameter_placements,
+    reshard,
+)
 from llamarl.models.process_group import join, leave
 from llamarl.models.transformer import Transformer
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS
 
-LENGTHS = (30, 5, 11)
-ARCHITECTURE = Architecture(
+LENGTHS = (30, 5, 11)  # 43 tokens are fed: no tensor-parallel rank count divides them
+ROWS = ((0, 2), (1,), (1, 2), (0,))
+QWEN3 = Architecture(
     model_type="qwen3",
-    vocab_size=33,
+    vocab_size=76,
     hidden_size=20,
-    intermediate_size=31,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
+    intermediate_size=44,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
     head_dim=8,
     max_positions=64,
     norm_eps=1e-6,
@@ -35,16 +49,74 @@ ARCHITECTURE = Architecture(
     qk_norm=True,
     eos_token_ids=(),
 )
+"""With more features than any real one. 76 / 2 and 44 / 2 rows are cut unevenly in 4."""
+ARCHITECTURES = {
+    "llama": dataclasses.replace(
+        QWEN3,
+        model_type="llama",
+        tie_embeddings=False,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=False,
+    ),
+    "llama with biases": dataclasses.replace(
+        QWEN3, model_type="llama", tie_embeddings=False, mlp_bias=True, qk_norm=False
+    ),
+    "qwen25": dataclasses.replace(QWEN3, model_type="qwen2", output_bias=False, qk_norm=False),
+    "qwen3": QWEN3,
+}
 
 
-def build() -> Transformer:
+@dataclasses.dataclass
+class Case:
+    """One layout of one architecture."""
+
+    architecture: str
+    config: TrainerConfig
+
+    @property
+    def name(self) -> str:
+        c = self.config
+        return (
+            f"{self.architecture}: replicate {c.replicate} x shard {c.num_shard_ranks} x tensor "
+            f"{c.tensor_parallel}, {c.activation_checkpointing}, {c.reshard_after}, {c.compile}"
+        )
+
+
+@dataclasses.dataclass
+class Answer:
+    """What one rank saw of a case; `gathers` counts FSDP's all-gathers."""
+
+    gradients: dict[str, np.ndarray]
+    misplaced: list[str]
+    gathers: int
+    num_micro_batches: int
+
+
+class Gathers(TorchDispatchMode):
+    """Counts FSDP's all-gathers; tensor parallel's are functional ones."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function is torch.ops.c10d._allgather_base_.default
+        return function(*args, **(kwargs or {}))
+
+
+def build(architecture: str) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(ARCHITECTURE)
+    model = Transformer(ARCHITECTURES[architecture])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # norms: no row like another
+    return model
 
 
 def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
-    ids = torch.randint(0, 33, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-    rollouts = [part.numpy() for part in ids.split(list(LENGTHS))]
+    random = torch.Generator().manual_seed(1)
+    rollouts = [torch.randint(0, 76, (length,), generator=random).numpy() for length in LENGTHS]
     columns = {
         PROMPT_IDS: [rollout[:1] for rollout in rollouts],
         RESPONSE_IDS: [rollout[1:] for rollout in rollouts],
@@ -55,32 +127,126 @@ def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
     (logprobs.sum() + 0.1 * entropy.sum()).backward()
 
 
-async def sharded_gradient(
-    rank: int, num_ranks: int, rendezvous: str, recompute: bool, rows: list[list[tuple[int, ...]]]
-) -> dict[str, torch.Tensor]:
-    """Gradients after the micro-batches `rows[i][rank]`."""
-    mesh = join(rendezvous, rank, num_ranks, torch.device("cpu"))
+def share_out(num_data_ranks: int) -> list[list[tuple[int, ...]]]:
+    """[micro-batch][data rank] rows: never work for all, in the end for nobody."""
+    per_step = min(num_data_ranks, 2)
+    empty: tuple[int, ...] = ()
+    shared = [[empty] * num_data_ranks for _ in range(len(ROWS) // per_step + 1)]
+    for i, rows in enumerate(ROWS):
+        shared[i // per_step][i % num_data_ranks] = rows
+    return shared
+
+
+async def answer(rank: int, num_ranks: int, rendezvous: str, cases: list[Case]) -> list[Answer]:
+    """Gradients after all micro-batches, case by case."""
+    join(rendezvous, rank, num_ranks, torch.device("cpu"))
     try:
-        model = shard(
-            build(), mesh, compute_dtype=torch.float32, activation_checkpointing=recompute
-        )
-        for micro_batch in rows:
-            add_gradient(model, micro_batch[rank])
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+        return [answer_one(rank, case) for case in cases]
     finally:
         leave()
 
 
-def test_gradients_are_the_sum_over_ranks_even_if_one_has_no_rows(ranks, tmp_path: Path) -> None:
-    plain = build()
-    for rows in ((0, 2), (1,), (1, 2), (0,)):
-        add_gradient(plain, rows)
-    micro_batches = [[(0, 2), (1,)], [(), (1, 2)], [(0,), ()], [(), ()]]
-    for recompute in (False, True):
-        rendezvous = str(tmp_path / uuid.uuid4().hex)
-        for gradients in ranks(2).run(sharded_gradient, rendezvous, recompute, micro_batches):
-            for name, parameter in plain.named_parameters():
-                assert parameter.grad is not None
-                error = torch.from_numpy(gradients[name]) - parameter.grad
-                assert error.norm() <= 1e-5 * parameter.grad.norm(), name
+def answer_one(rank: int, case: Case) -> Answer:
+    config, architecture = case.config, ARCHITECTURES[case.architecture]
+    model = parallelize(build(case.architecture), make_mesh("cpu", config), config)
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    found = {name: (tuple(p.device_mesh.shape), p.placements) for name, p in parameters.items()}
+    expected = parameter_placements(architecture, config)
+    shared = share_out(config.num_data_ranks)
+    with Gathers() as gathers:
+        for rows in shared:
+            add_gradient(model, rows[rank // config.tensor_parallel])
+    reshard(model)
+    gradients = {name: gather(p.grad).numpy() for name, p in parameters.items()}
+    return Answer(
+        gradients if rank in (0, 3) else {},
+        [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)],
+        gathers.count,
+        len(shared),
+    )
+
+
+def check(ranks: Any, folder: Path, cases: list[Case]) -> None:
+    """Run the cases, all of one number of ranks, and compare them with one process."""
+    plain = {}
+    for architecture in {case.architecture for case in cases}:
+        model = build(architecture)
+        for rows in ROWS:
+            add_gradient(model, rows)
+        plain[architecture] = {
+            name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None
+        }
+    num_ranks = cases[0].config.num_ranks
+    answers = ranks(num_ranks).run(answer, str(folder / uuid.uuid4().hex), cases)
+    for i, case in enumerate(cases):
+        expected, num_layers = plain[case.architecture], QWEN3.num_layers
+        for seen in (rank[i] for rank in answers):
+            assert seen.misplaced == [], case.name
+            if case.config.num_shard_ranks > 1:
+                gathers = {
+                    "forward": (2 * num_layers + 1) * seen.num_micro_batches,
+                    "backward": (num_layers + 1) * seen.num_micro_batches,
+                    "step": num_layers + 1,
+                }
+                assert seen.gathers == gathers[case.config.reshard_after], case.name
+            for name, gradient in seen.gradients.items():
+                error = np.linalg.norm(gradient - expected[name])
+                assert error <= 1e-5 * np.linalg.norm(expected[name]), (case.name, name)
+        assert answers[0][i].gradients.keys() == expected.keys()
+
+
+def test_layouts_give_the_gradients_of_one_process_and_gather_no_more_than_they_say(
+    ranks: Any, tmp_path: Path
+) -> None:
+    check(
+        ranks,
+        tmp_path,
+        [
+            Case("qwen25", TrainerConfig(num_ranks=4, reshard_after="step")),
+            Case("llama", TrainerConfig(num_ranks=4, replicate=2, activation_checkpointing="full")),
+            Case(
+                "qwen3",
+                TrainerConfig(
+                    num_ranks=4,
+                    tensor_parallel=2,
+                    activation_checkpointing="selective",
+                    reshard_after="backward",
+                ),
+            ),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("num_ranks", "replicate", "tensor_parallel"),
+    [
+        *((2, 1, 1), (2, 2, 1), (2, 1, 2)),
+        *((4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 2, 2), (4, 1, 4)),
+    ],
+)
+def test_every_layout_gives_the_gradients_of_one_process(
+    ranks: Any,
+    tmp_path: Path,
+    architecture: str,
+    num_ranks: int,
+    replicate: int,
+    tensor_parallel: int,
+) -> None:
+    cases = [
+        Case(
+            architecture,
+            TrainerConfig(
+                num_ranks=num_ranks,
+                replicate=replicate,
+                tensor_parallel=tensor_parallel,
+                activation_checkpointing=checkpointing,
+                reshard_after=reshard_after,
+            ),
+        )
+        for checkpointing, reshard_after in itertools.product(
+            ("none", "selective", "full"), ("forward", "backward", "step")
+        )
+    ]
+    check(ranks, tmp_path, cases)

@@ -25,6 +25,7 @@ from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
+from llamarl.models.parallelize import gather
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -186,11 +187,7 @@ async def train(rank, num_ranks, job):
         for batch in batches:
             await executor.accumulate(batch)
         seen["gradients"].append(
-            {
-                n: p.grad.full_tensor().numpy().copy()
-                for n, p in parameters.items()
-                if p.grad is not None
-            }
+            {n: gather(p.grad).numpy().copy() for n, p in parameters.items() if p.grad is not None}
         )
         seen["logprobs"] = {
             row_id: cell[TRAINER_LOGPROBS]
@@ -200,7 +197,7 @@ async def train(rank, num_ranks, job):
         seen["stats"].append(await executor.step())
     seen["layout"] = await executor.source_layout()
     seen["shards"] = {n: p.detach().to_local().numpy().copy() for n, p in parameters.items()}
-    seen["weights"] = {n: p.detach().full_tensor().numpy().copy() for n, p in parameters.items()}
+    seen["weights"] = {n: gather(p).numpy().copy() for n, p in parameters.items()}
     if job.export:
         await executor.export(job.export)
     await executor.close()
