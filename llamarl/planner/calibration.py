@@ -1,0 +1,268 @@
+"""Costs of a run that has been: what its spans and its archive tell about times and lengths.
+
+Owns: the fits. Does not own: the files (`metrics/span.py`, `metrics/summary.py`) or what is
+simulated with them. Invariant: a function of the run folder and the number of processors. Spans are
+wall times: what processes took from each other by sharing processors is estimated from where their
+spans overlap, and taken out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.metrics.aggregate import executor_of
+from llamarl.metrics.intervals import Intervals, overlaps, union
+from llamarl.metrics.span import Span, SpanReader, span_files
+from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
+from llamarl.planner.costs import Costs
+
+Floats = npt.NDArray[np.float64]
+
+COMPUTING = {  # spans in which a process computes by itself, by executor
+    "generator": ("decode", "prefill"),
+    "trainer": ("accumulate", "optimizer_step"),
+    "scorer": ("score",),
+}
+NUM_CALLS = 4  # of one publish to one replica: offer, write, fingerprint, flip
+SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which another one computes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a finished run tells: costs, and the rollouts that it trained on.
+
+    `lengths` are response tokens, `prompt_tokens` their prompts' mean; `equal_share` of the groups
+    had one reward for all. `step_s` is the mean of its steps, without the first two.
+    """
+
+    costs: Costs
+    lengths: tuple[int, ...]
+    prompt_tokens: int
+    equal_share: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """Spans of one name: [n] seconds, [n, 2] times in ns, [n] tokens (or rollouts), and how many
+    other processes computed meanwhile, [n]."""
+
+    seconds: Floats
+    times_ns: Intervals
+    amount: Floats
+    others: Floats
+
+    def free_s(self, slowdown: float, num_cores: int) -> Floats:
+        """Seconds on a free processor."""
+        return self.seconds / _slowness(self.others, slowdown, num_cores)
+
+
+def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
+    """Executor times of a finished run; ValueError if spans are missing.
+
+    It ran on `num_cores` processors (default: those that this process may use). What spans do not
+    tell stays 0: `row_s`, what the controller and messages take.
+    """
+    num_cores = num_cores or len(os.sched_getaffinity(0))
+    spans = _read_spans(Path(run_dir) / SPANS_FOLDER)
+    rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
+    busy = {
+        name: _busy(spans, executor, name)
+        for executor, names in COMPUTING.items()
+        for name in names
+    }
+    for name in ("decode", "accumulate"):
+        if not len(busy[name].seconds):
+            raise ValueError(f"the run must have recorded {name} spans, got none in {run_dir}")
+    slowdown = _fit_slowdown(busy["decode"], num_cores)
+    free = {name: each.free_s(slowdown, num_cores) for name, each in busy.items()}
+    packed = _prompt_factor(rows) * busy["accumulate"].amount  # spans count response tokens
+    decode_step_s, decode_row_s = _line(busy["decode"].amount, free["decode"])
+    prefill_call_s, prefill_token_s = _line(busy["prefill"].amount, free["prefill"])
+    part_s, token_s = _line(packed, free["accumulate"])
+    score_call_s, score_row_s = _line(busy["score"].amount, free["score"])
+    publish = _publish_costs(
+        spans, decode_step_s + decode_row_s * float(busy["decode"].amount.mean())
+    )
+    return Costs(
+        decode_step_s=decode_step_s,
+        decode_row_s=decode_row_s,
+        prefill_call_s=prefill_call_s,
+        prefill_token_s=prefill_token_s,
+        part_s=part_s,
+        token_s=token_s,
+        optimizer_s=_mean(free["optimizer_step"]),
+        score_call_s=score_call_s,
+        score_row_s=score_row_s,
+        store_row_s=_store_row_s(spans),
+        **publish,
+        num_cores=num_cores,
+        shared_speed=1 / (1 + slowdown),
+    )
+
+
+def read_trace(
+    run_dir: str | Path, rollouts_per_prompt: int, *, num_cores: int | None = None
+) -> Trace:
+    """Costs and workload of a finished run; ValueError if it has trained nothing."""
+    rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
+    if not rows:
+        raise ValueError(f"the run must have trained rollouts, got none in {run_dir}")
+    steps = [
+        span
+        for path in span_files(Path(run_dir) / SPANS_FOLDER)
+        for span in SpanReader(path).read()
+        if (span.cat, span.name) == ("mark", "step")
+    ]
+    settled = steps[2:] or steps
+    return Trace(
+        costs=read_costs(run_dir, num_cores=num_cores),
+        lengths=tuple(row["num_tokens"] for row in rows),
+        prompt_tokens=max(1, round(sum(row["num_prompt_tokens"] for row in rows) / len(rows))),
+        equal_share=_equal_share(rows, rollouts_per_prompt),
+        step_s=_mean(np.array([_seconds(span) for span in settled])),
+    )
+
+
+def _read_spans(folder: Path) -> dict[str, list[Span]]:
+    """All spans by process."""
+    readers = [SpanReader(path) for path in span_files(folder)]
+    if not readers:
+        raise ValueError(f"the run must have recorded spans, got none in {folder}")
+    return {reader.process: list(reader.read()) for reader in readers}
+
+
+def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob(ARCHIVE_FILES)):
+        for text in path.read_text().splitlines():
+            row = json.loads(text)
+            if row["fate"] == "trained":
+                yield row
+
+
+def _busy(spans: dict[str, list[Span]], executor: str, name: str) -> Busy:
+    """The spans of this name of all processes of an executor."""
+    computing = {process: union(_computing(process, each)) for process, each in spans.items()}
+    times, amounts, others = [], [], []
+    for process, each in spans.items():
+        chosen = [s for s in each if s.name == name and executor_of(process) == executor]
+        if chosen:
+            own = np.array([(s.start_ns, s.end_ns) for s in chosen], dtype=np.int64)
+            beside = sum(
+                (overlaps(held, own) for other, held in computing.items() if other != process),
+                np.zeros(len(own), dtype=np.int64),
+            )
+            times.append(own)
+            amounts.append([s.args.get("tokens", s.args.get("rollouts", 0)) for s in chosen])
+            others.append(beside / np.maximum(own[:, 1] - own[:, 0], 1))
+    joined = np.concatenate(times) if times else np.zeros((0, 2), dtype=np.int64)
+    return Busy(
+        seconds=(joined[:, 1] - joined[:, 0]) / 1e9,
+        times_ns=joined,
+        amount=np.concatenate(amounts).astype(float) if times else np.zeros(0),
+        others=np.concatenate(others) if times else np.zeros(0),
+    )
+
+
+def _computing(process: str, spans: list[Span]) -> Intervals:
+    names = COMPUTING.get(executor_of(process), ())
+    times = [(span.start_ns, span.end_ns) for span in spans if span.name in names]
+    return np.array(times, dtype=np.int64).reshape(-1, 2)
+
+
+def _slowness(others: Floats, slowdown: float, num_cores: int) -> Floats:
+    """Wall time over free time with so many others at work: the inverse of `Cores`' speed."""
+    if num_cores == 1:
+        return 1 + others
+    return (1 + slowdown * np.minimum(others, 1)) * np.maximum(1, (1 + others) / num_cores)
+
+
+def _fit_slowdown(decode: Busy, num_cores: int) -> float:
+    """How much longer a decode step takes beside another process: the value under which steps of
+    equal batch size, with and without others, take most nearly the same free time."""
+    if num_cores == 1 or np.ptp(decode.others) < 0.5:
+        return 0.0
+    errors = []
+    for slowdown in SLOWDOWNS:
+        slowness = _slowness(decode.others, slowdown, num_cores)
+        design = np.stack([slowness, slowness * decode.amount], axis=1)
+        solution, *_ = np.linalg.lstsq(design, decode.seconds, rcond=None)
+        errors.append(float(np.square(decode.seconds - design @ solution).sum()))
+    return float(SLOWDOWNS[int(np.argmin(errors))])
+
+
+def _line(amount: Floats, seconds: Floats) -> tuple[float, float]:
+    """(a, b) of seconds = a + b * amount, least squares, neither below 0; (0, 0) of nothing."""
+    if not len(seconds):
+        return 0.0, 0.0
+    if np.ptp(amount) > 0:
+        slope, start = np.polyfit(amount, seconds, 1)
+        if start >= 0 and slope >= 0:
+            return float(start), float(slope)
+        if slope < 0:
+            return _mean(seconds), 0.0
+    total = float(amount.sum())
+    return (0.0, float(seconds.sum()) / total) if total else (_mean(seconds), 0.0)
+
+
+def _publish_costs(spans: dict[str, list[Span]], step_s: float) -> dict[str, Any]:
+    """Writing, checking and flipping one replica, and what is left of a publish for each call."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for process, each in spans.items():
+        for span in each:
+            if span.name == "publish" and "replica" not in span.args:
+                continue  # of all replicas together
+            seconds[f"{executor_of(process)} {span.name}"].append(_seconds(span))
+    found = {key: float(np.median(values)) for key, values in seconds.items()}
+    write_s = found.get("trainer write", 0.0)
+    check_s = found.get("generator fingerprint", 0.0) + found.get("generator prepare", 0.0)
+    flip_s = found.get("generator flip", 0.0)
+    known_s = write_s + check_s + flip_s + step_s / 2  # a flip waits for half a step
+    rest_s = found.get("controller publish", known_s) - known_s
+    return {
+        "write_s": write_s,
+        "relay_s": found.get("generator write", write_s),
+        "check_s": check_s,
+        "flip_s": flip_s,
+        "message_s": max(0.0, rest_s / NUM_CALLS),
+    }
+
+
+def _store_row_s(spans: dict[str, list[Span]]) -> float:
+    """Storage's work per row and call."""
+    served = [span for p, each in spans.items() if executor_of(p) == "storage" for span in each]
+    rows = sum(span.args.get("rows", 0) for span in served)
+    return sum(_seconds(span) for span in served) / rows if rows else 0.0
+
+
+def _prompt_factor(rows: list[dict[str, Any]]) -> float:
+    """Tokens of prompt and response, over those of the response, of what was trained."""
+    response = sum(row["num_tokens"] for row in rows)
+    return 1 + sum(row["num_prompt_tokens"] for row in rows) / response if response else 1.0
+
+
+def _equal_share(rows: list[dict[str, Any]], size: int) -> float:
+    """Share of the groups of `size` with one reward; a group's rows have neighbouring numbers."""
+    runs: dict[int, list[float]] = defaultdict(list)
+    for version in sorted({row["version"] for row in rows}):
+        members = sorted((r for r in rows if r["version"] == version), key=lambda r: r["row_id"])
+        for place, row in enumerate(members):
+            runs[len(members) * version + place // size].append(row["reward"])
+    return sum(len(set(rewards)) == 1 for rewards in runs.values()) / len(runs)
+
+
+def _seconds(span: Span) -> float:
+    return (span.end_ns - span.start_ns) / 1e9
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0
