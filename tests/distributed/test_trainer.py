@@ -97,7 +97,7 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
         (1, {}, 30, 5),
         (2, {}, 9, 8),
         (4, {"replicate": 2}, 40, 13),
-        (4, split, 50, 8),
+        (4, split, 200, 8),
     ):
         config = dataclasses.replace(SGD, num_ranks=num_ranks, **fields)
         parts = [

@@ -1,0 +1,156 @@
+"""Publishes from real ranks of every trainer layout into memory of every generator layout."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from llamarl.config import TrainerConfig
+from llamarl.generation.parameters import arena_layout
+from llamarl.models.architecture import read_architecture
+from llamarl.models.parallelize import make_mesh
+from llamarl.models.policy import Policy
+from llamarl.models.process_group import join, leave
+from llamarl.weights.arena import Arena
+from llamarl.weights.comparison import MODULUS
+from llamarl.weights.layout import Route
+from llamarl.weights.plan import plan
+from llamarl.weights.shards import shard_boxes
+from llamarl.weights.shared_memory import this_host
+from llamarl.weights.writer import Writer
+from tests.distributed.training import make_checkpoint
+
+Target = tuple[str, int]  # dtype, tensor-parallel ranks
+TARGETS: list[Target] = list(itertools.product(("float32", "bfloat16"), (1, 2, 4)))
+
+
+def everyone(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+async def publish(
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    checkpoint: str,
+    configs: list[TrainerConfig],
+    targets: list[Target],
+) -> list[list[dict[str, int]]]:
+    """Publishes under each layout to each target; rank i also plays generator rank i.
+
+    Asserts that what arrives is the checkpoint, bit by bit. Returns elements written, by source.
+    """
+    join(rendezvous, rank, num_ranks, torch.device("cpu"))
+    try:
+        return [
+            [publish_one(rank, checkpoint, config, target) for target in targets]
+            for config in configs
+        ]
+    finally:
+        leave()
+
+
+def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Target) -> Any:
+    policy = Policy(checkpoint, make_mesh("cpu", config), config, 0)
+    writer = Writer(rank, this_host(), *shard_boxes(policy.parameters))
+    writer.present(0)
+    dtype, num_targets = target
+    wanted = arena = None
+    if rank < num_targets:
+        wanted = arena_layout(read_architecture(checkpoint), dtype, rank, num_targets)
+        arena = Arena(
+            parameters=wanted.parameters,
+            num_elements=wanted.num_elements,
+            dtype=getattr(torch, dtype),
+            replica=0,
+            rank=rank,
+            run_id=uuid.uuid4().hex[:8],
+        )
+    sources = everyone(writer.layout())
+    places = [layout for layout in everyone(arena.layout() if arena else None) if layout]
+    copies = tuple(plan(sources, places))
+    writer.connect(0, Route(source="trainer", replica=0, transport="shared_memory", copies=copies))
+    offers = [offer for offer in everyone(arena.offer(0, 0) if arena else None) if offer]
+    sent = everyone(writer.write(0, offers))
+    received = everyone(arena.fingerprint(0, 0) if arena else {})
+    for name in policy.parameters:
+        sums = [sum(part.get(name, 0) for part in end) % MODULUS for end in (sent, received)]
+        assert sums[0] == sums[1], (config, target, name)
+    if arena is not None and wanted is not None:
+        arena.flip(0, 0)
+        file = load_file(f"{checkpoint}/model.safetensors")
+        for name, layout in wanted.parameters.items():
+            (box,) = layout.boxes
+            region = tuple(map(slice, box.start, box.stop))
+            expected = file[name][region].to(getattr(torch, dtype))
+            assert torch.equal(wanted.parameter(arena.live, name), expected), (config, target, name)
+    writer.close()
+    dist.barrier()  # nobody frees what another still writes to
+    if arena is not None:
+        arena.close()
+    loads: Counter[int] = Counter()
+    for copy in copies:
+        loads[copy.source_rank] += torch.Size(copy.shape).numel()
+    return dict(loads)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return make_checkpoint(
+        folder,
+        vocab_size=76,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=44,
+        attention_bias=True,
+        tie_word_embeddings=request.param == "tied",
+    )
+
+
+def layouts(num_ranks: int) -> list[TrainerConfig]:
+    sizes = [size for size in (1, 2, 4) if size <= num_ranks]
+    return [
+        TrainerConfig(num_ranks=num_ranks, tensor_parallel=tensor, replicate=replicate)
+        for tensor, replicate in itertools.product(sizes, sizes)
+        if tensor * replicate <= num_ranks
+    ]
+
+
+def check(ranks: Any, checkpoint: str, configs: list[TrainerConfig], targets: list[Target]) -> None:
+    num_ranks, rendezvous = configs[0].num_ranks, f"{checkpoint}-{uuid.uuid4()}"
+    answers = ranks(num_ranks).run(publish, rendezvous, checkpoint, configs, targets)
+    for config, by_target in zip(configs, answers[0], strict=True):
+        for loads in by_target:
+            assert set(loads) == set(range(num_ranks)), (config, loads)  # copies share the work
+            assert max(loads.values()) <= 2 * min(loads.values()), (config, loads)
+
+
+@pytest.mark.parametrize("checkpoint", ["tied"], indirect=True)
+def test_a_publish_between_split_ends_delivers_the_checkpoint_bit_by_bit(
+    ranks: Any, checkpoint: str
+) -> None:
+    configs = [
+        TrainerConfig(num_ranks=4, tensor_parallel=2),
+        TrainerConfig(num_ranks=4, replicate=2),
+    ]
+    check(ranks, checkpoint, configs, [("bfloat16", 2), ("float32", 4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_publishes_between_all_layouts_deliver_the_checkpoint_bit_by_bit(
+    ranks: Any, checkpoint: str, num_ranks: int
+) -> None:
+    targets = [target for target in TARGETS if target[1] <= num_ranks]
+    check(ranks, checkpoint, layouts(num_ranks), targets)
