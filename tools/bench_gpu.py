@@ -1,0 +1,129 @@
+"""Measure what one GPU does, against what it could do and what the planner says.
+
+    python tools/bench_gpu.py [--json FILE] [--device cuda|cpu] [--tiny] [--only SECTION ...]
+
+Needs torch, numpy, safetensors, rich and tokenizers; no Monarch, no vLLM, no installed llamarl.
+
+generation  tokens per second of the embedded engine with a model of Llama 3.2 1B's shape and random
+            weights, bfloat16, against the bandwidth bound, with and without CUDA graphs
+training    tokens per second and model FLOP utilisation of one trainer rank, rows of 1024 tokens,
+            and its peak memory against the planner's
+memory      the generator's peak memory against the planner's
+publish     float32 masters of one process into the bfloat16 shadow of another, over CUDA IPC,
+            against a cast within the device
+offload     4 GiB to pinned host memory and back
+loop        whole runs in one process (cluster=inline), synchronous and asynchronous, same lengths
+
+Every section runs in a process of its own; one that fails says why, and the others go on. With
+--tiny it takes seconds; --device cpu then tries everything but what only a GPU can tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SECTIONS = {
+    "generation": "gpu_bench.generation:measure",
+    "training": "gpu_bench.training:measure",
+    "memory": "gpu_bench.generation:memory",
+    "publish": "gpu_bench.publishing:measure",
+    "offload": "gpu_bench.publishing:offload",
+    "loop": "gpu_bench.loop:measure",
+}
+LIMIT_S = 150  # of one section
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU takes seconds for")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections to run")
+    arguments = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        for name in arguments.only or SECTIONS:
+            results[name] = run(name, arguments.device, arguments.tiny, folder)
+            show(name, results[name])
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(environment() | results, indent=2) + "\n")
+    if all(result["error"] for result in results.values()):
+        sys.exit(1)
+
+
+def run(name: str, device: str, is_tiny: bool, folder: str) -> dict[str, Any]:
+    """`figures`, `error` ("" if there is none) and `seconds` of one section."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(there, name, device, is_tiny, folder))
+    start_s = time.monotonic()
+    process.start()
+    there.close()
+    try:
+        if here.poll(LIMIT_S):
+            figures, error = here.recv()
+        else:
+            figures, error = {}, f"took longer than {LIMIT_S} s"
+    except EOFError:
+        process.join()
+        figures, error = {}, f"the process ended with code {process.exitcode}"
+    process.kill()
+    process.join()
+    return {"figures": figures, "error": error, "seconds": time.monotonic() - start_s}
+
+
+def _work(pipe: Connection, name: str, device: str, is_tiny: bool, folder: str) -> None:
+    import torch
+    from gpu_bench.setting import full, tiny
+
+    if device == "cpu":
+        torch.set_num_threads(1)
+    module, _, function = SECTIONS[name].partition(":")
+    place = Path(folder, name)
+    place.mkdir()
+    try:
+        measure: Callable[..., dict[str, float]] = getattr(import_module(module), function)
+        pipe.send((measure((tiny if is_tiny else full)(device, str(place))), ""))
+    except Exception as error:  # noqa: BLE001 - said in the result; the other sections go on
+        traceback.print_exc()
+        pipe.send(({}, f"{type(error).__name__}: {error}"))
+
+
+def environment() -> dict[str, Any]:
+    """Where the figures come from."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "cores": os.cpu_count(),
+    }
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    """One section as lines of a table."""
+    print(f"{name} ({result['seconds']:.0f} s)  {result['error']}")
+    for key, value in result["figures"].items():
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        print(f"  {key:44} {text:>20}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `bench_gpu.py` measures, a section per module."""

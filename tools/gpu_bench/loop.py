@@ -1,0 +1,83 @@
+"""The whole loop in one process: async against sync, over the same lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+
+from gpu_bench.setting import QUICKSTART, Setting, make_checkpoint, make_config
+from llamarl.jobs import train
+
+
+def measure(setting: Setting) -> dict[str, float]:
+    """Seconds of a step with staleness 0 and 1. One process and one GPU, so generator and trainer
+    overlap only where neither fills it."""
+    checkpoint = make_checkpoint(setting, setting.loop_model, has_weights=True)
+    lengths = Path(setting.folder, "lengths.json")
+    drawn = random.Random(0)
+    longest = setting.loop_tokens
+    spread = [min(longest, int(drawn.lognormvariate(0, 0.8) * longest / 3) + 1) for _ in range(512)]
+    lengths.write_text(json.dumps(spread))
+    figures = {}
+    for name, staleness in (("sync", 0), ("async", 1)):
+        figures |= {
+            f"{name}_{key}": value
+            for key, value in _run(setting, checkpoint, str(lengths), name, staleness).items()
+        }
+    return figures | {"async_over_sync": figures["sync_step_s"] / figures["async_step_s"]}
+
+
+def _run(
+    setting: Setting, checkpoint: str, lengths: str, name: str, staleness: int
+) -> dict[str, float]:
+    run_dir = Path(setting.folder, name)
+    run_dir.mkdir()
+    is_cuda = setting.is_cuda
+    config = make_config(
+        setting,
+        checkpoint,
+        run={
+            "run_dir": str(run_dir),
+            "recipe_dir": str(QUICKSTART),
+            "num_steps": setting.loop_steps,
+        },
+        cluster={"backend": "inline"},
+        staleness={"max_staleness": staleness},
+        # Within one process only shared memory leads from one executor to the other.
+        weights={"transport": "shared_memory", "shadow": "host" if is_cuda else "full"},
+        sampling={
+            "max_tokens": setting.loop_tokens,
+            "rollouts_per_prompt": 8,
+            "replay_lengths": lengths,
+        },
+        generator={
+            "max_running": 64,
+            "max_context_tokens": setting.loop_tokens + 32,
+            "device": setting.device,
+            "dtype": setting.dtype,
+        },
+        trainer={
+            "groups_per_step": setting.loop_groups,
+            "tokens_per_micro_batch": setting.micro_batch_tokens,
+            "device": setting.device,
+            "compute_dtype": setting.dtype,
+            "lr": 1e-6,
+        },
+    )
+    with open(os.devnull, "w") as nowhere:
+        summary = asyncio.run(train(config, str(run_dir), Console(file=nowhere), lambda: None))
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    ends_s = [line["unix_s"] for line in lines if "step" in line]
+    steps_s = [end_s - start_s for start_s, end_s in itertools.pairwise(ends_s)]
+    return {
+        "step_s": statistics.median(steps_s),
+        "tokens_per_s": summary["tokens_per_s"],
+        "both_busy_share": summary["both_busy_share"],
+    }

@@ -1,0 +1,180 @@
+"""Publishing from one process into another's memory, and moving memory to the host and back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
+from llamarl.executors.offload import Offload
+from llamarl.generation.parameters import DTYPES, arena_layout
+from llamarl.models.architecture import read_architecture
+from llamarl.models.inventory import parameter_shapes
+from llamarl.weights.arena import Arena
+from llamarl.weights.layout import Box, ParameterLayout, Route
+from llamarl.weights.plan import num_bytes, plan
+from llamarl.weights.shared_memory import this_host
+from llamarl.weights.writer import Writer
+
+NUM_VERSIONS = 4  # the first opens the memory and is not measured
+LIMIT_S = 120
+
+
+def measure(setting: Setting) -> dict[str, float]:
+    """Seconds and GB/s of versions on their way from float32 masters in one process into the
+    shadow of another, against a copy within the device."""
+    checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for work in (_be_trainer, _be_generator):
+        here, there = context.Pipe()
+        process = context.Process(target=work, args=(there, setting, checkpoint), daemon=True)
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    trainer, generator = pipes
+    try:
+        copies = plan([_answer(trainer)], [_answer(generator)])
+        transport = "cuda_ipc" if setting.is_cuda else "shared_memory"
+        route = Route(source="trainer", replica=0, transport=transport, copies=tuple(copies))
+        _ask(trainer, route)
+        times = [_publish(trainer, generator, version) for version in range(1, NUM_VERSIONS + 1)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    write_s, fingerprint_s, flip_s = (
+        statistics.median(column) for column in zip(*times[1:], strict=True)
+    )
+    copied_bytes = num_bytes(copies)
+    dtype = DTYPES[setting.dtype]
+    source = torch.empty(copied_bytes // dtype.itemsize, device=setting.device)
+    target = torch.empty_like(source, dtype=dtype)
+    cast_s = best_s(setting, lambda: target.copy_(source))
+    other = torch.empty_like(target)
+    copy_s = best_s(setting, lambda: other.copy_(target))
+    return {
+        "copied_bytes": copied_bytes,
+        "write_s": write_s,
+        "fingerprint_s": fingerprint_s,
+        "flip_s": flip_s,
+        "publish_s": write_s + fingerprint_s + flip_s,
+        "write_gb_per_s": copied_bytes / write_s / 1e9,
+        "device_cast_gb_per_s": copied_bytes / cast_s / 1e9,
+        "device_copy_gb_per_s": copied_bytes / copy_s / 1e9,
+        "share_of_device_cast": cast_s / write_s,
+    }
+
+
+def offload(setting: Setting) -> dict[str, float]:
+    """Seconds to leave the device and to come back, and the GB/s."""
+    kind = "pinned" if setting.is_cuda else "file"
+    mover = Offload(kind, setting.folder, "bench")
+    memory = torch.empty(setting.offload_bytes, dtype=torch.uint8, device=setting.device)
+    memory.random_(0, 256)
+    figures: dict[str, float] = {"moved_bytes": memory.numel()}
+    for turn in ("first", "later"):  # the first one gets pinned memory from the system
+        for name, move in (
+            ("leave", lambda: mover.leave("state", [memory])),
+            ("enter", lambda: mover.enter("state")),
+        ):
+            synchronize(setting)
+            start_s = time.perf_counter()
+            move()
+            synchronize(setting)
+            seconds = time.perf_counter() - start_s
+            figures[f"{turn}_{name}_s"] = seconds
+            figures[f"{turn}_{name}_gb_per_s"] = memory.numel() / seconds / 1e9
+    mover.close()
+    return figures
+
+
+def _publish(
+    trainer: Connection, generator: Connection, version: int
+) -> tuple[float, float, float]:
+    offers = [_ask(generator, "offer", version)]
+    start_s = time.perf_counter()
+    written = _ask(trainer, version, offers)
+    written_s = time.perf_counter()
+    found = _ask(generator, "fingerprint", version)
+    found_s = time.perf_counter()
+    if dict(found) != dict(written):
+        raise RuntimeError(f"version {version} did not arrive as it was sent")
+    _ask(generator, "flip", version)
+    return written_s - start_s, found_s - written_s, time.perf_counter() - found_s
+
+
+def _ask(pipe: Connection, *question: Any) -> Any:
+    pipe.send(question)
+    return _answer(pipe)
+
+
+def _answer(pipe: Connection) -> Any:
+    if not pipe.poll(LIMIT_S):
+        raise RuntimeError(f"a process of the publish was silent for {LIMIT_S} s")
+    answer = pipe.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _be_trainer(pipe: Connection, setting: Setting, checkpoint: str) -> None:
+    """Float32 masters, written when asked."""
+    torch.set_num_threads(1)
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[str, ParameterLayout] = {}
+    for name, shape in parameter_shapes(read_architecture(checkpoint)).items():
+        tensor = torch.randn(shape, device=setting.device)
+        box = Box(
+            start=(0,) * len(shape), stop=shape, buffer=name, offset=0, strides=tensor.stride()
+        )
+        tensors[name] = tensor
+        layouts[name] = ParameterLayout(shape=shape, dtype="float32", boxes=(box,))
+    writer = Writer(0, this_host(), tensors, layouts, timeout_s=LIMIT_S)
+    pipe.send(writer.layout())
+    (route,) = pipe.recv()
+    writer.connect(0, route)
+    pipe.send(None)
+    while True:
+        version, offers = pipe.recv()
+        for tensor in tensors.values():
+            tensor.add_(1e-3)
+        writer.present(version)
+        synchronize(setting)
+        pipe.send(_attempt(lambda v=version, o=offers: writer.write(v, o)))
+
+
+def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
+    """Live and shadow memory of one rank."""
+    torch.set_num_threads(1)
+    layout = arena_layout(read_architecture(checkpoint), setting.dtype)
+    arena = Arena(
+        parameters=layout.parameters,
+        num_elements=layout.num_elements,
+        dtype=DTYPES[setting.dtype],
+        replica=0,
+        rank=0,
+        run_id=f"bench-{os.getpid()}",
+        device=setting.device,
+    )
+    pipe.send(arena.layout())
+    while True:
+        name, version = pipe.recv()
+        answer = _attempt(lambda n=name, v=version: getattr(arena, n)(v, 0))
+        synchronize(setting)
+        pipe.send(None if name == "flip" and not isinstance(answer, Exception) else answer)
+
+
+def _attempt(call: Any) -> Any:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the other process says it
+        return RuntimeError(f"{type(error).__name__}: {error}")
