@@ -26,7 +26,7 @@ from llamarl.planner.generator_memory import GeneratorMemory, forecast_generator
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.trainer_memory import Kinds, TrainerMemory, forecast_trainer
 from llamarl.seats import assign
-from llamarl.weights.shared_memory import available_bytes
+from llamarl.weights.available import available_bytes
 
 PROCESS_BYTES = 2**30
 """What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""

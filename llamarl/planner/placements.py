@@ -5,8 +5,7 @@ model is cut (`models/parallelize.py`, `generation/parameters.py`) or what else 
 (`memory.py`). Invariant: boxes come from torch's own computation on the real placements, and equal
 those that running ranks report (`weights/shards.py`, an engine's arena), but for the host's name.
 
-A large model is a few shapes many times over, so results are remembered by shape, placements and
-coordinate. Where all layers look alike, callers ask for an architecture of one layer.
+Where all layers look alike, callers ask for an architecture of one layer.
 
 vLLM's own layout is recorded from its loader while it runs. Here it gets the equivalent one: the
 same boxes of q, k, v, o, gate, up and down, row after row; key-value heads repeat where there are
@@ -22,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import Config, VllmConfig
 from llamarl.generation.parameters import BUFFER, SPLIT, arena_layout
@@ -99,11 +99,31 @@ def coordinate(rank: int, mesh: Shape) -> Shape:
     return tuple(reversed(found))
 
 
-@lru_cache(maxsize=1 << 18)
 def local_box(
     shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
 ) -> tuple[Shape, Shape]:
-    """(shape, first index) of what the rank at `place` holds of a parameter."""
+    """(shape, first index) of what the rank at `place` holds of a parameter.
+
+    FSDP cuts what tensor parallel, the last mesh dimension, left. Asked for both at once, torch
+    lists every index of such a strided shard, which takes milliseconds; so it is asked for one
+    after the other where the slices are equally long, as all models that can be run have them.
+    """
+    strided = [placement for placement in placements if isinstance(placement, _StridedShard)]
+    if not strided or shape[strided[0].dim] % mesh[-1]:
+        return _local_box(shape, mesh, place, placements)
+    slice_shape, slice_start = _local_box(shape, mesh[-1:], place[-1:], placements[-1:])
+    plain = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in placements[:-1]
+    )
+    size, start = _local_box(slice_shape, mesh[:-1], place[:-1], plain)
+    return size, tuple(a + b for a, b in zip(start, slice_start, strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def _local_box(
+    shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
     size, start = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
     return tuple(size), tuple(start)
 

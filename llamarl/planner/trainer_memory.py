@@ -20,6 +20,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch.distributed.tensor import Replicate
+
 from llamarl.config import Config, TrainerConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
@@ -106,8 +108,8 @@ def group_elements(trainer: TrainerConfig, architecture: Architecture) -> tuple[
     for name, shape in parameter_shapes(architecture).items():
         if name.startswith(ANY_LAYER) and not name.startswith(LAYER):
             continue
-        tensor = placements[name][1][-1:] if "tensor" in mesh else ()
-        size, _ = local_box(shape, (trainer.tensor_parallel,), (0,), tensor)
+        tensor = placements[name][1][-1] if "tensor" in mesh else Replicate()
+        size, _ = local_box(shape, (trainer.tensor_parallel,), (0,), (tensor,))
         rows = -(-size[0] // trainer.num_shard_ranks) * trainer.num_shard_ranks  # FSDP pads
         found["layer" if name.startswith(LAYER) else "rest"] += rows * math.prod(size[1:])
     return found["layer"], found["rest"]

@@ -14,13 +14,13 @@ import mmap
 import os
 import socket
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from llamarl.weights.available import available_bytes
+
 HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker daemon
-CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits
 
 
 class Segment:
@@ -95,23 +95,3 @@ def require_memory(purpose: str, num_bytes: int) -> None:
         raise ValueError(
             f"{purpose} must fit into memory: needs {num_bytes} bytes, got {free_bytes} available"
         )
-
-
-def available_bytes() -> int:
-    """Memory this process may still use: the host's available memory or the container's rest."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            host_bytes = int(line.split()[1]) * 1024
-    return min([host_bytes, *_container_rest_bytes()])
-
-
-def _container_rest_bytes() -> list[int]:
-    """What the container's limit (cgroup v2) leaves, page cache counted as free; [] if none."""
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used_bytes = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:
-        return []
-    cache_bytes = int(stat["inactive_file"]) + int(stat["active_file"])
-    return [] if limit == "max" else [int(limit) - used_bytes + cache_bytes]

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from llamarl.weights import shared_memory
+from llamarl.weights import available
 from llamarl.weights.arena import Arena
 from llamarl.weights.comparison import MODULUS, compare
 from llamarl.weights.errors import FingerprintMismatch, StaleVersion, TargetLost
@@ -224,10 +224,10 @@ def test_a_container_limit_counts(tmp_path, monkeypatch) -> None:
         "memory.stat": "anon 5\ninactive_file 20\nactive_file 30\n",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(shared_memory, "CGROUP", tmp_path)
-    assert shared_memory.available_bytes() == 150
+    monkeypatch.setattr(available, "CGROUP", tmp_path)
+    assert available.available_bytes() == 150
     (tmp_path / "memory.max").write_text("max\n")
-    assert shared_memory.available_bytes() > 1000
+    assert available.available_bytes() > 1000
 
 
 def test_writes_to_the_wrong_place_time_or_host_are_refused(arena, ends) -> None:
