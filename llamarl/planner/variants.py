@@ -1,12 +1,12 @@
 """The same workload run otherwise, and what each difference is worth.
 
-Owns: the configurations that a recipe is compared with, and the decomposition of its gain. Does not
-own: times (`costs.py`, `simulation.py`) or memory (`trainer_memory.py`). Invariant: every variant has
-the recipe's GPUs, rollouts and lengths, and runs in the same simulator.
+Owns: the configurations that a recipe is compared with, and the decomposition of its gain. Does
+not own: times (`costs.py`, `simulation.py`) or memory (`trainer_memory.py`). Invariant: every
+variant has the recipe's GPUs, rollouts and lengths, and runs in the same simulator.
 
 The baseline is the published kind: synchronous and colocated, trainer and generator in memory at
-once, one model-parallel degree for both. It gets the degree and the batch sizes that are best for it
-among those that fit; generator weights are counted once, without shadow, in its favour.
+once, one model-parallel degree for both. It gets the degree and the batch sizes that are best for
+it among those that fit; generator weights are counted once, without shadow, in its favour.
 """
 
 from __future__ import annotations

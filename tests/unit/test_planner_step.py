@@ -1,0 +1,289 @@
+"""Simulated step times: what can be worked out by hand, bounds, and the argument about splits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.config import (
+    AIPOConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EmbeddedConfig,
+    ModelConfig,
+    PlacementConfig,
+    RewardConfig,
+    SamplingConfig,
+    StalenessConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.config.plan import PlanConfig
+from llamarl.executors.generator import GATHER_S
+from llamarl.models.architecture import Architecture
+from llamarl.planner import clock
+from llamarl.planner.cores import Cores
+from llamarl.planner.costs import Costs
+from llamarl.planner.roofline import hardware_costs
+from llamarl.planner.simulation import forecast, num_skipped, run, simulate
+from llamarl.planner.split import Budget, best_split
+from llamarl.planner.variants import decompose
+from llamarl.planner.workload import make_workload
+
+PROMPT_TOKENS = 10
+LENGTH = 20
+GROUPS, ROLLOUTS = 8, 4
+TINY = Architecture(
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=8,
+    max_positions=4096,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_embeddings=False,
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
+COSTS = Costs(
+    decode_step_s=0.01,
+    token_s=1e-4,
+    forward_share=0.0,
+    optimizer_s=0.05,
+    write_s=0.02,
+    check_s=0.03,
+)
+
+
+def make_config(
+    *, max_staleness: int = 1, spread: float = 0.0, num_replicas: int = 1, **sections: Any
+) -> Config:
+    sections = {
+        "generator": EmbeddedConfig(num_replicas=num_replicas, max_running=64),
+        "trainer": TrainerConfig(groups_per_step=GROUPS),
+        "weights": WeightsConfig(),
+        "placement": PlacementConfig(),
+        "cluster": ClusterConfig(),
+        "sampling": SamplingConfig(rollouts_per_prompt=ROLLOUTS, max_tokens=200),
+        **sections,
+    }
+    return Config(
+        model=ModelConfig(checkpoint="none"),
+        data=DataConfig(prompts="none.jsonl"),
+        reward=RewardConfig(),
+        algorithm=AIPOConfig(),
+        staleness=StalenessConfig(max_staleness=max_staleness),
+        plan=PlanConfig(
+            prompt_tokens=PROMPT_TOKENS, median_tokens=LENGTH, spread=spread, num_steps=8
+        ),
+        **sections,
+    )
+
+
+TRAIN_S = GROUPS * ROLLOUTS * (PROMPT_TOKENS + LENGTH - 1) * COSTS.token_s + COSTS.optimizer_s
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
+    # The publish's canary starts first, so the rollouts of a step begin one decode step later.
+    write_s = (LENGTH + 1) * COSTS.decode_step_s
+    publish_s = COSTS.write_s + COSTS.check_s
+    step = simulate(make_config(max_staleness=0), TINY, COSTS)
+    assert step.step_s == pytest.approx(write_s + GATHER_S + TRAIN_S + publish_s, rel=1e-6)
+    assert step.publish_s == pytest.approx(publish_s, rel=1e-6)
+    assert step.busy_shares["trainer"] == pytest.approx(TRAIN_S / step.step_s, rel=1e-6)
+    assert (step.mean_staleness, step.max_staleness) == (0.0, 0)
+    assert step.trained_tokens_per_s == pytest.approx(GROUPS * ROLLOUTS * LENGTH / step.step_s)
+
+
+def test_an_asynchronous_step_takes_as_long_as_the_slower_side() -> None:
+    config = make_config(max_staleness=1)
+    slow_trainer = replace(COSTS, token_s=1e-3)
+    train_s = (TRAIN_S - COSTS.optimizer_s) * 10 + COSTS.optimizer_s
+    assert simulate(config, TINY, slow_trainer).step_s == pytest.approx(train_s, rel=1e-6)
+    slow_generator = replace(COSTS, decode_step_s=0.1)
+    step = simulate(config, TINY, slow_generator)
+    assert step.busy_shares["generator"] > 0.9
+    assert step.step_s < simulate(make_config(max_staleness=0), TINY, slow_generator).step_s
+
+
+def test_the_gate_bounds_staleness_and_the_same_arguments_give_the_same_times() -> None:
+    config = make_config(
+        max_staleness=2,
+        spread=1.0,
+        num_replicas=3,
+        sampling=SamplingConfig(rollouts_per_prompt=4, max_tokens=200, segment_tokens=16),
+        generator=EmbeddedConfig(num_replicas=3, max_running=6, kv_after_flip="recompute"),
+    )
+    costs = replace(COSTS, prefill_token_s=1e-4, decode_row_s=1e-4, message_s=1e-3)
+    first, second = (simulate(config, TINY, costs) for _ in range(2))
+    assert first == second
+    assert 0 < first.mean_staleness <= first.max_staleness <= 2
+    for executor in ("generator", "trainer"):
+        waits = [s for key, s in first.wait_shares.items() if key.startswith(executor)]
+        assert first.busy_shares[executor] + sum(waits) == pytest.approx(1, abs=0.02)
+
+
+def test_colocated_sides_are_never_busy_at_once() -> None:
+    config = make_config(max_staleness=1, spread=0.5, placement=PlacementConfig(colocated=True))
+    costs = replace(COSTS, moves_s={"trainer weights": 0.1, "generator kv": 0.2})
+    timeline = clock.run(run(config, TINY, costs, make_workload(config), 4))
+    ours = [bar for bar in timeline.bars["generator-0"] if bar[2] == "decode"]
+    theirs = [bar for bar in timeline.bars["trainer"] if bar[2] == "accumulate"]
+    assert ours
+    assert theirs
+    assert not any(a[0] < b[1] and b[0] < a[1] for a in ours for b in theirs)
+    assert forecast(timeline, 2).wait_shares["trainer turn"] > 0.2
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.floats(1e-3, 0.05), st.floats(0, 1e-3), st.floats(1e-5, 1e-3), st.floats(0, 0.3), st.data()
+)
+def test_running_ahead_never_costs_time(
+    step_s: float, row_s: float, token_s: float, write_s: float, data: st.DataObject
+) -> None:
+    costs = Costs(decode_step_s=step_s, decode_row_s=row_s, token_s=token_s, write_s=write_s)
+    parts = data.draw(st.sampled_from([0, 2, 4]))
+    trainer = TrainerConfig(groups_per_step=GROUPS, groups_per_part=parts)
+    sync, ahead = (
+        simulate(make_config(max_staleness=s, spread=0.6, trainer=trainer), TINY, costs).step_s
+        for s in (0, 1)
+    )
+    assert ahead <= sync * 1.02  # other rollouts are in flight at the ends of the window
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(0, 5000),
+    st.integers(1, 60),
+    st.floats(0, 1e-2),
+    st.floats(0, 1e-5),
+    st.floats(0, 1e-3),
+)
+def test_a_chunk_of_decode_steps_takes_what_its_steps_take(
+    rows: int, context: int, num_steps: int, read_s: float, context_s: float, flops_s: float
+) -> None:
+    costs = Costs(
+        decode_step_s=1e-3,
+        decode_read_s=read_s,
+        decode_context_s=context_s,
+        decode_flops_s=flops_s,
+    )
+    steps = [costs.decode_s(rows, context + i * rows) for i in range(num_steps)]
+    assert costs.decode_s(rows, context, num_steps) == pytest.approx(sum(steps), rel=1e-6)
+    begun = costs.steps_within(rows, context, sum(steps[:-1]) + steps[-1] / 2, num_steps)
+    assert begun == num_steps
+    assert costs.steps_within(rows, context, steps[0] / 2, num_steps) == 1
+
+
+def test_processes_share_processors() -> None:
+    async def ends() -> list[float]:
+        cores = Cores(num_cores=1)
+        loop = asyncio.get_running_loop()
+
+        async def work(start_s: float, seconds: float) -> float:
+            await asyncio.sleep(start_s)
+            await cores.work(seconds)
+            return loop.time()
+
+        return list(await asyncio.gather(work(0, 2), work(1, 1), work(5, 1)))
+
+    # From 1 s on both have 1 s left and run at half speed.
+    assert clock.run(ends()) == pytest.approx([3, 3, 6])
+
+
+def test_a_replay_in_real_time_takes_what_was_forecast() -> None:
+    config = make_config(spread=0.5)
+    costs = replace(COSTS, decode_step_s=0.004, token_s=1.5e-4)
+    expected_s = simulate(config, TINY, costs, num_steps=5).step_s
+    start_s = time.monotonic()
+    timeline = asyncio.run(run(config, TINY, costs, make_workload(config), 5))
+    assert time.monotonic() - start_s < 10
+    found_s = forecast(timeline, num_skipped(config, 5)).step_s
+    assert found_s == pytest.approx(expected_s, rel=0.2)
+
+
+@given(
+    st.floats(1, 8),
+    st.floats(1, 8),
+    st.floats(0.01, 2),
+    st.floats(0.01, 2),
+    st.tuples(st.floats(0.1, 10), st.floats(0, 1)),
+    st.tuples(st.floats(0.1, 10), st.floats(0, 1)),
+)
+def test_two_budgets_are_never_worse_than_one(
+    weight_bytes: float,
+    state_factor: float,
+    activation_bytes: float,
+    kv_bytes: float,
+    trainer_s: tuple[float, float],
+    generator_s: tuple[float, float],
+) -> None:
+    budget = Budget(
+        num_samples=256,
+        num_gpus=64,
+        memory_bytes=10,
+        weight_bytes=weight_bytes,
+        state_factor=state_factor,
+        activation_bytes=activation_bytes,
+        kv_bytes=kv_bytes,
+        trainer_s=trainer_s,
+        generator_s=generator_s,
+        degrees=(1, 2, 4, 8, 16),
+    )
+    assert 0 < budget.best_share() < 1
+    assert budget.async_s() <= budget.sync_s() * (1 + 1e-9)
+
+
+def test_the_best_split_gives_the_busier_side_more() -> None:
+    def costs_of(config: Config, architecture: Architecture) -> Costs:
+        return Costs(decode_row_s=1e-3, token_s=1e-5)  # writing costs far more than training
+
+    generator = EmbeddedConfig(num_replicas=2, max_running=64)
+    config = make_config(
+        generator=generator, trainer=TrainerConfig(num_ranks=4, groups_per_step=GROUPS)
+    )
+    found = best_split(config, TINY, costs_of)
+    best = found.candidates[0]
+    assert found.best_share < 0.2
+    assert best.num_replicas >= 4
+    slowest = next(c for c in found.candidates if c.num_trainer_ranks == 4)
+    assert best.step_s < slowest.step_s / 2
+
+
+def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
+    gpus = {"device": "cuda", "dtype": "bfloat16"}
+    config = make_config(
+        generator=EmbeddedConfig(num_replicas=4, quantization="fp8", max_running=16, **gpus),
+        trainer=TrainerConfig(device="cuda", compute_dtype="bfloat16", groups_per_step=GROUPS),
+        weights=WeightsConfig(transport="collective"),
+    )
+    found = decompose(config, TINY)
+    assert found is not None
+    assert list(found.factors) == ["overlap", "batch_and_degree", "precision"]
+    product = 1.0
+    for factor in found.factors.values():
+        product *= factor
+    assert product == pytest.approx(found.speedup)
+    assert found.baseline.config.placement.colocated
+    assert found.baseline.config.staleness.max_staleness == 0
+    costs = hardware_costs(config, TINY)
+    plain = hardware_costs(
+        replace(config, generator=replace(config.generator, quantization="none")), TINY
+    )
+    assert costs.decode_read_s < plain.decode_read_s
