@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 INTERFACE = "LLAMARL_DATA_INTERFACE"  # set where a run has several hosts
 GPU = "LLAMARL_GPU"  # the kind of GPU that the recipe is for, such as H100-80GB
@@ -136,8 +135,8 @@ def _read_address(rendezvous: str, timeout_s: float) -> tuple[str, int]:
     raise RuntimeError(f"rank 0 did not come to {rendezvous} within {timeout_s:g} s")
 
 
-def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> DeviceMesh:
-    """Form the default process group (gloo, NCCL on CUDA); returns its one-dimensional mesh.
+def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
+    """Form the default process group (gloo, NCCL on CUDA).
 
     `rendezvous` is as in `meet`. Call it from the thread that will run the collectives.
     RuntimeError if this process already is in a group.
@@ -150,7 +149,6 @@ def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> De
     store = meet(rendezvous, rank, num_ranks, JOIN)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-    return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
 
 
 def leave() -> None:
