@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.config import TrainerConfig
@@ -250,3 +251,40 @@ def test_every_layout_gives_the_gradients_of_one_process(
         )
     ]
     check(ranks, tmp_path, cases)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradients_and_settle_whatever_the_packing(
+    ranks: Any, tmp_path: Path
+) -> None:
+    for checkpointing, reshard_after in (("none", "forward"), ("full", "step")):
+        config = TrainerConfig(
+            num_ranks=2,
+            compile="aot_eager",
+            activation_checkpointing=checkpointing,
+            reshard_after=reshard_after,
+        )
+        check(ranks, tmp_path, [Case("qwen3", config)])
+    counts = ranks(2).run(compile_packings, str(tmp_path / uuid.uuid4().hex))
+    for first, later in counts:
+        assert 0 < first == later, counts
+
+
+async def compile_packings(rank: int, num_ranks: int, rendezvous: str) -> tuple[int, int]:
+    """Graphs compiled after two packings, and after ten more; twelve layers share them."""
+    config = TrainerConfig(num_ranks=num_ranks, compile="aot_eager")
+    join(rendezvous, rank, num_ranks, torch.device("cpu"))
+    torch._dynamo.reset()
+    try:
+        model = Transformer(dataclasses.replace(QWEN3, num_layers=12))
+        model = parallelize(model, make_mesh("cpu", config), config)
+        found = []
+        for start in (2, 4):
+            for size in range(start, 3 * start):
+                ids = torch.arange(3 * size) % 76
+                lengths = (size, 2 * size - 1, 1) if size % 2 else (3 * size,)
+                model(ids, lengths, ids, 1.0).logprobs.sum().backward()
+            found.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return found[0], found[1]
+    finally:
+        leave()

@@ -333,15 +333,15 @@ def test_a_write_beside_or_after_a_step_gets_the_whole_version_that_it_asked_for
     assert written["away"] == "version 3 is not there to be read, the present one is None"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_differences_are_those_of_the_present_weights_and_change_nothing(
-    ranks, checkpoint, num_ranks
-):
+@pytest.mark.parametrize("layout", ["one", "shard 2 x tensor 2"])
+def test_differences_are_those_of_the_present_weights_and_change_nothing(ranks, checkpoint, layout):
     cells, rows = make_rollouts()
-    parts = [make_batch(part, num_ranks, 40) for part in (rows[:7], rows[7:])]
-    later = [make_batch(rows, num_ranks, 40, version=1)]
+    config = laid_out(layout, ADAM)
+    num_ranks, num_data_ranks = config.num_ranks, config.num_data_ranks
+    parts = [make_batch(part, num_data_ranks, 90) for part in (rows[:7], rows[7:])]
+    later = [make_batch(rows, num_data_ranks, 90, version=1)]
     asked = [11, 0, 5, 6, 2]  # shared out unevenly, no order
-    job_ = job(checkpoint, cells, [parts, later], trainer=ADAM)
+    job_ = job(checkpoint, cells, [parts, later], trainer=config)
     seen = ranks(num_ranks).run(infer_within_a_step, job_, asked)
     plain = ranks(num_ranks).run(train, dataclasses.replace(job_, rendezvous=job_.rendezvous + "x"))
     for rank, other in zip(seen, plain, strict=True):
@@ -370,9 +370,10 @@ def test_a_trainer_that_leaves_its_device_learns_the_same_and_takes_its_memory_a
         [make_batch(part, num_ranks, 60, version) for part in (rows[:3], rows[3:])]
         for version in range(3)
     ]
-    stays = job(large, cells, steps, trainer=ADAM)
+    config = dataclasses.replace(ADAM, reshard_after="step" if num_ranks > 1 else "forward")
+    stays = job(large, cells, steps, trainer=config)
     placement = PlacementConfig(colocated=True, offload_folder=str(tmp_path))
-    leaves = job(large, cells, steps, trainer=ADAM, placement=placement)
+    leaves = job(large, cells, steps, trainer=config, placement=placement)
     expected_ranks = ranks(num_ranks).run(train, stays)
     for rank, want in zip(ranks(num_ranks).run(take_turns, leaves), expected_ranks, strict=True):
         assert rank["stats"] == want["stats"]
