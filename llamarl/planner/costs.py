@@ -72,7 +72,7 @@ class Costs:
         growth_s = rows * self.decode_context_s
         num_flops = num_steps  # steps in which arithmetic takes longer
         if growth_s > 0:
-            num_flops = min(num_steps, max(0, math.ceil((flops_s - read_s) / growth_s)))
+            num_flops = math.ceil(min(num_steps, max(0.0, (flops_s - read_s) / growth_s)))
         elif read_s >= flops_s:
             num_flops = 0
         num_read = num_steps - num_flops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -31,10 +32,11 @@ from llamarl.models.architecture import Architecture
 from llamarl.planner import clock
 from llamarl.planner.cores import Cores
 from llamarl.planner.costs import Costs
+from llamarl.planner.memory import forecast_memory
 from llamarl.planner.roofline import hardware_costs
 from llamarl.planner.simulation import forecast, num_skipped, run, simulate
 from llamarl.planner.split import Budget, best_split
-from llamarl.planner.variants import decompose
+from llamarl.planner.variants import Variant, best_baseline, decompose, synchronous
 from llamarl.planner.workload import make_workload
 
 PROMPT_TOKENS = 10
@@ -167,6 +169,7 @@ def test_running_ahead_never_costs_time(
     assert ahead <= sync * 1.02  # other rollouts are in flight at the ends of the window
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 64),
     st.integers(0, 5000),
@@ -218,6 +221,7 @@ def test_a_replay_in_real_time_takes_what_was_forecast() -> None:
     assert found_s == pytest.approx(expected_s, rel=0.2)
 
 
+@settings(deadline=None)
 @given(
     st.floats(1, 8),
     st.floats(1, 8),
@@ -263,27 +267,47 @@ def test_the_best_split_gives_the_busier_side_more() -> None:
     assert found.best_share < 0.2
     assert best.num_replicas >= 4
     slowest = next(c for c in found.candidates if c.num_trainer_ranks == 4)
-    assert best.step_s < slowest.step_s / 2
+    assert best.step_s < 0.6 * slowest.step_s
 
 
-def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
-    gpus = {"device": "cuda", "dtype": "bfloat16"}
-    config = make_config(
-        generator=EmbeddedConfig(num_replicas=4, quantization="fp8", max_running=16, **gpus),
+def make_gpu_config() -> Config:
+    return make_config(
+        generator=EmbeddedConfig(
+            num_replicas=4, quantization="fp8", max_running=16, device="cuda", dtype="bfloat16"
+        ),
         trainer=TrainerConfig(device="cuda", compute_dtype="bfloat16", groups_per_step=GROUPS),
         weights=WeightsConfig(transport="collective"),
     )
-    found = decompose(config, TINY)
+
+
+def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
+    config = make_gpu_config()
+    trainer = replace(config.trainer, num_ranks=5)
+    generator = replace(config.generator, num_replicas=5, quantization="none")
+    together = replace(
+        synchronous(config),
+        trainer=trainer,
+        generator=generator,
+        placement=PlacementConfig(colocated=True, offload="none"),
+        weights=replace(config.weights, shadow="bucket"),
+    )
+    step = simulate(together, TINY, hardware_costs(together, TINY), num_steps=4)
+    baseline = Variant(words="by hand", config=together, step=step)
+    found = decompose(config, TINY, baseline=baseline)
     assert found is not None
     assert list(found.factors) == ["overlap", "batch_and_degree", "precision"]
-    product = 1.0
-    for factor in found.factors.values():
-        product *= factor
-    assert product == pytest.approx(found.speedup)
-    assert found.baseline.config.placement.colocated
-    assert found.baseline.config.staleness.max_staleness == 0
-    costs = hardware_costs(config, TINY)
-    plain = hardware_costs(
-        replace(config, generator=replace(config.generator, quantization="none")), TINY
-    )
-    assert costs.decode_read_s < plain.decode_read_s
+    assert found.speedup == pytest.approx(step.step_s / found.stages["precision"].step.step_s)
+    assert math.prod(found.factors.values()) == pytest.approx(found.speedup)
+    reads = [hardware_costs(v.config, TINY).decode_read_s for v in found.stages.values()]
+    assert reads[0] == reads[1] > reads[2]
+
+
+@pytest.mark.slow
+def test_the_best_baseline_is_synchronous_colocated_and_fits() -> None:
+    found = best_baseline(make_gpu_config(), TINY)
+    assert found is not None
+    assert found.config.placement.colocated
+    assert found.config.staleness.max_staleness == 0
+    assert found.config.trainer.num_ranks == 5
+    memory = forecast_memory(found.config, TINY)
+    assert memory.fits, memory.advice
