@@ -59,17 +59,7 @@ class TrainerConfig:
     """Gradients are clipped to this global norm."""
 
     def __post_init__(self) -> None:
-        require(self.num_ranks >= 1, "trainer.num_ranks", "be at least 1", self.num_ranks)
-        for name in ("tensor_parallel", "replicate"):
-            value = getattr(self, name)
-            require(value >= 1, f"trainer.{name}", "be at least 1", value)
-        require(
-            self.num_ranks % (self.tensor_parallel * self.replicate) == 0,
-            "trainer.num_ranks",
-            f"be a multiple of tensor_parallel ({self.tensor_parallel}) times replicate "
-            f"({self.replicate})",
-            self.num_ranks,
-        )
+        self._check_layout()
         require(
             self.groups_per_step >= 1,
             "trainer.groups_per_step",
@@ -91,6 +81,39 @@ class TrainerConfig:
         )
         require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_choice("trainer.device", self.device, ("cpu", "cuda"))
+        require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
+        require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "trainer.betas",
+            "be two numbers from 0 to below 1",
+            self.betas,
+        )
+        require(self.eps > 0, "trainer.eps", "be above 0", self.eps)
+        require(self.weight_decay >= 0, "trainer.weight_decay", "be at least 0", self.weight_decay)
+        require(self.warmup_steps >= 0, "trainer.warmup_steps", "be at least 0", self.warmup_steps)
+        require(
+            0 <= self.min_lr_share <= 1,
+            "trainer.min_lr_share",
+            "be within 0 and 1",
+            self.min_lr_share,
+        )
+        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be above 0", self.max_grad_norm)
+
+    def _check_layout(self) -> None:
+        """How ranks, memory and compiler share the model."""
+        require(self.num_ranks >= 1, "trainer.num_ranks", "be at least 1", self.num_ranks)
+        for name in ("tensor_parallel", "replicate"):
+            value = getattr(self, name)
+            require(value >= 1, f"trainer.{name}", "be at least 1", value)
+        require(
+            self.num_ranks % (self.tensor_parallel * self.replicate) == 0,
+            "trainer.num_ranks",
+            f"be a multiple of tensor_parallel ({self.tensor_parallel}) times replicate "
+            f"({self.replicate})",
+            self.num_ranks,
+        )
         require_choice(
             "trainer.activation_checkpointing",
             self.activation_checkpointing,
@@ -112,25 +135,6 @@ class TrainerConfig:
             "is the compiler's choice)",
             self.compile,
         )
-        require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
-        require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)
-        require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            "trainer.betas",
-            "be two numbers from 0 to below 1",
-            self.betas,
-        )
-        require(self.eps > 0, "trainer.eps", "be above 0", self.eps)
-        require(self.weight_decay >= 0, "trainer.weight_decay", "be at least 0", self.weight_decay)
-        require(self.warmup_steps >= 0, "trainer.warmup_steps", "be at least 0", self.warmup_steps)
-        require(
-            0 <= self.min_lr_share <= 1,
-            "trainer.min_lr_share",
-            "be within 0 and 1",
-            self.min_lr_share,
-        )
-        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be above 0", self.max_grad_norm)
 
     @property
     def num_data_ranks(self) -> int:

@@ -1,8 +1,8 @@
 """A rank's boxes of a checkpoint, read into its flat memory.
 
 Owns: reading only what the rank holds. Does not own: which boxes these are (`parameters.py`,
-`vllm/recorder.py`) or what a checkpoint must hold (`models/inventory.py`). Invariant: one box is in
-flight at a time, and of each file only the boxes' bytes are read.
+`vllm/recorder.py`) or what a checkpoint must hold (`models/inventory.py`). Invariant: of each file
+only the boxes' bytes are read, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import locate, parameter_shapes
+from llamarl.models.safetensors_file import FileReader
 from llamarl.weights.layout import ParameterLayout
 
 
@@ -34,14 +34,12 @@ def load_boxes(
     for name, path in locate(Path(folder), expected, architecture).items():
         names_by_file.setdefault(path, []).append(name)
     for path, names in names_by_file.items():
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with FileReader(path) as file:
             for name in names:
-                values = file.get_slice(name)
                 for box in parameters[name].boxes:
-                    region = tuple(map(slice, box.start, box.stop))
                     size = tuple(b - a for a, b in zip(box.start, box.stop, strict=True))
                     target = flat.as_strided(size, box.strides, box.offset)
-                    target.copy_(values[region])
+                    file.read(name, box.start, target)
                     # A sum is cheap, and finite numbers may still overflow it.
                     if not target.sum().isfinite() and not target.isfinite().all():
                         raise ValueError(

@@ -77,7 +77,7 @@ class FileReader:
         return self._page[:num_bytes]
 
     def _fill(self, piece: torch.Tensor, place: int) -> None:
-        view = memoryview(piece.numpy())
+        view = piece.numpy().data
         while view:
             num_bytes = os.preadv(self._file.fileno(), [view], place)
             if num_bytes == 0:
