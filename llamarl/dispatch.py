@@ -10,6 +10,7 @@ The dispatcher is itself a Generator, so the controller sees one however many th
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -61,9 +62,11 @@ class Dispatch:
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best."""
         shares: dict[int, list[Request]] = {}
+        queues: dict[int, list[tuple[bool, int, int]]] = {}  # by min_version: who is next
         for _, run in groupby(requests, key=lambda request: request.prompt_ids):
             group = list(run)
-            index = self._choose(max(request.min_version for request in group))
+            min_version = max(request.min_version for request in group)
+            index = self._choose(queues.setdefault(min_version, []), min_version)
             for request in group:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
@@ -99,8 +102,9 @@ class Dispatch:
 
     async def abort(self, row_ids: list[int]) -> None:
         """Stop these rollouts wherever they run."""
+        wanted = set(row_ids)
         for replica in list(self.replicas.values()):
-            held = [row_id for row_id in row_ids if row_id in replica.running]
+            held = sorted(wanted & replica.running.keys())
             if held:
                 await replica.generator.abort(held)
 
@@ -120,17 +124,21 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _choose(self, min_version: int) -> int:
+    def _choose(self, queue: list[tuple[bool, int, int]], min_version: int) -> int:
+        """The replica that suits best; `queue` is a heap of all that others were chosen from
+        since, or empty. Loads only grow meanwhile, so an entry may only be too low."""
         if not self.replicas:
             raise RuntimeError("every generator replica is lost")
-        return min(
-            self.replicas,
-            key=lambda index: (
-                self.replicas[index].version < min_version,
-                self.replicas[index].load,
-                index,
-            ),
-        )
+        if not queue:
+            queue += [self._rank(index, min_version) for index in self.replicas]
+            heapq.heapify(queue)
+        while queue[0] != (found := self._rank(queue[0][2], min_version)):
+            heapq.heapreplace(queue, found)
+        return found[2]
+
+    def _rank(self, index: int, min_version: int) -> tuple[bool, int, int]:
+        replica = self.replicas[index]
+        return replica.version < min_version, replica.load, index
 
     async def _collect_from(self, index: int) -> None:
         replica = self.replicas[index]

@@ -43,16 +43,17 @@ def compare(
 
     `way` says how they came to the replica, such as " from generator-0".
     """
+    if written == found:
+        return
     wrong = sorted(
         name for name in written.keys() | found.keys() if written.get(name) != found.get(name)
     )
-    if wrong:
-        names = ", ".join(wrong[:MAX_NAMED])
-        more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-        raise FingerprintMismatch(
-            f"publish of version {version} to generator {replica}{way}: {names}{more} must arrive "
-            f"as written, fingerprint {_hex(written, wrong[0])}, got {_hex(found, wrong[0])}"
-        )
+    names = ", ".join(wrong[:MAX_NAMED])
+    more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+    raise FingerprintMismatch(
+        f"publish of version {version} to generator {replica}{way}: {names}{more} must arrive "
+        f"as written, fingerprint {_hex(written, wrong[0])}, got {_hex(found, wrong[0])}"
+    )
 
 
 def add_up(ranks: Iterable[dict[str, int]]) -> Fingerprints:
