@@ -50,6 +50,7 @@ class Host(Protocol):
     """Where processes are started."""
 
     surroundings: dict[str, str]  # what every process there has in its environment
+    is_lost: bool  # nothing there can be reached any more
 
     def spawn(self, name: str, environments: list[dict[str, str]]) -> Any:
         """Start one process per environment, which adds to the host's; a Monarch process mesh."""
@@ -73,6 +74,7 @@ class LocalHost:
     def __init__(self) -> None:
         # The import path is the controller's, so that whatever it could import can be spawned.
         self.surroundings = {"PYTHONPATH": import_path(), **network(LOOPBACK)}
+        self.is_lost = False
         self._mesh = _this_host()
 
     def spawn(self, name: str, environments: list[dict[str, str]]) -> Any:
@@ -113,7 +115,9 @@ class RemoteHost:
 
     def __init__(self, address: Address, config: ClusterConfig, credentials: Credentials) -> None:
         self.address = address
+        self.is_lost = False
         self._credentials = credentials
+        self._end: asyncio.Task[str] | None = None
         interface = data_interface(config)
         self.surroundings = {
             "LLAMARL_HOST": str(address),
@@ -156,9 +160,17 @@ class RemoteHost:
         return index
 
     async def until_lost(self) -> str:
-        return f"host {self.address} is lost: {await hold(self.address, self._credentials)}"
+        if self._end is None:
+            self._end = asyncio.create_task(hold(self.address, self._credentials))
+        reason = await asyncio.shield(self._end)
+        self.is_lost = True
+        return f"host {self.address} is lost: {reason}"
 
     async def detach(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        if self.is_lost:
+            return
         try:
             await asyncio.wait_for(self._mesh.stop().as_asyncio(), DETACH_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - tear-down goes on

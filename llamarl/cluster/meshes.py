@@ -142,8 +142,12 @@ class MonarchGroup:
         if not self._lost.done():
             self._lost.set_result(None)
         if not is_clean:  # Monarch waits long for a process that hangs
-            await asyncio.gather(*(part.host.end(self.mark) for part in self._parts))
-        await asyncio.gather(*(self._stop_part(part) for part in self._parts))
+            await asyncio.gather(*(part.host.end(self.mark) for part in self._living_parts()))
+        await asyncio.gather(*(self._stop_part(part) for part in self._living_parts()))
+
+    def _living_parts(self) -> list[Part]:
+        """Those on hosts that can be reached: a dead daemon's processes die with it."""
+        return [part for part in self._parts if not part.host.is_lost]
 
     async def _stop_part(self, part: Part) -> None:
         try:
