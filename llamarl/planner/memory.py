@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
@@ -206,84 +207,78 @@ def _advice(
     """The changes that bring the fullest rank down most, each forecast by itself."""
     before = fullest(ranks)
     found: list[tuple[float, str]] = []
-    for text, change in CHANGES:
+    for name, change in CHANGES:
+        if not _concerns(name, before.executor, config):
+            continue
         try:
             changed = change(config)
             after_all = list(_ranks(changed, architecture))
-        except ValueError:  # no recipe, or one that cannot be divided so
+        except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
+        text = f"{name}={attrgetter(name)(changed)}"
         after = [rank for rank in after_all if rank.executor == before.executor]
         if not after:  # what was pinned fits now
-            found.append((0.0, f"{text(changed)}: the {before.executor} fits"))
+            found.append((0.0, f"{text}: the {before.executor} fits"))
         elif after[0].total_bytes < before.total_bytes * 0.99:
             gib = f"{before.total_bytes / 2**30:.1f} to {after[0].total_bytes / 2**30:.1f} GiB"
             fits = "fits" if after[0].fits else "does not fit yet"
             share = after[0].total_bytes / after[0].device_bytes
-            found.append(
-                (share, f"{text(changed)}: {gib} on the fullest {before.executor}, {fits}")
-            )
+            found.append((share, f"{text}: {gib} on the fullest {before.executor}, {fits}"))
     for _, line in sorted(found)[:MAX_ADVICE]:
         yield line
 
 
-def _trainer(**fields: object) -> Callable[[Config], Config]:
-    return lambda config: replace(config, trainer=replace(config.trainer, **fields))  # type: ignore
+def _concerns(name: str, executor: str, config: Config) -> bool:
+    """Whether a change of this field can help the executor: sides with devices of their own do not
+    feel each other's."""
+    if config.placement.colocated or executor == HOST:
+        return True
+    return name.startswith("trainer.") == (executor == "trainer")
 
 
-def _scaled(section: str, name: str, factor: float) -> Callable[[Config], Config]:
-    """The recipe with one number changed; hosts for twice the ranks if it is about ranks."""
+Change = Callable[[Config], Config]
+
+
+def _set(name: str, value: object) -> tuple[str, Change]:
+    """The field `name` and what gives it this value."""
+    section, field = name.split(".")
+
+    def change(config: Config) -> Config:
+        part = replace(getattr(config, section), **{field: value})
+        return replace(config, **{section: part})
+
+    return name, change
+
+
+def _scale(name: str, factor: float) -> tuple[str, Change]:
+    """The field `name` and what multiplies it; with more ranks come more hosts."""
+    section, field = name.split(".")
 
     def change(config: Config) -> Config:
         part = getattr(config, section)
-        part = replace(part, **{name: int(getattr(part, name) * factor)})
-        cluster = config.cluster
-        if name.startswith("num_"):
-            cluster = replace(cluster, hosts=[], num_hosts=2 * cluster.size)
-        return replace(config, cluster=cluster, **{section: part})
+        part = replace(part, **{field: int(getattr(part, field) * factor)})
+        changed = replace(config, **{section: part})
+        if field == "num_ranks":
+            cluster = replace(config.cluster, hosts=[], num_hosts=2 * config.cluster.size)
+            changed = replace(changed, cluster=cluster)
+        return changed
 
-    return change
-
-
-def _names(*fields: str) -> Callable[[Config], str]:
-    """How the changed recipe says it."""
-
-    def text(config: Config) -> str:
-        values = [(field, *field.split(".")) for field in fields]
-        return " ".join(
-            f"{field}={getattr(getattr(config, part), name)}" for field, part, name in values
-        )
-
-    return text
+    return name, change
 
 
-CHANGES: tuple[tuple[Callable[[Config], str], Callable[[Config], Config]], ...] = (
-    (
-        _names("trainer.activation_checkpointing"),
-        _trainer(activation_checkpointing="selective"),
-    ),
-    (_names("trainer.activation_checkpointing"), _trainer(activation_checkpointing="full")),
-    (_names("trainer.reshard_after"), _trainer(reshard_after="forward")),
-    (_names("trainer.replicate"), _trainer(replicate=1)),
-    (_names("trainer.compute_dtype"), _trainer(compute_dtype="bfloat16")),
-    (
-        _names("trainer.tokens_per_micro_batch"),
-        _scaled("trainer", "tokens_per_micro_batch", 0.5),
-    ),
-    (_names("trainer.tensor_parallel"), _scaled("trainer", "tensor_parallel", 2)),
-    (_names("trainer.num_ranks"), _scaled("trainer", "num_ranks", 2)),
-    (_names("generator.max_running"), _scaled("generator", "max_running", 0.5)),
-    (_names("generator.kv_cache_bytes"), _scaled("generator", "kv_cache_bytes", 0.5)),
-    (_names("generator.num_ranks"), _scaled("generator", "num_ranks", 2)),
-    (
-        _names("weights.shadow"),
-        lambda config: replace(config, weights=replace(config.weights, shadow="host")),
-    ),
-    (
-        _names("generator.quantization"),
-        lambda config: replace(config, generator=replace(config.generator, quantization="fp8")),
-    ),
-    (
-        _names("placement.offload"),
-        lambda config: replace(config, placement=replace(config.placement, offload="pinned")),
-    ),
+CHANGES: tuple[tuple[str, Change], ...] = (
+    _set("trainer.activation_checkpointing", "selective"),
+    _set("trainer.activation_checkpointing", "full"),
+    _set("trainer.reshard_after", "forward"),
+    _set("trainer.replicate", 1),
+    _set("trainer.compute_dtype", "bfloat16"),
+    _scale("trainer.tokens_per_micro_batch", 0.5),
+    _scale("trainer.tensor_parallel", 2),
+    _scale("trainer.num_ranks", 2),
+    _scale("generator.max_running", 0.5),
+    _scale("generator.kv_cache_bytes", 0.5),
+    _scale("generator.num_ranks", 2),
+    _set("generator.quantization", "fp8"),
+    _set("weights.shadow", "host"),
+    _set("placement.offload", "pinned"),
 )
