@@ -9,8 +9,9 @@ spans overlap, and taken out.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ COMPUTING = {  # spans in which a process computes by itself, by executor
     "trainer": ("accumulate", "optimizer_step"),
     "scorer": ("score",),
 }
+SETTLING_STEPS = 2  # of a run's start that no figure is taken from
 NUM_CALLS = 4  # of one publish to one replica: offer, write, fingerprint, flip
 SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which another one computes
 
@@ -40,26 +42,37 @@ SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which anothe
 class Trace:
     """What a finished run tells: costs, and the rollouts that it trained on.
 
-    `lengths` are response tokens, `prompt_tokens` their prompts' mean; `equal_share` of the groups
-    had one reward for all. `step_s` is the mean of its steps, without the first two.
+    `lengths` are response tokens, `prompt_tokens` their prompts' mean; `rewards` are by group.
+    `step_s` is the mean of its steps but the first `SETTLING_STEPS`.
     """
 
     costs: Costs
     lengths: tuple[int, ...]
     prompt_tokens: int
-    equal_share: float
+    rewards: tuple[tuple[float, ...], ...]
     step_s: float
+
+    def equal_share(self, size: int) -> float:
+        """Share of groups of `size` rollouts that would all have one reward: `size` drawn from
+        each group that was (or all of it, if it is smaller)."""
+        shares = []
+        for group in self.rewards:
+            drawn = min(size, len(group))
+            ways = sum(math.comb(number, drawn) for number in Counter(group).values())
+            shares.append(ways / math.comb(len(group), drawn))
+        return sum(shares) / len(shares)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """Spans of one name: [n] seconds, [n, 2] times in ns, [n] tokens (or rollouts), and how many
-    other processes computed meanwhile, [n]."""
+    """Spans of one name: [n] seconds, [n, 2] times in ns, [n] tokens (or rollouts), how many other
+    processes computed meanwhile, [n], and the weights' versions, [n]."""
 
     seconds: Floats
     times_ns: Intervals
     amount: Floats
     others: Floats
+    version: npt.NDArray[np.int64]
 
     def free_s(self, slowdown: float, num_cores: int) -> Floats:
         """Seconds on a free processor."""
@@ -85,10 +98,9 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
             raise ValueError(f"the run must have recorded {name} spans, got none in {run_dir}")
     slowdown = _fit_slowdown(busy["decode"], num_cores)
     free = {name: each.free_s(slowdown, num_cores) for name, each in busy.items()}
-    packed = _prompt_factor(rows) * busy["accumulate"].amount  # spans count response tokens
     decode_step_s, decode_row_s = _line(busy["decode"].amount, free["decode"])
     prefill_call_s, prefill_token_s = _line(busy["prefill"].amount, free["prefill"])
-    part_s, token_s = _line(packed, free["accumulate"])
+    part_s, token_s = _training(busy["accumulate"], free["accumulate"], rows)
     score_call_s, score_row_s = _line(busy["score"].amount, free["score"])
     publish = _publish_costs(
         spans, decode_step_s + decode_row_s * float(busy["decode"].amount.mean())
@@ -117,20 +129,24 @@ def read_trace(
     rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
     if not rows:
         raise ValueError(f"the run must have trained rollouts, got none in {run_dir}")
-    steps = [
-        span
-        for path in span_files(Path(run_dir) / SPANS_FOLDER)
-        for span in SpanReader(path).read()
-        if (span.cat, span.name) == ("mark", "step")
-    ]
-    settled = steps[2:] or steps
     return Trace(
         costs=read_costs(run_dir, num_cores=num_cores),
         lengths=tuple(row["num_tokens"] for row in rows),
         prompt_tokens=max(1, round(sum(row["num_prompt_tokens"] for row in rows) / len(rows))),
-        equal_share=_equal_share(rows, rollouts_per_prompt),
-        step_s=_mean(np.array([_seconds(span) for span in settled])),
+        rewards=_groups(rows, rollouts_per_prompt),
+        step_s=measured_step_s(run_dir),
     )
+
+
+def measured_step_s(run_dir: str | Path) -> float:
+    """The mean of a run's steps but the first SETTLING_STEPS."""
+    steps = [
+        _seconds(span)
+        for each in _read_spans(Path(run_dir) / SPANS_FOLDER).values()
+        for span in each
+        if (span.cat, span.name) == ("mark", "step")
+    ]
+    return _mean(np.array(steps[SETTLING_STEPS:] or steps))
 
 
 def _read_spans(folder: Path) -> dict[str, list[Span]]:
@@ -152,7 +168,7 @@ def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:
 def _busy(spans: dict[str, list[Span]], executor: str, name: str) -> Busy:
     """The spans of this name of all processes of an executor."""
     computing = {process: union(_computing(process, each)) for process, each in spans.items()}
-    times, amounts, others = [], [], []
+    times, amounts, others, versions = [], [], [], []
     for process, each in spans.items():
         chosen = [s for s in each if s.name == name and executor_of(process) == executor]
         if chosen:
@@ -164,12 +180,14 @@ def _busy(spans: dict[str, list[Span]], executor: str, name: str) -> Busy:
             times.append(own)
             amounts.append([s.args.get("tokens", s.args.get("rollouts", 0)) for s in chosen])
             others.append(beside / np.maximum(own[:, 1] - own[:, 0], 1))
+            versions.append([s.args.get("version", 0) for s in chosen])
     joined = np.concatenate(times) if times else np.zeros((0, 2), dtype=np.int64)
     return Busy(
         seconds=(joined[:, 1] - joined[:, 0]) / 1e9,
         times_ns=joined,
         amount=np.concatenate(amounts).astype(float) if times else np.zeros(0),
         others=np.concatenate(others) if times else np.zeros(0),
+        version=np.concatenate(versions) if times else np.zeros(0, dtype=np.int64),
     )
 
 
@@ -244,20 +262,34 @@ def _store_row_s(spans: dict[str, list[Span]]) -> float:
     return sum(_seconds(span) for span in served) / rows if rows else 0.0
 
 
-def _prompt_factor(rows: list[dict[str, Any]]) -> float:
-    """Tokens of prompt and response, over those of the response, of what was trained."""
-    response = sum(row["num_tokens"] for row in rows)
-    return 1 + sum(row["num_prompt_tokens"] for row in rows) / response if response else 1.0
+def _training(accumulate: Busy, free_s: Floats, rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """(a, b) of seconds = a per call + b per token, prompt included: each version's calls together
+    against its rows in the archive, for which call had which rows is not told."""
+    design, seconds = [], []
+    for version in np.unique(accumulate.version):
+        chosen = accumulate.version == version
+        response = sum(row["num_tokens"] for row in rows if row["version"] == version)
+        prompt = sum(row["num_prompt_tokens"] for row in rows if row["version"] == version)
+        if response:  # spans count what had a gradient: prompts in proportion
+            packed = float(accumulate.amount[chosen].sum()) * (1 + prompt / response)
+            design.append((float(chosen.sum()), packed))
+            seconds.append(float(free_s[chosen].sum()))
+    if not design:
+        return 0.0, 0.0
+    solution, *_ = np.linalg.lstsq(np.array(design), np.array(seconds), rcond=None)
+    if solution.min() >= 0:
+        return float(solution[0]), float(solution[1])
+    return 0.0, sum(seconds) / sum(packed for _, packed in design)
 
 
-def _equal_share(rows: list[dict[str, Any]], size: int) -> float:
-    """Share of the groups of `size` with one reward; a group's rows have neighbouring numbers."""
-    runs: dict[int, list[float]] = defaultdict(list)
+def _groups(rows: list[dict[str, Any]], size: int) -> tuple[tuple[float, ...], ...]:
+    """Rewards by group; the rows of a group have neighbouring numbers, a version whole groups."""
+    found = []
     for version in sorted({row["version"] for row in rows}):
         members = sorted((r for r in rows if r["version"] == version), key=lambda r: r["row_id"])
-        for place, row in enumerate(members):
-            runs[len(members) * version + place // size].append(row["reward"])
-    return sum(len(set(rewards)) == 1 for rewards in runs.values()) / len(runs)
+        rewards = [row["reward"] for row in members]
+        found += [tuple(rewards[i : i + size]) for i in range(0, len(rewards), size)]
+    return tuple(found)
 
 
 def _seconds(span: Span) -> float:

@@ -49,8 +49,10 @@ def simulate(
     lengths: Sequence[int] | None = None,
     equal_share: float = 0.0,
     num_steps: int | None = None,
+    num_skipped: int | None = None,
 ) -> StepForecast:
-    """The steady state of `num_steps` (default: plan.num_steps) steps of `config`.
+    """The steady state of `num_steps` (default: plan.num_steps) steps of `config`, without the
+    first `num_skipped` (default: until the gate's run-ahead has passed through).
 
     `lengths` (tokens of rollouts) and `equal_share` (of groups with equal rewards) default to what
     config.plan assumes. Evaluation, checkpoints and export are left out.
@@ -58,7 +60,7 @@ def simulate(
     workload = make_workload(config, lengths=lengths, equal_share=equal_share)
     steps = config.plan.num_steps if num_steps is None else num_steps
     timeline = clock.run(run(config, architecture, costs, workload, steps))
-    return forecast(timeline, num_skipped(config, steps))
+    return forecast(timeline, num_skipped or settling_steps(config, steps))
 
 
 async def run(
@@ -148,7 +150,7 @@ def model_executors(
     )
 
 
-def num_skipped(config: Config, num_steps: int) -> int:
+def settling_steps(config: Config, num_steps: int) -> int:
     """Steps before the steady state: until the gate's whole run-ahead has passed through."""
     return min(config.staleness.max_staleness + 2, num_steps - 2)
 

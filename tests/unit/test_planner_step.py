@@ -34,7 +34,7 @@ from llamarl.planner.cores import Cores
 from llamarl.planner.costs import Costs
 from llamarl.planner.memory import forecast_memory
 from llamarl.planner.roofline import hardware_costs
-from llamarl.planner.simulation import forecast, num_skipped, run, simulate
+from llamarl.planner.simulation import forecast, run, settling_steps, simulate
 from llamarl.planner.split import Budget, best_split
 from llamarl.planner.variants import Variant, best_baseline, decompose, synchronous
 from llamarl.planner.workload import make_workload
@@ -217,7 +217,7 @@ def test_a_replay_in_real_time_takes_what_was_forecast() -> None:
     start_s = time.monotonic()
     timeline = asyncio.run(run(config, TINY, costs, make_workload(config), 5))
     assert time.monotonic() - start_s < 10
-    found_s = forecast(timeline, num_skipped(config, 5)).step_s
+    found_s = forecast(timeline, settling_steps(config, 5)).step_s
     assert found_s == pytest.approx(expected_s, rel=0.2)
 
 

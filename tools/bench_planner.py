@@ -1,0 +1,195 @@
+"""How well the planner's simulation tells step times: against replays, and against live runs.
+
+    python tools/bench_planner.py --json FILE
+
+Replay: the controller runs in real time with modelled executors that sleep for durations read off
+a finished run, and is compared with the same on a virtual clock (`max_error_replay`). Live: costs
+are read off one run of the quickstart recipe, then runs with other settings, which nothing was
+fitted on, are compared with their simulation (`max_error_live`). Settings take turns within a
+repeat, each repeat begins with a calibration run of its own; errors compare medians over repeats.
+
+Runs train with a learning rate of 0: the policy stays, so lengths and rewards of the calibration
+run are those of the others. Use a quiet machine: whatever else computes shares its processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from llamarl.config import Config
+from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
+from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.planner.calibration import SETTLING_STEPS, Trace, measured_step_s, read_trace
+from llamarl.planner.simulation import forecast, run, simulate
+from llamarl.planner.workload import make_workload
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "quickstart"
+COMMON = (
+    "trainer.lr=0",
+    "trainer.warmup_steps=0",
+    "data.held_out=null",
+    "checkpoint.export=false",
+    "metrics.live=false",
+    "metrics.tensorboard=false",
+)
+FITTED = "staleness 1"
+LIVE = {  # name -> overrides, most processors used (0: all)
+    FITTED: ((), 0),
+    "staleness 0": (("staleness.max_staleness=0",), 0),
+    "staleness 4": (("staleness.max_staleness=4",), 0),
+    "groups of 4": (("sampling.rollouts_per_prompt=4",), 0),
+    "two replicas": (("generator.num_replicas=2",), 0),
+    "one core": ((), 1),
+}
+REPLAYED = (FITTED, "staleness 0", "two replicas")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted and measured seconds per step of one setting."""
+
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted_s / self.measured_s - 1)
+
+
+def load(overrides: tuple[str, ...]) -> Config:
+    """The quickstart recipe with these overrides."""
+    for (group, name), node in SCHEMAS.items():
+        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+    path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
+    with initialize_config_dir(version_base="1.3", config_dir=str(RECIPE)):
+        return to_config(compose("run", [path, *COMMON, *overrides]))
+
+
+def cores(most: int) -> list[int]:
+    """The processors that a run with at most so many uses."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return allowed[: most or len(allowed)]
+
+
+def train(run_dir: Path, overrides: tuple[str, ...], most: int, num_steps: int) -> None:
+    """One live run; its whole process tree stays on `most` processors."""
+    command = [
+        *(sys.executable, "-m", "llamarl", "train", f"--config-dir={RECIPE}"),
+        *(f"run_dir={run_dir}", f"num_steps={num_steps}", *COMMON, *overrides),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores(most)),
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def predict(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> float:
+    """The simulated mean step of a setting, over the same steps as are measured."""
+    overrides, most = LIVE[name]
+    config = load(overrides)
+    config = replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+    step = simulate(
+        config,
+        architecture,
+        replace(trace.costs, num_cores=len(cores(most))),
+        lengths=trace.lengths,
+        equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
+        num_steps=num_steps,
+        num_skipped=SETTLING_STEPS,
+    )
+    return step.step_s
+
+
+def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> float:
+    """The same in real time."""
+    overrides, most = LIVE[name]
+    config = load(overrides)
+    config = replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+    share = trace.equal_share(config.sampling.rollouts_per_prompt)
+    workload = make_workload(config, lengths=trace.lengths, equal_share=share)
+    costs = replace(trace.costs, num_cores=len(cores(most)))
+    timeline = asyncio.run(run(config, architecture, costs, workload, num_steps))
+    return forecast(timeline, SETTLING_STEPS).step_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each setting")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
+    parser.add_argument("--settings", nargs="*", default=list(LIVE), help="live settings")
+    parser.add_argument("--runs", type=Path, help="keep the run folders here, use those there")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    architecture = read_architecture(RECIPE / "checkpoint")
+    predicted: dict[str, list[float]] = {name: [] for name in args.settings}
+    measured: dict[str, list[float]] = {name: [] for name in args.settings}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.runs or Path(temporary)
+        for repeat in range(args.repeats):
+            for name in args.settings:
+                run_dir = folder / f"{repeat}-{name.replace(' ', '-')}"
+                if not (run_dir / "summary.json").exists():
+                    train(run_dir, *LIVE[name], args.steps)
+                if name == FITTED:
+                    size = load(()).sampling.rollouts_per_prompt
+                    trace = read_trace(run_dir, size, num_cores=len(cores(0)))
+                predicted[name].append(predict(trace, name, architecture, args.steps))
+                measured[name].append(measured_step_s(run_dir))
+                print(
+                    f"repeat {repeat}  {name:<14}predicted {predicted[name][-1]:6.3f} s"
+                    f"  measured {measured[name][-1]:6.3f} s",
+                    flush=True,
+                )
+        replays = {
+            name: Comparison(
+                predict(trace, name, architecture, args.steps),
+                replay(trace, name, architecture, args.steps),
+            )
+            for name in REPLAYED
+        }
+    live = {
+        name: Comparison(median(predicted[name]), median(measured[name]))
+        for name in args.settings
+        if name != FITTED
+    }
+    figures = {
+        "max_error_replay": max(each.error for each in replays.values()),
+        "max_error_live": max((each.error for each in live.values()), default=None),
+        "repeats": args.repeats,
+        "steps": args.steps,
+        "load_average": os.getloadavg()[2],
+    }
+    for kind, found in (("replay", replays), ("live", live)):
+        for name, each in found.items():
+            figures[f"{kind} {name}"] = [each.predicted_s, each.measured_s]
+            print(
+                f"{kind:<8}{name:<14}predicted {each.predicted_s:6.3f} s  measured "
+                f"{each.measured_s:6.3f} s  error {each.error:.1%}"
+            )
+    print(f"max_error_replay {figures['max_error_replay']:.1%}")
+    print(f"max_error_live {figures['max_error_live'] or 0:.1%}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
