@@ -28,8 +28,9 @@ class Generator(Protocol):
     async def collect(self) -> list[Row]:
         """Rows that stopped since the last call, in the order they stopped.
 
-        Waits for at least one, but at most the replica's heartbeat interval: an empty list means
-        alive and nothing to tell. The arrays of a returned row are already in storage.
+        Waits until all rollouts of some prompt have stopped, or one was cut; but at most the
+        replica's heartbeat interval: an empty list means alive and nothing to tell. The arrays of
+        a returned row are already in storage.
         """
 
     async def abort(self, row_ids: list[int]) -> None:

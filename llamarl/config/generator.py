@@ -79,8 +79,9 @@ class GeneratorConfig:
     the engine offers. AIPO takes mu from this quantised sampler."""
     kv_after_flip: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
-    heartbeat_s: float = 1.0
-    """Longest time a replica without finished rollouts takes to answer that it has none."""
+    heartbeat_s: float = 10.0
+    """Longest time until a replica tells which rollouts have stopped, or that none has; of a prompt
+    whose rollouts have all stopped it tells at once."""
 
     def __post_init__(self) -> None:
         require(

@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from llamarl.generation.protocol import Finished
 from llamarl.metrics.span import Spans
 from llamarl.models.process_group import compute_device
 from llamarl.protocols import Storage
-from llamarl.types import Request, Row
+from llamarl.types import FinishReason, Request, Row
 from llamarl.weights.arena import Arena
 from llamarl.weights.layout import Offer, RankLayout, Route
 from llamarl.weights.parts import BUFFER
@@ -83,7 +84,8 @@ class GeneratorExecutor:
         self._checkpoint, self._load_weights = checkpoint, load_weights
         self._tokenizer, self._run_id, self._run_dir = tokenizer, run_id, run_dir
         self._lock = threading.Lock()
-        self._finished: list[Finished] = []  # guarded by _lock, as is _error
+        self._finished: list[Finished] = []  # guarded by _lock, as are _open and _error
+        self._open: Counter[tuple[int, ...]] = Counter()  # prompt -> rollouts that have not stopped
         self._error: BaseException | None = None
         self._compute: ComputeThread | None = None
         self._decoding: Decoding | None = None
@@ -118,6 +120,9 @@ class GeneratorExecutor:
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; resumed ones are read back from storage first."""
         decoding = self._alive()
+        if self._rank == 0:
+            with self._lock:
+                self._open.update(request.prompt_ids for request in requests)
         if any(request.sampling.stop_strings for request in requests):
             await self._load_tokenizer()
         resumed = [request for request in requests if request.resume]
@@ -126,20 +131,19 @@ class GeneratorExecutor:
         await self._ordered(functools.partial(decoding.submit, requests, written), key)
 
     async def collect(self) -> list[Row]:
-        """Rows that stopped, their columns stored; empty after `heartbeat_s` without any.
+        """Rows that stopped, their columns stored; after `heartbeat_s` whatever there is.
 
-        Waits a little for more once there is one: every stage behind works on what comes out
+        Waits until all rollouts of some prompt have stopped, or one was cut, and then a little for
+        more: nobody needs less than a group, and every stage behind works on what comes out
         together. An exception of the engine comes out here, with its own traceback. Ranks other
         than 0 have nothing to tell.
         """
         self._alive()
         if self._rank > 0:
             return []
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), self._config.heartbeat_s)
-        except TimeoutError:
-            return []
-        await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(GATHER_S)
         self._alive()
         with self._lock:
             finished, self._finished = self._finished, []
@@ -348,7 +352,12 @@ class GeneratorExecutor:
             return
         with self._lock:
             self._finished += finished
-        self._loop.call_soon_threadsafe(self._has_news.set)
+            self._open.subtract(item.request.prompt_ids for item in finished)
+            whole = [item for item in finished if not self._open[item.request.prompt_ids]]
+            for item in whole:
+                self._open.pop(item.request.prompt_ids, None)
+        if whole or any(item.reason is FinishReason.SEGMENT for item in finished):
+            self._loop.call_soon_threadsafe(self._has_news.set)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from llamarl.config import Config
@@ -70,6 +70,7 @@ class ModelledReplica(Receiving):
         self._prefixes: OrderedDict[tuple[int, ...], int] = OrderedDict()  # prompt -> version
         self._must_recompute = False
         self._stopped: list[Row] = []
+        self._open: Counter[tuple[int, ...]] = Counter()  # prompt -> rollouts that have not stopped
         self._has_news = asyncio.Event()
         self._idle: tuple[str, float] | None = None
 
@@ -77,6 +78,7 @@ class ModelledReplica(Receiving):
 
     async def submit(self, requests: list[Request]) -> None:
         await travel(self._costs)
+        self._open.update(request.prompt_ids for request in requests)
         for request in requests:
             self._queue.add(Waiting(request=request, written=NOTHING))
         if len(self._ends) < self._max_running:
@@ -222,7 +224,9 @@ class ModelledReplica(Receiving):
         )
         self._stopped.append(row)
         self._storage.rows[row.row_id] = row
-        self._has_news.set()
+        self._open[request.prompt_ids] -= 1
+        if not self._open[request.prompt_ids] or reason is FinishReason.SEGMENT:
+            self._has_news.set()
 
     def _flipped(self, version: int) -> int:
         self._flips.append((self._steps, version))
