@@ -39,6 +39,7 @@ def worker(folder: Path, **environment: str) -> Iterator[tuple[str, subprocess.P
         [*LLAMARL, "worker", *options(folder, "--{}=")],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
     assert daemon.stdout is not None

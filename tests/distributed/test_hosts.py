@@ -1,0 +1,273 @@
+"""Worker daemons on this machine as several hosts, over mutual TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.cluster import worker as worker_command
+from llamarl.cluster.actors import Roster
+from llamarl.cluster.certificates import make_certificates
+from llamarl.cluster.credentials import Address, Credentials, own_name, prepare, reach
+from llamarl.cluster.inspection import check_reports, versions
+from llamarl.cluster.meshes import parts_of
+from llamarl.cluster.process import is_alive
+from llamarl.config import ClusterConfig
+from llamarl.types import Seat
+from tests.distributed.test_processes import is_loopback, listening_addresses
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from demo_two_hosts import children, worker
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Three daemons; the third has other sources than we."""
+
+    certificates: Path
+    addresses: list[str]
+    pids: list[int]
+
+
+def credentials(ca: Path, certificate: Path) -> Credentials:
+    return Credentials(
+        str(ca / "ca.pem"),
+        str(certificate / "certificate.pem"),
+        str(certificate / "private_key.pem"),
+    )
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    folder, other = tmp_path_factory.mktemp("certificates"), tmp_path_factory.mktemp("other")
+    make_certificates(str(folder), ["127.0.0.1"])
+    shutil.copytree(ROOT / "llamarl", other / "llamarl")
+    with (other / "llamarl" / "types.py").open("a") as file:
+        file.write("# a later line\n")
+    paths = [str(ROOT), str(ROOT), str(other)]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        daemons = [worker(folder, PYTHONPATH=path) for path in paths]
+        found = list(pool.map(stack.enter_context, daemons))
+        addresses = [address for address, _ in found]
+        yield Hosts(folder, addresses, [daemon.pid for _, daemon in found])
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of another authority."""
+    folder = tmp_path_factory.mktemp("foreign")
+    make_certificates(str(folder), ["127.0.0.1"])
+    return folder
+
+
+def test_a_wrong_certificate_is_refused_with_the_reason(hosts: Hosts, foreign: Path) -> None:
+    address = Address.parse(hosts.addresses[0], "cluster.hosts")
+    ours = hosts.certificates
+    assert reach(address, credentials(ours, ours)) == "127.0.0.1"
+    with pytest.raises(
+        ValueError, match=r"cluster\.ca must have signed .*/ca\.pem and tls://.*: \w"
+    ):
+        reach(address, credentials(foreign, foreign))
+    with pytest.raises(
+        ValueError, match=r"certificate must be one that every host .* refused by tls"
+    ):
+        reach(address, credentials(ours, foreign))
+    with pytest.raises(ValueError, match=r"private_key must be a PEM file for tls.* got ''"):
+        reach(address, replace(credentials(ours, ours), private_key=""))
+
+
+def test_a_host_that_does_not_answer_is_named_with_the_seconds(hosts: Hosts) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(
+        ValueError,
+        match=rf"no answer from tls://127\.0\.0\.1:{port} \(Connection refused; .* 5 s\)",
+    ):
+        reach(
+            Address("tls", "127.0.0.1", port), credentials(hosts.certificates, hosts.certificates)
+        )
+
+
+def test_a_name_that_our_certificate_is_not_for_is_no_name_of_ours(hosts: Hosts) -> None:
+    ours = credentials(hosts.certificates, hosts.certificates)
+    assert ours.covers("127.0.0.1")
+    assert not ours.covers("localhost")
+    address = Address.parse(hosts.addresses[0], "cluster.hosts")
+    assert own_name("127.0.0.1", address, ours) == "127.0.0.1"
+    with pytest.raises(
+        ValueError, match=r"must be for this machine as .* reaches it, 127\.0\.0\.2"
+    ):
+        own_name("127.0.0.2", address, ours)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--address", "tcp://127.0.0.1:0"], r"must be tls://, or tcp:// with --trusted-network"),
+        ([], r"--ca must be a PEM file for tls:// addresses, got ''"),
+        (["--address", "127.0.0.1"], r"--address must be like tls://10.0.0.7:24440"),
+    ],
+)
+def test_a_daemon_does_not_listen_to_everybody(arguments: list[str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        worker_command.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"hosts": ["tcp://127.0.0.1:1"]},
+            r"must all be tls://, or tcp:// with cluster.trusts_net",
+        ),
+        ({"hosts": ["tls://127.0.0.1:1"] * 2}, r"cluster.hosts must all differ"),
+        ({"hosts": ["10.0.0.7:24440"]}, r"cluster.hosts must be like tls://"),
+        ({"hosts": ["tls://10.0.0.7:1"]}, r"cluster.data_interface must name"),
+        ({"hosts": ["tls://127.0.0.1:1"]}, r"cluster.ca must be a PEM file"),
+        ({"num_hosts": 4}, r"cluster.hosts must name the 4 hosts .* `llamarl launch` prints"),
+    ],
+)
+def test_hosts_that_do_not_fit_the_other_fields_are_refused(fields, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        prepare(ClusterConfig(**fields))
+
+
+def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface() -> None:
+    good = {**versions(), "probe": "text", "interfaces": "lo eth0"}
+    check_reports({"tls://a:1": good, "tls://b:1": good}, ("/runs/x/probe", "text"), "eth0")
+    for change, reason in [
+        ({"torch": "2.0.0"}, r"same version of torch, got .* and 2\.0\.0 on tls://b:1"),
+        ({"probe": ""}, r"run_dir must be .* got /runs/x, in which tls://b:1 cannot read"),
+        ({"interfaces": "lo"}, r"data_interface must be .* 'eth0', but tls://b:1 has lo"),
+    ]:
+        reports = {"tls://a:1": good, "tls://b:1": {**good, **change}}
+        with pytest.raises(ValueError, match=reason):
+            check_reports(reports, ("/runs/x/probe", "text"), "eth0")
+
+
+CONTROLLER = """
+import asyncio, json, sys
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from llamarl.types import Seat
+from tests.distributed.executors import Probe
+folder, logs, one, two, odd = sys.argv[1:]
+pem = {name: f"{folder}/{name}.pem" for name in ("ca", "certificate", "private_key")}
+def say(value):
+    print(json.dumps(value), flush=True)
+def cluster_of(*hosts):
+    config = ClusterConfig(hosts=list(hosts), **pem)
+    return make_cluster(config, spans_folder=None, logs_folder=logs)
+async def main():
+    cluster = cluster_of(one, odd)
+    try:
+        await cluster.spawn("trainer", Probe, {})
+    except ValueError as error:
+        say(str(error))
+    finally:
+        await cluster.stop()
+    cluster = cluster_of(one, two)
+    seats = [Seat(host=0, gpu=0), Seat(host=0, gpu=1), Seat(host=1, gpu=0)]
+    try:
+        storage = await cluster.spawn("storage", Probe, {}, 1, [Seat(host=1, gpu=None)])
+        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.every}, 3, seats)
+        say(await trainer.every.place())
+        variables = await trainer.every.environment()
+        say([[each["LLAMARL_HOST"], each["LOCAL_RANK"], each["LLAMARL_GPU"]] for each in variables])
+        say(await trainer.every.ask_peer("echo", 7))
+        try:
+            await trainer.every.fail(2)
+        except KeyError as error:
+            say(str(error))
+        say(await trainer.every.start_child())
+        await asyncio.to_thread(sys.stdin.readline)
+    finally:
+        await cluster.stop()
+asyncio.run(main())
+"""
+
+
+def test_ranks_of_one_group_sit_on_several_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CONTROLLER, str(hosts.certificates), str(tmp_path / "logs")]
+    with subprocess.Popen(
+        [*command, *hosts.addresses],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as controller:
+        assert controller.stdout is not None
+
+        def hear():
+            return json.loads(controller.stdout.readline())
+
+        one, two, odd = hosts.addresses
+        refusal = hear()
+        assert refusal.startswith("every host must have the same version of llamarl, got 0.1.0 (")
+        assert refusal.endswith(f" on {odd}")
+        places = hear()
+        assert [place[:3] for place in places] == [[i, 3, f"trainer-{i}"] for i in range(3)]
+        assert hear() == [[one, "0", "H100-80GB"], [one, "1", "H100-80GB"], [two, "0", "H100-80GB"]]
+        assert hear() == [[7]] * 3
+        assert hear() == "'row 7 has no column reward on rank 2'"
+        pids = {place[3] for place in places}
+        pids |= set(hear())  # children in sessions of their own
+        running = [*hosts.pids, *(pid for daemon in hosts.pids for pid in children(daemon))]
+        assert pids <= set(running)
+        listening = list(listening_addresses([controller.pid, *running]))
+        assert {pid for pid, _, _ in listening} >= {controller.pid, *hosts.pids}
+        assert [entry for entry in listening if not is_loopback(entry[1])] == []
+        controller.communicate("stop\n", LIMIT_S)
+        assert controller.returncode == 0
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert not set().union(*map(children, hosts.pids))
+
+
+class FakeMesh(list):
+    """The ranks of one host."""
+
+    def slice(self, *, ranks: slice) -> FakeMesh:
+        return FakeMesh(self[ranks])
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
+def test_a_roster_finds_any_row_of_ranks(sizes: list[int], data: st.DataObject) -> None:
+    total = sum(sizes)
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    meshes = [
+        (FakeMesh(range(first, first + size)), first)
+        for first, size in zip(firsts, sizes, strict=True)
+    ]
+    start = data.draw(st.integers(0, total - 1))
+    ranks = range(start, data.draw(st.integers(start, total)), data.draw(st.integers(1, 6)))
+    found = Roster(tuple(meshes), total).select(ranks)
+    assert all(found)
+    assert [rank for mesh in found for rank in mesh] == list(ranks)
+
+
+def test_ranks_are_numbered_host_after_host() -> None:
+    places = [Seat(host=host, gpu=None) for host in (1, 1, 0)]
+    assert [(host, first) for host, first, _ in parts_of(["a", "b"], places)] == [
+        ("b", 0),
+        ("a", 2),
+    ]
+    for bad in ([0, 1, 0], [2]):
+        with pytest.raises(ValueError, match="seats must be on the run's 2 hosts, host after host"):
+            list(parts_of(["a", "b"], [Seat(host=host, gpu=None) for host in bad]))
