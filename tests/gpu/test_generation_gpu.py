@@ -1,7 +1,8 @@
-"""The embedded engine on a CUDA device."""
+"""The embedded engine on a CUDA device: fused attention, captured graphs, and what moves."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,12 @@ from tests.unit.test_generation_engine import (
     quantize_model,
     random_prompts,
 )
+from tests.unit.test_generation_steps import write
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def make_cuda_engine(seed: int, **config) -> Engine:
@@ -53,6 +58,43 @@ def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
     for item in finish(make_cuda_engine(1, dtype="bfloat16")).values():
         expected = model_logprobs(model, item, item.request.sampling.temperature)
         assert np.median(np.abs(item.written.logprobs - expected)) < 0.1
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_graphs_write_what_single_calls_write_through_flips_and_moves(quantization: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    done = []
+    for cuda_graphs in (False, True):
+        config = EmbeddedConfig(
+            max_running=7,
+            max_context_tokens=160,
+            device="cuda",
+            quantization=quantization,
+            cuda_graphs=cuda_graphs,
+        )
+        engine = Engine(LLAMA, config)
+        flats = [flat_weights(engine, make_model(LLAMA, seed)).cuda() for seed in (1, 2)]
+        done.append(write(engine, flats, torch.empty_like(flats[0])))
+        assert (len(engine._steps._replays) > 2) == cuda_graphs
+    for row, item in done[0].items():
+        other = done[1][row].written
+        assert other.ids.tolist() == item.written.ids.tolist()
+        assert other.versions.tolist() == item.written.versions.tolist()
+        np.testing.assert_allclose(other.logprobs, item.written.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_graphs_decode_faster_than_single_calls() -> None:
+    """A model so small that starting its kernels is all that a step costs."""
+    seconds = []
+    for cuda_graphs in (False, True):
+        engine = make_cuda_engine(1, cuda_graphs=cuda_graphs)
+        finish(engine)  # which captures
+        for row in range(10, 14):
+            engine.submit(make_request(row, (1, 2, row), 120))
+        start_s = time.perf_counter()
+        finish(engine)
+        seconds.append(time.perf_counter() - start_s)
+    assert seconds[1] < seconds[0]
 
 
 def test_weights_and_cache_leave_the_device_and_come_back(tmp_path: Path) -> None:
