@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import fcntl
 import math
+import os
 import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.dispatch import Dispatch
 from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
-from llamarl.inputs import Inputs, read_inputs
+from llamarl.inputs import Inputs, read_inputs, read_planned_architecture
 from llamarl.metrics.aggregate import LiveWaits, SpanTails
 from llamarl.metrics.console import Progress, render_summary, shorten
 from llamarl.metrics.flat import flatten
@@ -46,6 +48,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
 from llamarl.metrics.trace import merge
 from llamarl.models.inventory import parameter_shapes
+from llamarl.planner.fit import check_fit
 from llamarl.protocols import Storage
 from llamarl.types import RESPONSE_IDS, Evaluation
 
@@ -59,6 +62,7 @@ Record = Callable[[], None]
 async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
     inputs = read_inputs(config)
+    check_fit(config, inputs.architecture)
     with _claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = _starting_point(config, inputs, run_dir)
         _check_disk(config, inputs, run_dir)
@@ -163,6 +167,59 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
         return await evaluate_alone(evaluator, dispatch, executors.scorer.first, ledger)
     finally:
         await dispatch.close()
+
+
+def plan(
+    config: Config,
+    run_dir: str,
+    console: Console,
+    record: Record,
+    *,
+    json: str | None,
+    html: str | None,
+    trace: str | None,
+    sweep: bool,
+) -> None:
+    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
+
+    Reads no prompts, tokenizer or weights, makes no run folder and starts no process.
+    """
+    from llamarl.planner.chart import draw_page
+    from llamarl.planner.published import published_figures
+    from llamarl.planner.recipe import figures, forecast_recipe
+    from llamarl.planner.report import render_report, title_of
+
+    _check_writable("--json", json)
+    _check_writable("--html", html)
+    architecture = read_planned_architecture(config)
+    forecast = forecast_recipe(config, architecture, run_dir=trace, sweep=sweep)
+    text = render_report(config, forecast, published_figures(architecture))
+    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    if json is not None:
+        Path(json).write_text(dumps(figures(forecast), indent=2) + "\n")
+    if html is not None:
+        Path(html).write_text(draw_page(title_of(config, forecast), forecast))
+
+
+def _check_writable(flag: str, path: str | None) -> None:
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    require(
+        folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir(),
+        flag,
+        "name a file in a folder that can be written to",
+        path,
+    )
+
+
+def launch(
+    config: Config, run_dir: str, console: Console, record: Record, *, command: list[str]
+) -> None:
+    """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
+    from llamarl.cluster.launch import render
+
+    console.print(render(config, command), markup=False, highlight=False, soft_wrap=True, end="")
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ line), 130 interrupted.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -65,10 +66,14 @@ SCHEMAS: dict[tuple[str | None, str], type] = {
     ("cluster", "cluster_schema"): schema.ClusterConfig,
 }
 
-Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any]]
-COMMANDS: dict[str, tuple[Job, str]] = {
-    "train": (jobs.train, "fine-tune a checkpoint by asynchronous RL"),
-    "evaluate": (jobs.evaluate, "score a checkpoint on held-out prompts"),
+Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any] | None]
+JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
+COMMANDS = {
+    "train": "fine-tune a checkpoint by asynchronous RL",
+    "evaluate": "score a checkpoint on held-out prompts",
+    "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
+    "launch": "print what starts a recipe on cluster.scheduler",
+    "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 
 USAGE = """usage: llamarl COMMAND --config-dir RECIPE [--config-name run] [key=value ...]
@@ -79,28 +84,35 @@ commands:
 options:
   --config-dir RECIPE    folder of the recipe; its run.yaml is read unless --config-name says else
   --cfg job              print the composed config and stop
-  --multirun             run every combination of comma-separated values
+  --multirun             run every combination of comma-separated values (train, evaluate)
+{plan_options}
   --help                 this text; after a command, the recipe's keys
 
 example: llamarl train --config-dir recipes/quickstart trainer.lr=1e-4
 """
+PLAN_OPTIONS = {  # name of the option and of its value, what it does
+    "json": ("FILE", "plan: write the figures as JSON"),
+    "html": ("FILE", "plan: write a timeline and a memory chart as one page"),
+    "trace": ("RUN", "plan: take executor times from this finished run's folder"),
+    "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
+}
 
 
 def main() -> None:
     """Entry point of the `llamarl` command."""
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS)) + 2
-        lines = [f"  {name:<{width}}{words}" for name, (_, words) in COMMANDS.items()]
-        sys.stdout.write(USAGE.format(commands="\n".join(lines)))
+        sys.stdout.write(_usage())
         return
     if command not in COMMANDS:
         _fail(f"the command must be one of {', '.join(COMMANDS)}, got {command!r}")
+    if command == "worker":
+        return _serve(arguments)
+    job, composed_arguments = _choose(command, arguments)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, not to Hydra's printer
     for (group, name), node in SCHEMAS.items():
         ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
-    sys.argv = [f"llamarl {command}", *_with_defaults(arguments)]
-    job = COMMANDS[command][0]
+    sys.argv = [f"llamarl {command}", *_with_defaults(composed_arguments)]
     entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
     try:
         entry(lambda composed: _run(job, composed, [f"llamarl {command}", *arguments]))()
@@ -111,6 +123,49 @@ def main() -> None:
         sys.exit(130)
     except OSError as error:  # of Hydra, which makes the folder
         _fail(f"run_dir must be a folder that can be written to, got {error}")
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{words}" for name, words in COMMANDS.items()]
+    options = [
+        f"  --{f'{name} {value}':<21}{words}" for name, (value, words) in PLAN_OPTIONS.items()
+    ]
+    return USAGE.format(commands="\n".join(lines), plan_options="\n".join(options))
+
+
+def _serve(arguments: list[str]) -> None:
+    """A worker has no recipe: the run that attaches to it brings the config."""
+    from llamarl.cluster import worker
+
+    try:
+        worker.main(arguments)
+    except ValueError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.stderr.write("llamarl: interrupted\n")
+        sys.exit(130)
+
+
+def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
+    """The job, and the arguments that are Hydra's.
+
+    `plan` and `launch` make no run folder: Hydra is pointed at the folder that is there.
+    """
+    if command in JOBS:
+        return JOBS[command], arguments
+    if {"--multirun", "-m"} & set(arguments):
+        _fail(f"--multirun must come with train or evaluate, got {command}")
+    if command == "launch":
+        return partial(jobs.launch, command=arguments), [*arguments, "hydra.run.dir=."]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, (value, _) in PLAN_OPTIONS.items():
+        parser.add_argument(f"--{name}", action="store" if value else "store_true")
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        _fail(f"{error.argument_name} must name a file or folder, got nothing ({error.message})")
+    return partial(jobs.plan, **vars(options)), [*rest, "hydra.run.dir=."]
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
@@ -160,6 +215,7 @@ def to_config(composed: DictConfig) -> Config:
 def _run(job: Job, composed: DictConfig, command: list[str]) -> None:
     """One job; Hydra calls this once per combination of a multirun."""
     run_dir = os.path.abspath(HydraConfig.get().runtime.output_dir)
+    is_run = job in JOBS.values()
     try:
         config = to_config(composed)
         yaml_text = OmegaConf.to_yaml(composed, resolve=True)
@@ -167,28 +223,31 @@ def _run(job: Job, composed: DictConfig, command: list[str]) -> None:
         console = Console()
         handler = RichHandler(console=console, show_path=False)  # never tears the live display
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-        asyncio.run(job(config, run_dir, console, record))
+        work = job(config, run_dir, console, record)
+        if work is not None:
+            asyncio.run(work)
     except asyncio.CancelledError:
         sys.stderr.write("llamarl: terminated\n")
         sys.exit(143)
     except OmegaConfBaseException:
         raise
     except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
-        _report(error, run_dir)
+        _report(error, run_dir if is_run else None)
 
 
-def _report(error: Exception, run_dir: str) -> None:
+def _report(error: Exception, run_dir: str | None) -> None:
     """Say what ended the job and exit.
 
     A ValueError or a full disk is the user's to mend: one line. But a ValueError out of a group
     comes from the running loop, where nothing the user wrote is left to check: a bug, shown whole.
     """
     cause = _first(error)
-    if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+    if run_dir is not None and isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
         _fail(f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}")
     if cause is error and isinstance(cause, ValueError):
-        with contextlib.suppress(OSError):
-            os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it
+        if run_dir is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it
         _fail(str(cause))
     remote = getattr(cause, "__notes__", [])
     sys.stderr.write("\n".join(remote) + "\n" if remote else "")

@@ -7,6 +7,11 @@ arithmetic. Invariant: plain data; bytes are of one rank unless a name says othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llamarl.planner.split import BestSplit
+    from llamarl.planner.variants import Decomposition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +96,21 @@ class StepForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Everything about one recipe. `variants` are the same workload run otherwise: "sync",
-    "colocated", ...; a variant that does not fit has no entry."""
+    """Everything about one recipe.
 
+    `variants` are the same workload on the same GPUs, run otherwise: "sync" (or "async", if the
+    recipe is synchronous itself) and "sync, colocated", which is missing where none fits.
+    `decomposition` takes the way from the latter to the recipe apart. `num_hosts` and `num_gpus`
+    are those that the recipe uses; `split` is there if it was asked for, `measured_step_s` if times
+    come from a run: what that took.
+    """
+
+    num_hosts: int
     num_gpus: int
     memory: MemoryForecast
     publish: PublishForecast
     step: StepForecast
     variants: dict[str, StepForecast]
+    decomposition: Decomposition | None = None
+    split: BestSplit | None = None
+    measured_step_s: float | None = None

@@ -1,0 +1,72 @@
+"""What the LlamaRL paper reports, beside which a forecast is shown.
+
+Owns: the published figures, and which models they are of. Does not own: any figure of ours.
+Invariant: nothing here enters a forecast.
+
+Source: LlamaRL, arXiv 2505.24034. Step times and speed-ups: its evaluation of Llama 3.1 policies on
+MATH and GSM8K prompts, against a synchronous colocated system in the manner of DeepSpeed-Chat. The
+405B times and the speed-ups stand in several digests of the paper, the 8B and 70B times in one; the
+baselines of 8B and 70B are speed-up times step. Publishes: its section on DDMA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.models.architecture import Architecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One model's figures; None where the paper gives none."""
+
+    model: str
+    step_s: float
+    baseline_s: float
+    speedup: float
+    num_gpus: int | None
+    publish_s: float | None
+
+
+PUBLISHED: dict[tuple[int, int, int], Published] = {  # by vocabulary, width and number of layers
+    (128256, 4096, 32): Published(
+        model="Llama 3.1 8B",
+        step_s=8.90,
+        baseline_s=2.52 * 8.90,
+        speedup=2.52,
+        num_gpus=None,
+        publish_s=None,
+    ),
+    (128256, 8192, 80): Published(
+        model="Llama 3.1 70B",
+        step_s=20.67,
+        baseline_s=3.98 * 20.67,
+        speedup=3.98,
+        num_gpus=None,
+        publish_s=1.15,
+    ),
+    (128256, 16384, 126): Published(
+        model="Llama 3.1 405B",
+        step_s=59.5,
+        baseline_s=635.8,
+        speedup=10.7,
+        num_gpus=1024,
+        publish_s=2.0,
+    ),
+}
+
+DIFFERENCES = (
+    "The paper does not publish its batch sizes, lengths of rollouts or layouts, nor, for 8B and "
+    "70B, how many GPUs it used: seconds compare in kind only, ratios a little better.",
+    "Its baseline is another system, in the manner of DeepSpeed-Chat; ours is this controller run "
+    "synchronously and colocated, so nothing that other code loses is in our ratio.",
+    "Its ratio bundles placement, layout, batch sizes, precision and overlap, as the split above "
+    "does in our simulator; the paper itself gives no such split.",
+    "Its trainer has pipeline stages too; here it shards with FSDP and tensor parallelism.",
+)
+
+
+def published_figures(architecture: Architecture) -> Published | None:
+    """The paper's figures for this architecture; None if it has none."""
+    a = architecture
+    return PUBLISHED.get((a.vocab_size, a.hidden_size, a.num_layers))

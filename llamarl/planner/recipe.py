@@ -1,0 +1,134 @@
+"""The forecast of one recipe, put together.
+
+Owns: which questions `llamarl plan` asks, and the figures it writes as JSON. Does not own: any
+answer (`memory.py`, `publish.py`, `simulation.py`, `variants.py`, `split.py`). Invariant: starts no
+process, and reads nothing but the architecture and, if asked to, a finished run's folder.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, replace
+from typing import Any
+
+from llamarl import seats
+from llamarl.config import Config, PlanConfig
+from llamarl.models.architecture import Architecture
+from llamarl.planner.calibration import Trace, read_trace
+from llamarl.planner.costs import Costs
+from llamarl.planner.forecast import Forecast, StepForecast
+from llamarl.planner.memory import forecast_memory, fullest
+from llamarl.planner.publish import forecast_publish
+from llamarl.planner.roofline import hardware_costs
+from llamarl.planner.simulation import simulate
+from llamarl.planner.split import best_split
+from llamarl.planner.variants import best_baseline, decompose
+
+SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
+
+
+def forecast_recipe(
+    config: Config, architecture: Architecture, *, run_dir: str | None = None, sweep: bool = False
+) -> Forecast:
+    """Memory, publish and step time of `config`, beside the same workload run otherwise.
+
+    Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
+    only one whose times are known. `sweep` tries other splits of the processes between trainer and
+    generators. ValueError if the ranks do not fit onto the hosts, or the run tells too little.
+    """
+    taken = {seat for places in seats.assign(config).values() for seat in places}
+    trace = read_trace(run_dir, config.sampling.rollouts_per_prompt) if run_dir else None
+    if trace is not None:
+        config = replace(config, plan=_workload(config, trace))
+    publish = forecast_publish(config, architecture)
+
+    def costs_of(config: Config, architecture: Architecture) -> Costs:
+        return trace.costs if trace else hardware_costs(config, architecture)
+
+    def simulate_recipe(config: Config) -> StepForecast:
+        if trace is None:
+            costs = hardware_costs(config, architecture, publish)
+            return simulate(config, architecture, costs)
+        return simulate(
+            config,
+            architecture,
+            trace.costs,
+            lengths=trace.lengths,
+            equal_share=trace.equal_share,
+        )
+
+    name, other = _other_staleness(config)
+    variants = {name: simulate_recipe(other)}
+    decomposition = None
+    if trace is None and not config.placement.colocated:
+        baseline = best_baseline(config, architecture)
+        if baseline is not None:
+            variants[COLOCATED] = baseline.step
+            decomposition = decompose(config, architecture, baseline=baseline)
+    return Forecast(
+        num_hosts=len({seat.host for seat in taken}),
+        num_gpus=len({seat for seat in taken if seat.gpu is not None}),
+        memory=forecast_memory(config, architecture),
+        publish=publish,
+        step=simulate_recipe(config),
+        variants=variants,
+        decomposition=decomposition,
+        split=best_split(
+            config,
+            architecture,
+            costs_of,
+            fits=lambda other: forecast_memory(other, architecture).fits,
+        )
+        if sweep
+        else None,
+        measured_step_s=trace.step_s if trace else None,
+    )
+
+
+def figures(forecast: Forecast) -> dict[str, Any]:
+    """The forecast as plain JSON: bytes, seconds, shares. `peak_bytes` of `gpu_bytes` is what the
+    fullest rank of all needs of its device."""
+    rank = fullest(forecast.memory.ranks)
+    steps = {"planned": forecast.step, **forecast.variants}
+    is_sync = ASYNC in forecast.variants
+    found: dict[str, Any] = {
+        "fits": forecast.memory.fits,
+        "num_hosts": forecast.num_hosts,
+        "num_gpus": forecast.num_gpus,
+        "peak_bytes": rank.total_bytes,
+        "gpu_bytes": rank.device_bytes,
+        "publish_s": forecast.publish.seconds,
+        "step_async_s": steps[ASYNC if is_sync else "planned"].step_s,
+        "step_sync_s": steps["planned" if is_sync else SYNC].step_s,
+        "memory": [asdict(rank) for rank in forecast.memory.ranks],
+        "advice": list(forecast.memory.advice),
+        "publish": asdict(forecast.publish),
+        "steps": {name: asdict(replace(step, timeline=())) for name, step in steps.items()},
+    }
+    if forecast.decomposition is not None:
+        found["speedup"] = forecast.decomposition.speedup
+        found["speedup_factors"] = forecast.decomposition.factors
+    if forecast.split is not None:
+        found["split"] = asdict(forecast.split)
+    if forecast.measured_step_s is not None:
+        found["step_measured_s"] = forecast.measured_step_s
+    return found
+
+
+def _other_staleness(config: Config) -> tuple[str, Config]:
+    """The recipe on-policy; or, if it is, as far ahead as recipes usually are."""
+    is_sync = config.staleness.max_staleness == 0
+    staleness = replace(config.staleness, max_staleness=int(is_sync))
+    return ASYNC if is_sync else SYNC, replace(config, staleness=staleness)
+
+
+def _workload(config: Config, trace: Trace) -> PlanConfig:
+    """The log-normal that is nearest to the lengths a run wrote."""
+    logarithms = [math.log(max(1, length)) for length in trace.lengths]
+    return replace(
+        config.plan,
+        prompt_tokens=trace.prompt_tokens,
+        median_tokens=max(1, round(statistics.median(trace.lengths))),
+        spread=statistics.pstdev(logarithms),
+    )
