@@ -86,7 +86,7 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
     tell stays 0: `row_s`, what the controller and messages take.
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
-    spans = _read_spans(Path(run_dir) / SPANS_FOLDER)
+    spans = _settled(_read_spans(Path(run_dir) / SPANS_FOLDER))
     rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
     busy = {
         name: _busy(spans, executor, name)
@@ -102,9 +102,11 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
     prefill_call_s, prefill_token_s = _line(busy["prefill"].amount, free["prefill"])
     part_s, token_s = _training(busy["accumulate"], free["accumulate"], rows)
     score_call_s, score_row_s = _line(busy["score"].amount, free["score"])
-    publish = _publish_costs(
+    calls = _publish_costs(
         spans, decode_step_s + decode_row_s * float(busy["decode"].amount.mean())
     )
+    store_row_s = _store_row_s(spans)
+    num_rows = len(rows) / max(1, len({row["version"] for row in rows}))
     return Costs(
         decode_step_s=decode_step_s,
         decode_row_s=decode_row_s,
@@ -115,8 +117,9 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
         optimizer_s=_mean(free["optimizer_step"]),
         score_call_s=score_call_s,
         score_row_s=score_row_s,
-        store_row_s=_store_row_s(spans),
-        **publish,
+        store_row_s=store_row_s,
+        report_s=max(0.0, _turnaround_s(spans) - 2 * (calls["message_s"] + num_rows * store_row_s)),
+        **calls,
         num_cores=num_cores,
         shared_speed=1 / (1 + slowdown),
     )
@@ -140,13 +143,22 @@ def read_trace(
 
 def measured_step_s(run_dir: str | Path) -> float:
     """The mean of a run's steps but the first SETTLING_STEPS."""
-    steps = [
-        _seconds(span)
-        for each in _read_spans(Path(run_dir) / SPANS_FOLDER).values()
-        for span in each
-        if (span.cat, span.name) == ("mark", "step")
-    ]
-    return _mean(np.array(steps[SETTLING_STEPS:] or steps))
+    steps = _steps(_read_spans(Path(run_dir) / SPANS_FOLDER))
+    return _mean(np.array([_seconds(step) for step in steps[SETTLING_STEPS:] or steps]))
+
+
+def _steps(spans: dict[str, list[Span]]) -> list[Span]:
+    marks = (s for each in spans.values() for s in each if (s.cat, s.name) == ("mark", "step"))
+    return sorted(marks, key=lambda step: step.end_ns)
+
+
+def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
+    """Without the first steps, in which memory is touched and code is met for the first time."""
+    steps = _steps(spans)
+    if len(steps) <= SETTLING_STEPS:
+        return spans
+    start_ns = steps[SETTLING_STEPS - 1].end_ns
+    return {name: [s for s in each if s.start_ns >= start_ns] for name, each in spans.items()}
 
 
 def _read_spans(folder: Path) -> dict[str, list[Span]]:
@@ -253,6 +265,31 @@ def _publish_costs(spans: dict[str, list[Span]], step_s: float) -> dict[str, Any
         "flip_s": flip_s,
         "message_s": max(0.0, rest_s / NUM_CALLS),
     }
+
+
+def _turnaround_s(spans: dict[str, list[Span]]) -> float:
+    """From one step's end to the next one's first pass, less what was waited for groups."""
+    waits = union(
+        np.array(
+            [(s.start_ns, s.end_ns) for each in spans.values() for s in each if _is_gate_wait(s)],
+            dtype=np.int64,
+        ).reshape(-1, 2)
+    )
+    found = []
+    for process, each in spans.items():
+        if executor_of(process) == "trainer":
+            passes = sorted(s.start_ns for s in each if s.name == "accumulate")
+            for end_ns in (s.end_ns for s in each if s.name == "optimizer_step"):
+                start_ns = next((begun for begun in passes if begun >= end_ns), None)
+                if start_ns is not None:
+                    gap = np.array([[end_ns, start_ns]], dtype=np.int64)
+                    found.append((start_ns - end_ns - int(overlaps(waits, gap)[0])) / 1e9)
+    return _mean(np.array(found))
+
+
+def _is_gate_wait(span: Span) -> bool:
+    """The controller's wait for groups; the trainer's own says its version too."""
+    return (span.cat, span.name) == ("wait", "batch") and "version" not in span.args
 
 
 def _store_row_s(spans: dict[str, list[Span]]) -> float:

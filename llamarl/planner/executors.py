@@ -260,8 +260,8 @@ class ModelledTrainer:
 class Diary:
     """What a simulation asks of the journal: when steps and publishes end."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, costs: Costs, timeline: Timeline) -> None:
+        self._costs, self._timeline = costs, timeline
 
     def drop(self, group: object, reason: str) -> None:
         """Dropped groups cost what their rollouts cost."""
@@ -278,3 +278,5 @@ class Diary:
     async def step(self, stats: StepStats, groups: object) -> None:
         """An optimizer step is done."""
         self._timeline.step_ends_s.append(asyncio.get_running_loop().time())
+        if self._costs.report_s:
+            await asyncio.sleep(self._costs.report_s)

@@ -92,7 +92,7 @@ async def run(
             executors,
             run_dir=run_dir,
             state={},
-            journal=cast(Journal, Diary(timeline)),
+            journal=cast(Journal, Diary(costs, timeline)),
             spans=Spans("controller", None),
         )
         await publisher.connect()
