@@ -92,6 +92,18 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
         ("generator=vllm generator.block_size=20", "generator.block_size must be a multiple of 32"),
         ("generator=vllm cluster=inline", "cluster.backend must be monarch with generator=vllm"),
         ("weights=collective cluster=inline", "weights.transport must be shared_memory with"),
+        (
+            "trainer.num_ranks=12 trainer.tensor_parallel=4 trainer.replicate=2",
+            "trainer.num_ranks must be a multiple of tensor_parallel (4) times replicate (2)",
+        ),
+        (
+            "trainer.num_ranks=2 trainer.tensor_parallel=2 trainer.compile=inductor",
+            "trainer.compile must be none with trainer.tensor_parallel=2",
+        ),
+        (
+            "trainer.activation_checkpointing=selective trainer.compile=inductor",
+            "trainer.compile must be none with trainer.activation_checkpointing=selective",
+        ),
         ("weights.shadow=twice", "weights.shadow must be one of full, host, bucket, got 'twice'"),
         ("weights.transport=post", "weights.transport must be one of shared_memory"),
         ("placement.offload=tape", "placement.offload must be one of file, pinned, none"),

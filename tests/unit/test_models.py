@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llamarl.config import EmbeddedConfig, TrainerConfig, VllmConfig
 from llamarl.data.micro_batch import micro_batch
 from llamarl.models import attention, head
 from llamarl.models.architecture import Architecture
+from llamarl.models.divisibility import check_parallel
 from llamarl.models.transformer import Layer, Transformer, rope_tables
 from tests.allocation import LargestAllocation
 from tests.unit.reference_checkpoints import (
@@ -224,6 +226,36 @@ def tiny(**fields: Any) -> Architecture:
         "eos_token_ids": (),
     }
     return Architecture(**(sizes | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_ranks"),
+    [
+        ({"num_heads": 6}, 4),
+        ({"num_kv_heads": 2}, 4),
+        ({"intermediate_size": 42}, 4),
+        ({"vocab_size": 50}, 4),
+        ({}, 3),
+    ],
+)
+def test_sizes_that_ranks_cannot_share_evenly_are_named(
+    fields: dict[str, Any], num_ranks: int
+) -> None:
+    even = tiny(**({"vocab_size": 52, "num_heads": 4, "num_kv_heads": 4} | fields))
+    one, many = (TrainerConfig(num_ranks=size, tensor_parallel=size) for size in (1, num_ranks))
+    check_parallel(even, TrainerConfig(num_ranks=2), EmbeddedConfig(num_replicas=2))
+    check_parallel(even, one, VllmConfig(num_ranks=num_ranks))  # vLLM pads; it has its own check
+    said = rf"must divide the checkpoint's {even.num_heads} attention heads, .* got {num_ranks}"
+    with pytest.raises(ValueError, match=rf"trainer\.tensor_parallel {said}"):
+        check_parallel(even, many, EmbeddedConfig())
+    with pytest.raises(ValueError, match=rf"generator\.num_ranks {said}"):
+        check_parallel(even, one, EmbeddedConfig(num_ranks=num_ranks))
+
+
+def test_sizes_that_ranks_can_share_evenly_pass() -> None:
+    even = tiny(vocab_size=52, num_heads=4, num_kv_heads=4)
+    trainer = TrainerConfig(num_ranks=8, tensor_parallel=4, replicate=2)
+    check_parallel(even, trainer, EmbeddedConfig(num_ranks=2))
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
