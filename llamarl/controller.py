@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl import checkpoint
@@ -62,17 +62,15 @@ class Controller:
             self._start = tasks.create_task
             self._evaluation = self._start(self._evaluate(self.gate.version))
             admitting = self._start(self._admit_stage())
-            serving = [self._start(self._collect_stage()), self._start(self._score_stage())]
-            serving += [self._start(self._infer_stage()), self._start(self._settle_stage())]
-            serving += [self._start(self.publisher.watch())]
+            stages = (self._collect_stage, self._score_stage, self._infer_stage, self._settle_stage)
+            serving = [self._start(stage()) for stage in (*stages, self.publisher.watch)]
             await self._train_stage()
             admitting.cancel()
             await self.generator.abort(self.ledger.rows(Purpose.TRAIN, Purpose.CANARY))
             await self._evaluation
             for stage in serving:
                 stage.cancel()
-        unused = self.ledger.rows(Purpose.TRAIN, Purpose.CANARY)
-        await self.storage.retire(unused, {"fate": "unused"})
+        await self.storage.retire(self.ledger.rows(*Purpose), {"fate": "unused"})
         if self.config.checkpoint.export:
             async with self.placement.turn("train"):
                 await self.trainer.export(f"{self.run_dir}/export")
@@ -82,12 +80,10 @@ class Controller:
         while True:
             with self.spans.span("gate", "wait"):
                 groups = await self.gate.admit(self.prompts)
-            requests = [
-                (request, group) for group in groups for request in self.make_requests(group)
-            ]
-            for request, group in requests:
-                self.ledger.add(request, group.prompt, group)
-            await self.generator.submit([request for request, _ in requests])
+            requests = []
+            for group in groups:
+                requests += self.ledger.add_group(group, self.make_requests(group))
+            await self.generator.submit(requests)
 
     async def _collect_stage(self) -> None:
         """Hear which rollouts stopped; cut ones go on, wherever there is room."""
@@ -141,7 +137,7 @@ class Controller:
 
     async def _train_stage(self) -> None:
         """One optimizer step per batch; its parts are trained as they become ready."""
-        publishing = self._start(asyncio.sleep(0))  # nothing to wait for yet
+        publishing = closing = self._start(asyncio.sleep(0))  # nothing to wait for yet
         for version in range(self.gate.version, self.config.num_steps):
             oldest = self.gate.oldest_version(version)
             groups: list[Group] = []
@@ -154,14 +150,20 @@ class Controller:
                     groups += part
                 canary = await self.canary.check(version)
                 stats = await self.trainer.step()  # copies under way go on from a snapshot
-                await self.journal.step(replace(stats, scalars=stats.scalars | canary), groups)
-                fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
-                await self._retire(groups, fate)
                 if self._is_due(self.config.checkpoint.every_steps, stats.version):
                     await self._save(stats.version)
             await publishing
+            await closing
             publishing = self._start(self._publish(stats.version))
+            fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
+            writing = self.journal.step(replace(stats, scalars=stats.scalars | canary), groups)
+            closing = self._start(self._close(writing, groups, fate))
         await publishing
+
+    async def _close(self, writing: Awaitable[None], groups: list[Group], fate: Fate) -> None:
+        """Write a step down and let go of its rollouts, while the trainer goes on."""
+        await writing
+        await self._retire(groups, fate)
 
     async def _wait_for_batch(self) -> None:
         """Until the generators can spare their device: nothing is evaluated, all is written."""
@@ -186,8 +188,7 @@ class Controller:
     async def _save(self, version: int) -> None:
         state = {"version": version, **self.prompts.state(), **self.gate.state()}
         with self.spans.span("checkpoint", "mark", version=version):
-            keep = self.config.checkpoint.keep
-            await checkpoint.save(self.run_dir, self.trainer, state, keep)
+            await checkpoint.save(self.run_dir, self.trainer, state, self.config.checkpoint.keep)
 
     async def _retire(self, groups: list[Group], fate: Fate) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]

@@ -27,6 +27,8 @@ from llamarl.types import (
     Score,
 )
 
+SCORE_PAUSE_S = 0.05
+
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
@@ -42,10 +44,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A consumer of rows: the columns it needs and the rollouts it is for."""
+    """A consumer of rows: the columns it needs and the rollouts it is for.
+
+    `pause_s` lies between two `take`s at least, so that what comes from hundreds of replicas comes
+    together.
+    """
 
     needs: frozenset[str]
     purposes: frozenset[Purpose] = frozenset(Purpose)
+    pause_s: float = 0.0
 
 
 def loop_stages(has_reference: bool) -> dict[str, Stage]:
@@ -53,7 +60,7 @@ def loop_stages(has_reference: bool) -> dict[str, Stage]:
     written, scored = frozenset({RESPONSE_IDS}), frozenset({RESPONSE_IDS, REWARD})
     train = frozenset({Purpose.TRAIN})
     table = {
-        "score": Stage(needs=written, purposes=train | {Purpose.EVALUATE}),
+        "score": Stage(needs=written, purposes=train | {Purpose.EVALUATE}, pause_s=SCORE_PAUSE_S),
         "settle": Stage(needs=scored, purposes=train),
     }
     if has_reference:
@@ -74,6 +81,7 @@ class Ledger:
         self._stages = stages
         self._queues: dict[str, deque[int]] = {name: deque() for name in stages}
         self._changed: dict[str, asyncio.Event] = {name: asyncio.Event() for name in stages}
+        self._next_s = dict.fromkeys(stages, 0.0)  # no `take` ends before
         self._waiters: dict[int, list[tuple[str, asyncio.Future[None]]]] = {}
 
     def rows(self, *purposes: Purpose) -> list[int]:
@@ -85,6 +93,12 @@ class Ledger:
         if request.row_id in self.entries:
             raise ValueError(f"row id must be new, got {request.row_id}")
         self.entries[request.row_id] = Entry(request=request, prompt=prompt, group=group)
+
+    def add_group(self, group: Group, requests: list[Request]) -> list[Request]:
+        """Open the entries of all rows of a group; returns its `requests`."""
+        for request in requests:
+            self.add(request, group.prompt, group)
+        return requests
 
     def learn_rows(self, rows: Sequence[Row]) -> None:
         """These rollouts are written, so their RESPONSE_IDS are ready."""
@@ -118,6 +132,9 @@ class Ledger:
     async def take(self, stage: str, limit: int = 256) -> list[int]:
         """Up to `limit` rows ready for `stage`, oldest readiness first; waits for at least one."""
         queue, changed = self._queues[stage], self._changed[stage]
+        loop = asyncio.get_running_loop()
+        if self._next_s[stage] > loop.time():
+            await asyncio.sleep(self._next_s[stage] - loop.time())
         while True:
             rows: list[int] = []
             while queue and len(rows) < limit:
@@ -125,6 +142,8 @@ class Ledger:
                 if row_id in self.entries:
                     rows.append(row_id)
             if rows:
+                if not queue:
+                    self._next_s[stage] = loop.time() + self._stages[stage].pause_s
                 return rows
             changed.clear()
             await changed.wait()

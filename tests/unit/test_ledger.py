@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.experience.ledger import Ledger, Stage, loop_stages
+from llamarl.planner import clock
 from llamarl.types import (
     REF_LOGPROBS,
     RESPONSE_IDS,
@@ -47,7 +49,8 @@ def row(row_id: int) -> Row:
 
 
 def filled(num_rows: int = NUM_ROWS) -> Ledger:
-    ledger = Ledger(loop_stages(has_reference=True))
+    stages = loop_stages(has_reference=True)
+    ledger = Ledger({name: replace(stage, pause_s=0.0) for name, stage in stages.items()})
     for row_id in range(num_rows):
         ledger.add(request(row_id), PROMPT)
     return ledger
@@ -118,6 +121,23 @@ def test_concurrent_takers_share_the_rows_without_a_double(seed: int, num_takers
         assert sorted(taken) == list(range(200))
 
     asyncio.run(scenario())
+
+
+def test_a_stage_that_pauses_gets_what_came_meanwhile_together() -> None:
+    async def scenario() -> None:
+        ledger = Ledger({"score": Stage(needs=frozenset({RESPONSE_IDS}), pause_s=5.0)})
+        for row_id in range(4):
+            ledger.add(request(row_id), PROMPT)
+        ledger.mark([0], RESPONSE_IDS)
+        assert await ledger.take("score") == [0]
+        for row_id in (1, 2):
+            ledger.mark([row_id], RESPONSE_IDS)
+        assert await ledger.take("score", limit=1) == [1]
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert await ledger.take("score") == [2], "no pause while some are left"
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+
+    clock.run(scenario())
 
 
 def test_rows_are_taken_in_the_order_they_became_ready_and_at_most_limit_at_once() -> None:
