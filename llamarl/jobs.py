@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import math
 import os
 import shutil
@@ -53,6 +54,7 @@ from llamarl.protocols import Storage
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
+GC_THRESHOLDS = 50_000, 20, 20  # tens of thousands of rollouts are open: look at them less often
 
 
 Record = Callable[[], None]
@@ -112,6 +114,7 @@ async def _train(
             )
             await publisher.connect()
             try:
+                gc.set_threshold(*GC_THRESHOLDS)
                 journal.begin(state.get("version", 0))
                 await _until_lost(controller.run(), executors)
             finally:
