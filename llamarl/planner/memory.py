@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from llamarl.config import Config
+from llamarl.config import Config, VllmConfig
+from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
+from llamarl.models.divisibility import check_parallel
 from llamarl.planner.forecast import MemoryForecast, RankMemory
 from llamarl.planner.generator_memory import GeneratorMemory, forecast_generator
 from llamarl.planner.hardware import CPU, GPUS, gpu
@@ -48,12 +50,20 @@ def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecas
     return replace(forecast, advice=tuple(_advice(config, architecture, ranks)))
 
 
+def fits(config: Config, architecture: Architecture) -> bool:
+    """Only whether all fits: for whoever tries many recipes. ValueError like `forecast_memory`."""
+    return all(rank.fits for rank in _ranks(config, architecture))
+
+
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     """The one with the least room in proportion."""
     return max(ranks, key=lambda rank: rank.total_bytes / rank.device_bytes)
 
 
 def _ranks(config: Config, architecture: Architecture) -> Iterator[RankMemory]:
+    check_parallel(architecture, config.trainer, config.generator)
+    if isinstance(config.generator, VllmConfig):
+        check_limits(config.generator, architecture)
     trainer, generator = (
         forecast_trainer(config, architecture),
         forecast_generator(config, architecture),

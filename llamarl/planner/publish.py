@@ -7,8 +7,9 @@ plans; seconds come from bytes and named constants alone.
 As in `weights/publish.py` the trainer feeds the first replica of each host (or each replica that
 spans hosts), and that one, once it has the version, the others of its host. Replicas look alike, so
 one plan serves them all; it is made for one layer, and for what is outside the layers, and the
-first is counted once per layer: copies never join across parameters. (With trainer.replicate above
-1 a full plan evens out bytes over layers too, so its busiest rank may send a little less.)
+first is counted once per layer: copies never join across parameters. (What several ranks hold, as
+the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full plan evens
+out over all layers, so that its busiest rank may send a little less.)
 
 Every GPU has a network card and links to the other GPUs of its host; ranks without a GPU share
 their host's. Copies between two hosts need a card at both ends; those within a host the links,

@@ -1,0 +1,103 @@
+"""What the planner says that ranks hold, against real ranks."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.config import EmbeddedConfig, TrainerConfig
+from llamarl.models.architecture import read_architecture
+from llamarl.models.parallelize import make_mesh
+from llamarl.models.policy import Policy
+from llamarl.models.process_group import join, leave
+from llamarl.planner.activations import forecast_activations, fullest_lengths
+from llamarl.planner.placements import trainer_layouts
+from llamarl.planner.trainer_memory import forecast_trainer
+from llamarl.weights.shards import shard_boxes
+from tests.distributed.training import make_checkpoint
+from tests.unit.planner_recipes import make_recipe
+
+TOKENS, CONTEXT = 60, 25
+LAYOUTS = {
+    "shard": TrainerConfig(num_ranks=4, optimizer="sgd"),
+    "replicate x shard": TrainerConfig(num_ranks=4, replicate=2),
+    "tensor": TrainerConfig(num_ranks=4, tensor_parallel=4),
+    "shard x tensor": TrainerConfig(num_ranks=4, tensor_parallel=2, reshard_after="backward"),
+}
+
+
+def saved_bytes(policy: Policy, lengths: tuple[int, ...]) -> int:
+    """What autograd holds on to after a forward, without parameters; runs the backward too."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        local = getattr(tensor, "_local_tensor", tensor)
+        storages[local.untyped_storage()._cdata] = local.untyped_storage()
+        return tensor
+
+    token_ids = torch.arange(sum(lengths)) % 7
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stats = policy.model(token_ids, lengths, token_ids, 1.0)
+    own = {
+        getattr(p, "_local_tensor", p).untyped_storage()._cdata for p in policy.model.parameters()
+    }
+    total = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+    (stats.logprobs.sum() + stats.entropy.sum()).backward()
+    return total
+
+
+async def hold(
+    rank: int, num_ranks: int, checkpoint: str, rendezvous: str, configs: list[TrainerConfig]
+) -> list[dict[str, Any]]:
+    """What this rank holds under each config."""
+    join(rendezvous, rank, num_ranks, torch.device("cpu"))
+    found = []
+    try:
+        for config in configs:
+            policy = Policy(checkpoint, make_mesh("cpu", config), config, seed=0)
+            saved = saved_bytes(policy, fullest_lengths(TOKENS, CONTEXT - 1))
+            grads = [parameter.grad.to_local() for parameter in policy.parameters.values()]
+            moments = [
+                getattr(tensor, "_local_tensor", tensor)
+                for state in policy._optimizer.state.values()
+                for tensor in state.values()
+            ]
+            found.append(
+                {
+                    "layout": shard_boxes(policy.parameters)[1],
+                    "weights": sum(tensor.nbytes for tensor in policy.movable("weights")),
+                    "gradients": sum(grad.nbytes for grad in grads),
+                    "optimizer": sum(moment.nbytes for moment in moments),
+                    "saved": saved,
+                }
+            )
+        return found
+    finally:
+        leave()
+
+
+def test_ranks_hold_what_the_planner_says(ranks: Any, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", vocab_size=60, num_key_value_heads=4)
+    architecture = read_architecture(checkpoint)
+    answers = ranks(4).run(hold, checkpoint, str(tmp_path / uuid.uuid4().hex), [*LAYOUTS.values()])
+    for index, (name, trainer) in enumerate(LAYOUTS.items()):
+        config = make_recipe(
+            trainer=replace(trainer, tokens_per_micro_batch=TOKENS),
+            generator=EmbeddedConfig(max_context_tokens=CONTEXT),
+        )
+        found = [answer[index] for answer in answers]
+        for rank, layout in enumerate(trainer_layouts(config, architecture)):
+            assert layout.parameters == found[rank]["layout"], (name, rank)
+        memory = forecast_trainer(config, architecture)
+        assert memory.weights == max(each["weights"] for each in found), name
+        for kind in ("gradients", "optimizer"):
+            assert memory.state.get(kind, 0) == max(each[kind] for each in found), (name, kind)
+        # The planner counts what lives, also what no backward needs: results and packing.
+        saved = forecast_activations(config, architecture).saved_bytes
+        for each in found:
+            assert saved == pytest.approx(each["saved"], rel=0.05), name

@@ -1,0 +1,319 @@
+"""Memory as forecast: against real tensors, by hand, and as knobs are turned."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.config import (
+    ClusterConfig,
+    Config,
+    EmbeddedConfig,
+    GRPOConfig,
+    PlacementConfig,
+    TrainerConfig,
+    VllmConfig,
+    WeightsConfig,
+)
+from llamarl.generation.parameters import arena_layout, bind, quantize, tensors
+from llamarl.generation.quantized import make_scratch
+from llamarl.models.inventory import parameter_shapes
+from llamarl.models.transformer import Transformer
+from llamarl.planner import fit
+from llamarl.planner.activations import Watch, forecast_activations, fullest_lengths
+from llamarl.planner.fit import check_fit, upper_bound_bytes
+from llamarl.planner.generator_memory import kv_cache_bytes, quantized_bytes
+from llamarl.planner.memory import forecast_memory, fullest
+from llamarl.planner.placements import generator_layouts, trainer_layouts
+from llamarl.weights.layout import RankLayout
+from tests.unit.planner_recipes import LLAMA, make_recipe
+
+CUDA_TRAINER = TrainerConfig(device="cuda", compute_dtype="bfloat16", num_ranks=8)
+CUDA_GENERATOR = EmbeddedConfig(device="cuda", dtype="bfloat16", max_context_tokens=2048)
+LLAMA_405B = replace(
+    LLAMA,
+    vocab_size=128256,
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_layers=126,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+def on_gpus(**sections: object) -> Config:
+    made = {
+        "trainer": CUDA_TRAINER,
+        "generator": CUDA_GENERATOR,
+        "weights": WeightsConfig(transport="collective"),
+        "cluster": ClusterConfig(num_hosts=8),
+    }
+    return make_recipe(**made | sections)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Config, object]:
+    """A recipe, and an architecture that its tensor-parallel ranks divide, if not much more."""
+    tensor, shard, replicate = (draw(st.integers(1, most)) for most in (4, 5, 3))
+    architecture = replace(
+        LLAMA,
+        num_layers=1,
+        vocab_size=tensor * draw(st.integers(1, 9)),
+        hidden_size=draw(st.integers(1, 11)),
+        intermediate_size=tensor * draw(st.integers(1, 7)),
+        num_heads=tensor * 2,
+        num_kv_heads=tensor,
+        head_dim=2 * draw(st.integers(1, 3)),
+        mlp_bias=draw(st.booleans()),
+        output_bias=draw(st.booleans()),
+    )
+    trainer = TrainerConfig(
+        num_ranks=tensor * shard * replicate, tensor_parallel=tensor, replicate=replicate
+    )
+    return make_recipe(trainer=trainer, generator=EmbeddedConfig(num_ranks=tensor)), architecture
+
+
+def covered(ranks: list[RankLayout], name: str) -> torch.Tensor:
+    """How many ranks hold each element."""
+    count = torch.zeros(ranks[0].parameters[name].shape, dtype=torch.int64)
+    for rank in ranks:
+        for box in rank.parameters[name].boxes:
+            count[tuple(map(slice, box.start, box.stop))] += 1
+    return count
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_boxes_of_all_ranks_tile_every_parameter(drawn: tuple[Config, object]) -> None:
+    config, architecture = drawn
+    trainers = trainer_layouts(config, architecture)
+    generators = generator_layouts(config, architecture)
+    for name, shape in parameter_shapes(architecture).items():
+        module, kind = name.split(".")[-2:]
+        is_whole = "norm" in module or (kind == "bias" and module in ("o_proj", "down_proj"))
+        copies = config.trainer.tensor_parallel if is_whole else 1
+        assert (covered(trainers, name) == config.trainer.replicate * copies).all(), name
+        assert (covered(generators, name) == copies).all(), name
+        assert trainers[0].parameters[name].shape == shape
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str) -> None:
+    trainer = TrainerConfig(tokens_per_micro_batch=150, activation_checkpointing=checkpointing)
+    config = make_recipe(trainer=trainer, generator=EmbeddedConfig(max_context_tokens=40))
+    model = Transformer(LLAMA)
+    for layer in model.model.layers:
+        layer.checkpointing = checkpointing
+    lengths = fullest_lengths(150, 39)
+    token_ids = torch.arange(sum(lengths)) % 96
+    watch = Watch(model.parameters(), torch.device("cpu"))
+    with watch:
+        stats = model(token_ids, lengths, token_ids, 1.0)
+        saved = watch.live.num_bytes
+        (stats.logprobs.sum() + stats.entropy.sum()).backward()
+    planned = forecast_activations(config, LLAMA)
+    assert planned.saved_bytes == pytest.approx(saved, rel=0.01)
+    # Gradients of parameters stay here; there they are FSDP's affair.
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    peak = planned.saved_bytes + max(planned.logits_bytes, planned.block_bytes)
+    assert peak <= watch.live.peak_bytes <= peak + gradients
+
+
+def test_the_fullest_packing_is_a_packing() -> None:
+    for num_tokens in range(1, 90):
+        for longest in (1, 2, 7, 30):
+            lengths = fullest_lengths(num_tokens, longest)
+            assert sum(lengths) == max(num_tokens, longest)
+            assert max(lengths) == longest
+            assert min(lengths) >= 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantised_weights_are_as_large_as_real_ones(tied: bool) -> None:
+    architecture = replace(LLAMA, tie_embeddings=tied, qk_norm=True)
+    layout = arena_layout(architecture, "float32")
+    weights = bind(layout, architecture, torch.ones(layout.num_elements))
+    made = quantize(weights, "int8", make_scratch(256, torch.float32, torch.device("cpu")))
+    assert quantized_bytes(architecture, "float32", 1) == sum(t.nbytes for t in tensors(made))
+
+
+def test_the_405b_model_by_hand() -> None:
+    # 126 layers of 2 x 16384^2 (q, o), 2 x 16384 x 1024 (k, v), 3 x 16384 x 53248 and two norms;
+    # embedding and head of 128256 x 16384, one norm: 405.9e9 parameters.
+    layer = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
+    total = 126 * layer + 2 * 128256 * 16384 + 16384
+    assert round(total / 1e9, 1) == 405.9
+    config = on_gpus(
+        trainer=replace(
+            CUDA_TRAINER, num_ranks=512, tensor_parallel=8, activation_checkpointing="full"
+        ),
+        generator=VllmConfig(
+            device="cuda",
+            dtype="bfloat16",
+            quantization="fp8",
+            num_ranks=8,
+            num_replicas=64,
+            kv_cache_bytes=10 << 30,
+        ),
+        weights=WeightsConfig(transport="collective", shadow="host"),
+        cluster=ClusterConfig(num_hosts=128),
+    )
+    trainer, generator = forecast_memory(config, LLAMA_405B).ranks
+    norms = (2 * 126 + 1) * 16384  # whole on each tensor-parallel rank
+    held = 4 * ((total - norms) / 512 + norms / 64)
+    padding = 4 * 128256 * 16384 / 512  # 16032 rows a slice are no multiple of 64
+    assert held <= trainer.bytes_by_kind["weights"] <= held + 0.01 * padding
+    assert trainer.bytes_by_kind["optimizer"] == pytest.approx(2 * held, rel=0.01)
+    two_layers_and_the_rest = 2 * (2 * layer + 2 * 128256 * 16384) / 8
+    assert trainer.bytes_by_kind["unsharded"] == pytest.approx(two_layers_and_the_rest, rel=0.01)
+    fp8 = (126 * (layer - 2 * 16384) + 2 * 2 * 128256 * 16384) / 8
+    assert generator.bytes_by_kind["weights"] == pytest.approx(fp8, rel=0.01)
+    assert generator.host_bytes_by_kind["shadow"] == pytest.approx(2 * total / 8, rel=0.001)
+
+
+KNOBS = {
+    "trainer.tokens_per_micro_batch": (64, 100, 300, 1000),
+    "generator.max_running": (2, 4, 5, 64),
+    "generator.max_context_tokens": (17, 64, 300),
+    "architecture.num_layers": (1, 2, 3, 9),
+    "architecture.vocab_size": (96, 128, 4096),
+    "weights.bucket_bytes": (1 << 10, 1 << 20),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(KNOBS)), st.data())
+def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) -> None:
+    small, large = sorted(data.draw(st.sampled_from(KNOBS[knob])) for _ in range(2))
+    transport = data.draw(st.sampled_from(["shared_memory", "collective"]))
+    totals = []
+    for value in (small, large):
+        config = make_recipe(weights=WeightsConfig(transport=transport, shadow="bucket"))
+        section, name = knob.split(".")
+        architecture = LLAMA
+        if section == "architecture":
+            architecture = replace(LLAMA, **{name: value})
+        else:
+            part = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: part})
+        ranks = forecast_memory(config, architecture).ranks
+        totals.append({rank.executor: rank.total_bytes for rank in ranks})
+        by_kind = Counter({r.executor: sum(r.bytes_by_kind.values()) for r in ranks})
+        assert by_kind == totals[-1]
+        assert upper_bound_bytes(config, architecture) >= totals[-1]["host"]
+    assert all(totals[0][side] <= totals[1][side] for side in totals[0])
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3]),
+    st.booleans(),
+    st.sampled_from(["none", "full"]),
+    st.sampled_from(["adamw", "sgd"]),
+)
+def test_the_bound_is_above_the_forecast(
+    tensor: int,
+    replicate: int,
+    num_replicas: int,
+    has_reference: bool,
+    checkpointing: str,
+    optimizer: str,
+) -> None:
+    config = make_recipe(
+        trainer=TrainerConfig(
+            num_ranks=4 * replicate,
+            tensor_parallel=tensor,
+            replicate=replicate,
+            activation_checkpointing=checkpointing,
+            optimizer=optimizer,
+            weight_decay=0.1,
+        ),
+        generator=EmbeddedConfig(
+            num_replicas=num_replicas, num_ranks=tensor, quantization="int8", max_running=16
+        ),
+        algorithm=GRPOConfig(kl_coefficient=0.1 * has_reference),
+    )
+    host = forecast_memory(config, LLAMA).ranks[-1]
+    assert host.executor == "host"
+    assert upper_bound_bytes(config, LLAMA) >= host.total_bytes
+
+
+def test_a_small_run_is_let_through_without_torch() -> None:
+    script = (
+        "import sys; from tests.unit.planner_recipes import LLAMA, make_recipe; "
+        "from llamarl.planner.fit import check_fit; check_fit(make_recipe(), LLAMA); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_a_change(monkeypatch) -> None:
+    monkeypatch.setattr(fit, "available_bytes", lambda: 10 << 20)
+    monkeypatch.setattr("llamarl.planner.memory.available_bytes", lambda: 10 << 20)
+    with pytest.raises(ValueError, match=r"all processes of a host must fit into the 0.0 GiB that"):
+        check_fit(make_recipe(), LLAMA)
+    trainer = replace(CUDA_TRAINER, num_ranks=64)
+    config = on_gpus(
+        trainer=replace(trainer, tokens_per_micro_batch=32768),
+        generator=replace(CUDA_GENERATOR, num_ranks=8),
+        cluster=ClusterConfig(num_hosts=16),
+    )
+    architecture = replace(LLAMA_405B, num_layers=40, hidden_size=8192, intermediate_size=28672)
+    words = (
+        r"the fullest trainer must fit into the 79.6 GiB that one H100-80GB has, got \d+.\d GiB "
+        r"\(activations .*\); trainer.activation_checkpointing=full: .* GiB on the fullest trainer"
+    )
+    with pytest.raises(ValueError, match=words) as caught:
+        check_fit(config, architecture)
+    assert "\n" not in str(caught.value)
+    check_fit(
+        replace(config, trainer=replace(trainer, activation_checkpointing="full")), architecture
+    )
+
+
+def test_an_unknown_gpu_is_refused_with_the_names_that_are_known() -> None:
+    config = on_gpus(cluster=ClusterConfig(num_hosts=2, gpu="B200"))
+    with pytest.raises(ValueError, match=r"cluster\.gpu must be one of H100-80GB, H200-141GB"):
+        check_fit(config, LLAMA)
+
+
+def test_turns_need_the_most_of_one_side_and_no_offloading_the_sum() -> None:
+    base = {
+        "trainer": replace(CUDA_TRAINER, num_ranks=1),
+        "weights": WeightsConfig(transport="cuda_ipc"),
+        "cluster": ClusterConfig(),
+    }
+    turns = PlacementConfig(colocated=True, offload="pinned")
+    ranks = {
+        rank.executor: rank
+        for rank in forecast_memory(on_gpus(**base, placement=turns), LLAMA).ranks
+    }
+    assert sorted(ranks) == ["generator", "handover", "trainer"]
+    together = forecast_memory(
+        on_gpus(**base, placement=PlacementConfig(colocated=True, offload="none")), LLAMA
+    ).ranks
+    (rank,) = together
+    reserve = rank.bytes_by_kind["reserve"]
+    parts = [ranks[side].total_bytes - reserve for side in ("trainer", "generator")]
+    assert rank.total_bytes == sum(parts) + reserve
+    # What left the trainer is its weights and moments, what left the generator weights and cache.
+    num_elements = sum(math.prod(shape) for shape in parameter_shapes(LLAMA).values())
+    moved = 12 * num_elements + 4 * len(parameter_shapes(LLAMA))
+    assert ranks["trainer"].host_bytes_by_kind == {"offloaded": moved}
+    config = on_gpus(**base, placement=turns)
+    elements = arena_layout(LLAMA, "bfloat16").num_elements
+    moved = 2 * elements + kv_cache_bytes(config, LLAMA)
+    assert ranks["generator"].host_bytes_by_kind == {"offloaded": moved}
+    assert fullest(ranks.values()).total_bytes == max(r.total_bytes for r in ranks.values())

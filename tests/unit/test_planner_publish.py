@@ -1,0 +1,162 @@
+"""Publishes as forecast, against plans of the whole model and arithmetic done again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.config import (
+    ClusterConfig,
+    Config,
+    EmbeddedConfig,
+    PlacementConfig,
+    TrainerConfig,
+    VllmConfig,
+    WeightsConfig,
+)
+from llamarl.planner.hardware import EFFICIENCY, GPUS
+from llamarl.planner.placements import arena, generator_layouts, trainer_layouts
+from llamarl.planner.publish import forecast_publish, relays, traffic
+from llamarl.seats import assign
+from llamarl.weights.plan import num_bytes, plan
+from tests.unit.planner_recipes import LLAMA, make_recipe
+
+
+def recipe(
+    *, shard: int, tensor: int, target: int, replicas: int, replicate: int = 1, **more: object
+) -> Config:
+    made = {
+        "trainer": TrainerConfig(
+            num_ranks=replicate * shard * tensor,
+            tensor_parallel=tensor,
+            replicate=replicate,
+            device="cuda",
+        ),
+        "generator": EmbeddedConfig(
+            num_ranks=target, num_replicas=replicas, dtype="bfloat16", device="cuda"
+        ),
+        "weights": WeightsConfig(transport="collective"),
+        "cluster": ClusterConfig(num_hosts=16, num_gpus_per_host=4),
+    }
+    return make_recipe(**made | more)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["embedded", "vllm"]),
+)
+def test_a_layer_times_layers_is_the_whole_plan(
+    shard: int, tensor: int, target: int, engine: str
+) -> None:
+    config = recipe(shard=shard, tensor=tensor, target=target, replicas=1)
+    if engine == "vllm":
+        config = replace(config, generator=VllmConfig(num_ranks=target, dtype="bfloat16"))
+    matrices = np.zeros((2, shard * tensor, target), np.int64)
+    for copy in plan(trainer_layouts(config, LLAMA), generator_layouts(config, LLAMA)):
+        matrices[:, copy.source_rank, copy.target_rank] += num_bytes([copy]), 1
+    made = traffic(config, LLAMA)
+    assert (made.num_bytes.sum(0) == matrices[0].sum(0)).all()
+    assert made.num_copies.sum() == matrices[1].sum()
+    # Whoever of several holders sends a norm is another matter.
+    norms = 2 * 32 * (2 * LLAMA.num_layers + 1) * (tensor > 1)
+    assert abs(made.num_bytes - matrices[0]).max() <= norms
+    for rank in range(target):
+        held = sum(
+            np.prod(np.subtract(box.stop, box.start))
+            for layout in arena(config, LLAMA, rank)[0].values()
+            for box in layout.boxes
+        )
+        assert made.num_bytes[:, rank].sum() == 2 * held
+
+
+def test_copies_of_the_trainer_share_the_sending() -> None:
+    config = recipe(shard=2, tensor=1, target=2, replicas=1, replicate=2)
+    large = replace(LLAMA, hidden_size=512, intermediate_size=1024)
+    sent = traffic(config, large).num_bytes.sum(1)
+    assert sent.max() <= 1.02 * sent.mean()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "heads", "siblings"),
+    [(1, [0], []), (2, [0, 1], []), (4, [0, 1, 3], [(1, 2)])],
+)
+def test_the_trainer_feeds_one_replica_of_a_host_and_that_one_the_others(
+    replicas: int, heads: list[int], siblings: list[tuple[int, int]]
+) -> None:
+    # Four GPUs a host: the trainer has host 0 and half of host 1.
+    config = recipe(shard=6, tensor=1, target=2, replicas=replicas)
+    assert relays(config) == (heads, siblings)
+
+
+def test_the_lower_bound_follows_from_the_bytes() -> None:
+    config = recipe(shard=3, tensor=2, target=2, replicas=5)
+    seats, (heads, siblings) = assign(config), relays(config)
+    assert siblings
+    copies = plan(trainer_layouts(config, LLAMA), generator_layouts(config, LLAMA))
+    cards, links, relayed, out = Counter(), Counter(), Counter(), Counter()
+    for head in heads:
+        for copy in copies:
+            here = seats["trainer"][copy.source_rank]
+            there = seats[f"generator-{head}"][copy.target_rank]
+            way = cards if here.host != there.host else links
+            way["out", here] += num_bytes([copy])
+            way["in", there] += num_bytes([copy])
+            out["trainer", copy.source_rank] += num_bytes([copy])
+    received = Counter()
+    for copy in copies:
+        received[copy.target_rank] += num_bytes([copy])
+    for head, sibling in siblings:
+        for rank, amount in received.items():
+            relayed["out", seats[f"generator-{head}"][rank]] += amount
+            relayed["in", seats[f"generator-{sibling}"][rank]] += amount
+            out[head, rank] += amount
+    gpu = GPUS["H100-80GB"]
+    made = forecast_publish(config, LLAMA)
+    bound = max(
+        max(cards.values()) / gpu.card_bytes_per_s,
+        max(links.values()) / gpu.link_bytes_per_s,
+        max(relayed.values()) / gpu.link_bytes_per_s,
+    )
+    assert made.lower_bound_s == pytest.approx(bound, rel=1e-12)
+    assert made.seconds >= bound / EFFICIENCY
+    assert made.max_card_bytes_out == max(n for (way, _), n in cards.items() if way == "out")
+    assert made.max_card_bytes_in == max(n for (way, _), n in cards.items() if way == "in")
+    assert made.max_bytes_out == max(out.values())
+    assert made.max_bytes_in == max(received.values())
+    assert made.total_bytes == 5 * sum(received.values())
+    assert made.num_groups == len(heads)
+    boxes = len(LLAMA_NAMES) * 2  # every parameter has one on each rank
+    assert made.num_copies == len(heads) * len(copies) + len(siblings) * boxes
+
+
+LLAMA_NAMES = generator_layouts(recipe(shard=1, tensor=1, target=1, replicas=1), LLAMA)[
+    0
+].parameters
+
+
+def test_on_one_gpu_a_publish_is_a_copy_in_its_memory() -> None:
+    placement = PlacementConfig(colocated=True)
+    weights = WeightsConfig(transport="cuda_ipc")
+    config = recipe(shard=1, tensor=1, target=1, replicas=1, placement=placement, weights=weights)
+    made = forecast_publish(config, LLAMA)
+    rate = GPUS["H100-80GB"].memory_bytes_per_s
+    assert made.lower_bound_s == pytest.approx(2 * made.total_bytes / rate)
+    assert made.max_card_bytes_out == made.max_card_bytes_in == made.num_groups == 0
+
+
+def test_slower_hardware_and_more_bytes_take_longer() -> None:
+    small = forecast_publish(recipe(shard=4, tensor=1, target=1, replicas=4), LLAMA)
+    wide = replace(LLAMA, intermediate_size=4096)
+    large = forecast_publish(recipe(shard=4, tensor=1, target=1, replicas=4), wide)
+    slow = recipe(shard=4, tensor=1, target=1, replicas=4)
+    slow = replace(slow, cluster=replace(slow.cluster, gpu="A100-80GB"))
+    assert small.seconds < large.seconds < forecast_publish(slow, wide).seconds
+    assert small.lower_bound_s < large.lower_bound_s
