@@ -1,0 +1,83 @@
+"""Whole runs on two worker daemons, as on two hosts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llamarl.cluster.certificates import make_certificates
+from llamarl.cluster.process import is_alive
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from demo_two_hosts import LLAMARL, ROOT, children, options, worker
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 300.0
+END_LIMIT_S = 20.0  # on idle cores it is 3
+
+
+def train(certificates: Path, hosts: list[str], run_dir: Path) -> list[str]:
+    return [
+        *(*LLAMARL, "train", "--config-dir", str(ROOT / "recipes/quickstart")),
+        *(f"cluster.hosts={json.dumps(hosts)}", "weights=collective", f"run_dir={run_dir}"),
+        *("metrics.live=false", *options(certificates, "cluster.{}=")),
+    ]
+
+
+def test_two_hosts_learn_what_one_learns(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/demo_two_hosts.py", f"run_dir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] >= 0.9
+    left = [path.name for path in (tmp_path / "run").glob(".*")]
+    assert left == [".lock"]  # no rendezvous, no probe
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_a_host_ends_the_run_with_one_reason(tmp_path: Path, victim: int) -> None:
+    """Of the first, with the trainer; of the second, with the only generator."""
+    make_certificates(str(tmp_path), ["127.0.0.1"])
+    with worker(tmp_path) as (one, first), worker(tmp_path) as (two, second):
+        command = train(tmp_path, [one, two], tmp_path / "run")
+        run = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        )
+        assert run.stdout is not None
+        assert any(" step 1/30 " in line for line in run.stdout)
+        started = children(first.pid) | children(second.pid)
+        assert len(started) >= 5
+        (first, second)[victim].send_signal(signal.SIGKILL)
+        killed_s = time.monotonic()
+        output = run.stdout.read()
+        assert run.wait() == 1
+        assert time.monotonic() - killed_s < END_LIMIT_S
+        assert f"host {(one, two)[victim]} is lost: its worker daemon does not answer" in output
+        assert not [pid for pid in started if is_alive(pid)]
+
+
+def test_a_foreign_certificate_ends_a_run_in_one_line_before_it_starts(tmp_path: Path) -> None:
+    ours, foreign = tmp_path / "ours", tmp_path / "foreign"
+    for folder in (ours, foreign):
+        make_certificates(str(folder), ["127.0.0.1"])
+    with worker(ours) as (host, _):
+        done = subprocess.run(
+            train(foreign, [host], tmp_path / "run"), capture_output=True, text=True, cwd=ROOT
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("llamarl: cluster.ca must have signed the certificate of every host")
+    assert host in line
