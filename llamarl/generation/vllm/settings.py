@@ -23,6 +23,7 @@ import torch
 from llamarl.config import VllmConfig
 from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import MODEL_TYPES, Architecture
+from llamarl.models.process_group import compute_device
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
 ENVIRONMENT = {
@@ -72,7 +73,7 @@ def make_core(
 
     alone = "" if rendezvous else tempfile.mkdtemp(prefix="llamarl-")
     meeting = _meeting(rendezvous or f"{alone}/meeting", run_id)
-    local_rank = rank % max(torch.cuda.device_count(), 1) if config.device == "cuda" else 0
+    local_rank = compute_device(config.device, "generator.device").index or 0
 
     class RankExecutor(UniProcExecutor):
         """The one worker of this process; the other ranks run the same steps in theirs."""
