@@ -90,7 +90,7 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
     algorithm = AIPOConfig(rho=2.0, mask_truncated=True)
     want, logprobs = expected(checkpoint, cells, rows, algorithm)
     num_tokens = sum(row.num_tokens for row in rows)
-    weights = []
+    weights, scalars = [], []
     split = {"tensor_parallel": 2, "reshard_after": "step"}
     for num_ranks, fields, budget, cut in (
         (1, {}, 4096, 13),
@@ -117,6 +117,9 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
         assert sorted(written) == [row.row_id for row in rows if row.advantage]
         weights.append(seen[0]["weights"])
         stats = seen[0]["stats"][0]
+        scalars.append(stats.scalars)
+        for name, value in scalars[0].items():  # counted once each, whoever ran them
+            assert stats.scalars[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
         norm = np.sqrt(sum(np.sum(g.astype("f8") ** 2) for g in want.values())) / num_tokens
         assert stats.scalars["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert stats.scalars["num_tokens"] == num_tokens
