@@ -1,21 +1,22 @@
 """What a forward and backward of one micro-batch keep in memory besides parameters.
 
-Owns: the measurement, on the meta device, of the real model with one and two layers. Does not own:
+Owns: the measurement, on the meta device, of the real model with two layers. Does not own:
 FSDP's gathered weights and gradients (`memory.py`). Invariant: nothing is computed and nothing is
 sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
 checkpointing's caches).
 
-Every tensor that an operation makes is watched from its birth to its death. Two layers against one
-give what each further layer keeps. Tensor-parallel ranks run the real parallel code over a process
-group that sends nothing.
+Every tensor that an operation makes is watched from its birth to its death. What is alive after the
+second layer and was not after the first is what each further layer keeps. Tensor-parallel ranks run
+the real parallel code over a process group that sends nothing.
 
 Rules for what the meta device cannot know:
 
 - Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16; on float32 `efficient`, or
   `math` if query heads share key heads, and only `math` keeps the scores, cells times rollout
   length for every head. The kernel that `attention_kernel` names runs on the meta device too.
+- Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
 - Padding. Attention pads rollouts of one block to its longest (models/attention.py), so memory
-  depends on their lengths. The worst packing is reckoned: nearly twice as many cells as tokens.
+  depends on their lengths. The worst packing is reckoned: twice as many cells as tokens.
 """
 
 from __future__ import annotations
@@ -66,38 +67,46 @@ def forecast_activations(config: Config, architecture: Architecture) -> Activati
     one rollout of the whole context if that is longer."""
     trainer = config.trainer
     longest = config.generator.max_context_tokens - 1  # the last token is not fed
-    one, two = (
+    kernel = attention_kernel(config, architecture)
+    found = [
         _measure(
-            replace(architecture, num_layers=num_layers),
-            fullest_lengths(trainer.tokens_per_micro_batch, longest),
+            replace(architecture, num_layers=2),
+            lengths,
             trainer.compute_dtype,
             trainer.activation_checkpointing,
             trainer.tensor_parallel,
-            attention_kernel(config, architecture),
+            kernel,
         )
-        for num_layers in (1, 2)
-    )
-    saved = one.saved + (architecture.num_layers - 1) * (two.saved - one.saved)
+        for lengths in fullest_packings(trainer.tokens_per_micro_batch, longest, kernel)
+    ]
+    num_more = architecture.num_layers - 2
+    widened = 0
+    if trainer.device == "cpu" and trainer.compute_dtype == "bfloat16":
+        widened = 4 * architecture.vocab_size * architecture.hidden_size // trainer.tensor_parallel
     return Activations(
-        saved_bytes=saved,
-        logits_bytes=max(two.head_peak - two.saved, 0),
-        block_bytes=max(two.layers_peak - two.saved, 0),
-        embedding_bytes=two.embedding_peak,
+        saved_bytes=max(each.saved + num_more * each.layer for each in found),
+        logits_bytes=widened + max(max(each.head_peak - each.saved, 0) for each in found),
+        block_bytes=max(max(each.layers_peak - each.saved, 0) for each in found),
+        embedding_bytes=max(each.embedding_peak for each in found),
     )
 
 
 def forecast_inference(config: Config, architecture: Architecture) -> int:
     """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
     trainer, longest = config.trainer, config.generator.max_context_tokens - 1
-    return _measure(
-        replace(architecture, num_layers=1),
-        fullest_lengths(trainer.tokens_per_micro_batch, longest),
-        trainer.compute_dtype,
-        "none",
-        trainer.tensor_parallel,
-        attention_kernel(config, architecture),
-        is_trained=False,
-    ).head_peak
+    kernel = attention_kernel(config, architecture)
+    return max(
+        _measure(
+            replace(architecture, num_layers=1),
+            lengths,
+            trainer.compute_dtype,
+            "none",
+            trainer.tensor_parallel,
+            kernel,
+            is_trained=False,
+        ).head_peak
+        for lengths in fullest_packings(trainer.tokens_per_micro_batch, longest, kernel)
+    )
 
 
 def attention_kernel(config: Config, architecture: Architecture) -> str:
@@ -163,9 +172,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Bytes alive after the forward; most until the head's backward, in the layers', and after."""
+    """Bytes alive after the forward, those of one layer among them; most until the head's backward,
+    in the layers', and after."""
 
     saved: int
+    layer: int
     head_peak: int
     layers_peak: int
     embedding_peak: int
@@ -197,31 +208,31 @@ def _measure(
         mark = _at_backward(lambda: peaks.append(watch.live.restart()))
         for module in (model.model.layers[-1], model.model.embed_tokens):
             module.register_forward_hook(mark)
+        ends: list[int] = []  # bytes alive when a layer is done
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda *_: ends.append(watch.live.num_bytes))
         token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
         with watch, torch.set_grad_enabled(is_trained):
             stats = model(token_ids, lengths, token_ids, 1.0)
             saved = watch.live.num_bytes
             if not is_trained:
-                return _Measured(saved, watch.live.peak_bytes, 0, 0)
+                return _Measured(saved, 0, watch.live.peak_bytes, 0, 0)
             (stats.logprobs.sum() + stats.entropy.sum()).backward()
         head_peak, layers_peak = peaks
-        return _Measured(saved, head_peak, layers_peak, watch.live.peak_bytes)
+        return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, watch.live.peak_bytes)
 
 
-def fullest_lengths(num_tokens: int, longest: int) -> tuple[int, ...]:
-    """Rollouts of at most `longest` tokens, `num_tokens` (or `longest`) in all, that need the most
-    padding: one as long as may be, the others just long enough for its block."""
-    shorter = -(-longest // SPLIT_RATIO)
-    num_shorter, rest = divmod(max(num_tokens - longest, 0), shorter)
-    if num_shorter == 0:
-        return (longest, rest) if rest else (longest,)
-    return (longest, *[shorter] * (num_shorter - 1), *_at_most(longest, shorter + rest))
+def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[int, ...]]:
+    """Lengths of rollouts, at most `longest`, of the micro-batches that may need the most.
 
-
-def _at_most(longest: int, num_tokens: int) -> tuple[int, ...]:
-    """One rollout of this size, or two if it would be too long."""
-    over = num_tokens - longest
-    return (longest, over) if over > 0 else (num_tokens,)
+    Short rollouts waste the most cells, up to as many as there are tokens; scores (`math`) grow
+    with long ones. A rollout longer than the budget gets a micro-batch of its own.
+    """
+    width = min(longest, num_tokens) if kernel == "math" else 2
+    half = -(-width // SPLIT_RATIO)
+    num_halves, rest = divmod(max(num_tokens - width, 0), half)
+    mixed = (width, *[half] * num_halves, *[rest] * (rest > 0))
+    return [mixed, (longest,)] if longest > num_tokens else [mixed]
 
 
 def _at_backward(mark: Callable[[], None]) -> Callable[..., None]:

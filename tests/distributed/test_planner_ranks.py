@@ -15,7 +15,7 @@ from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
-from llamarl.planner.activations import forecast_activations, fullest_lengths
+from llamarl.planner.activations import forecast_activations, fullest_packings
 from llamarl.planner.placements import trainer_layouts
 from llamarl.planner.trainer_memory import forecast_trainer
 from llamarl.weights.shards import shard_boxes
@@ -60,7 +60,7 @@ async def hold(
     try:
         for config in configs:
             policy = Policy(checkpoint, make_mesh("cpu", config), config, seed=0)
-            saved = saved_bytes(policy, fullest_lengths(TOKENS, CONTEXT - 1))
+            saved = saved_bytes(policy, *fullest_packings(TOKENS, CONTEXT - 1, "flash_cpu"))
             grads = [parameter.grad.to_local() for parameter in policy.parameters.values()]
             moments = [
                 getattr(tensor, "_local_tensor", tensor)

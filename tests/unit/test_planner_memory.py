@@ -25,10 +25,11 @@ from llamarl.config import (
 )
 from llamarl.generation.parameters import arena_layout, bind, quantize, tensors
 from llamarl.generation.quantized import make_scratch
+from llamarl.models.attention import make_packing
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.transformer import Transformer
 from llamarl.planner import fit
-from llamarl.planner.activations import Watch, forecast_activations, fullest_lengths
+from llamarl.planner.activations import Watch, forecast_activations, fullest_packings
 from llamarl.planner.fit import check_fit, upper_bound_bytes
 from llamarl.planner.generator_memory import kv_cache_bytes, quantized_bytes
 from llamarl.planner.memory import forecast_memory, fullest
@@ -36,6 +37,7 @@ from llamarl.planner.placements import generator_layouts, trainer_layouts
 from llamarl.weights.layout import RankLayout
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
+CPU = torch.device("cpu")
 CUDA_TRAINER = TrainerConfig(device="cuda", compute_dtype="bfloat16", num_ranks=8)
 CUDA_GENERATOR = EmbeddedConfig(device="cuda", dtype="bfloat16", max_context_tokens=2048)
 LLAMA_405B = replace(
@@ -113,9 +115,9 @@ def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str
     model = Transformer(LLAMA)
     for layer in model.model.layers:
         layer.checkpointing = checkpointing
-    lengths = fullest_lengths(150, 39)
+    (lengths,) = fullest_packings(150, 39, "flash_cpu")
     token_ids = torch.arange(sum(lengths)) % 96
-    watch = Watch(model.parameters(), torch.device("cpu"))
+    watch = Watch(model.parameters(), CPU)
     with watch:
         stats = model(token_ids, lengths, token_ids, 1.0)
         saved = watch.live.num_bytes
@@ -128,13 +130,15 @@ def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str
     assert peak <= watch.live.peak_bytes <= peak + gradients
 
 
-def test_the_fullest_packing_is_a_packing() -> None:
-    for num_tokens in range(1, 90):
-        for longest in (1, 2, 7, 30):
-            lengths = fullest_lengths(num_tokens, longest)
-            assert sum(lengths) == max(num_tokens, longest)
-            assert max(lengths) == longest
-            assert min(lengths) >= 1
+def test_the_fullest_packings_are_full_and_padded() -> None:
+    for num_tokens in (1, 2, 3, 29, 90):
+        for longest in (2, 3, 7, 30):
+            for kernel in ("math", "flash"):
+                for lengths in fullest_packings(num_tokens, longest, kernel):
+                    assert num_tokens <= sum(lengths) <= max(num_tokens, longest, 2)
+                    assert 1 <= min(lengths) <= max(lengths) <= longest
+                    cells = sum(b.num_rows * b.width for b in make_packing(lengths, CPU).blocks)
+                    assert cells >= 1.6 * num_tokens or num_tokens < 8 or kernel == "math"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -142,7 +146,7 @@ def test_quantised_weights_are_as_large_as_real_ones(tied: bool) -> None:
     architecture = replace(LLAMA, tie_embeddings=tied, qk_norm=True)
     layout = arena_layout(architecture, "float32")
     weights = bind(layout, architecture, torch.ones(layout.num_elements))
-    made = quantize(weights, "int8", make_scratch(256, torch.float32, torch.device("cpu")))
+    made = quantize(weights, "int8", make_scratch(256, torch.float32, CPU))
     assert quantized_bytes(architecture, "float32", 1) == sum(t.nbytes for t in tensors(made))
 
 
@@ -270,7 +274,9 @@ def test_what_does_not_fit_is_refused_with_numbers_and_a_change(monkeypatch) -> 
         generator=replace(CUDA_GENERATOR, num_ranks=8),
         cluster=ClusterConfig(num_hosts=16),
     )
-    architecture = replace(LLAMA_405B, num_layers=40, hidden_size=8192, intermediate_size=28672)
+    architecture = replace(
+        LLAMA_405B, num_layers=40, hidden_size=8192, intermediate_size=28672, vocab_size=4096
+    )
     words = (
         r"the fullest trainer must fit into the 79.6 GiB that one H100-80GB has, got \d+.\d GiB "
         r"\(activations .*\); trainer.activation_checkpointing=full: .* GiB on the fullest trainer"
