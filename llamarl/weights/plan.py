@@ -5,6 +5,9 @@ The source is the trainer, or a replica that passes on what it received; errors 
 Owns: who sends which box to whom. Does not own: moving bytes (`writer.py`) or when (`publish.py`).
 Invariant: pure; on every target rank each element the rank holds is written by exactly one copy.
 Standard library only, because the controller process plans.
+
+Layers are alike: parameters whose boxes have the same places on all ranks share a pattern, which is
+cut and joined once; each of them then costs only its copies.
 """
 
 from __future__ import annotations
@@ -25,16 +28,34 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Global (start, stop) of a rectangle."""
 
 
+Held = dict[int, ParameterLayout]
+"""One parameter on one side: rank -> layout."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a target box that any of `holders` (source rank, its box) can send."""
+    """A part of box `target_box` (its number) of a target rank.
+
+    Any of `holders` (source rank, number of its box) can send it.
+    """
+
+    region: Region
+    holders: list[tuple[int, int]]
+    target_rank: int
+    target_box: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Parameters that lie alike on all ranks, as those of all layers do.
+
+    `copies` are those of parameter `name` that only one source can send, or that are shared out
+    in slabs; any of several sources can send one of the `free` pieces.
+    """
 
     name: str
-    region: Region
-    holders: list[tuple[int, Box]]
-    target_rank: int
-    target_box: Box
-    target_dtype: str
+    copies: list[Copy]
+    free: list[_Piece]
 
 
 def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
@@ -49,8 +70,23 @@ def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
     for name in sorted(sources.keys() ^ targets.keys()):
         side = "generator" if name in sources else "trainer"
         raise ValueError(f"parameter {name} must be on both sides, but the {side} does not have it")
-    pieces = [piece for name in targets for piece in _pieces(name, sources[name], targets[name])]
-    return _coalesce(_assign(pieces, [layout.rank for layout in source]))
+    patterns: dict[object, _Pattern] = {}
+    fixed: dict[str, list[Copy]] = {}
+    free: list[tuple[str, _Piece]] = []
+    for name, held in targets.items():
+        key = _places(name, sources[name]), _places(name, held)
+        if key not in patterns:
+            patterns[key] = _pattern(name, sources[name], held)
+        pattern = patterns[key]
+        model = sources[pattern.name], targets[pattern.name]
+        fixed[name] = _repeated(pattern.copies, name, model, (sources[name], held))
+        free += [(name, piece) for piece in pattern.free]
+    sent_bytes = dict.fromkeys(sorted(layout.rank for layout in source), 0)
+    for copy in itertools.chain.from_iterable(fixed.values()):
+        sent_bytes[copy.source_rank] += math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype]
+    for name, copies in _assign(free, sources, targets, sent_bytes).items():
+        fixed[name] = _coalesce(copies + fixed[name])
+    return sorted(itertools.chain.from_iterable(fixed.values()), key=functools.partial(_order, 0))
 
 
 def num_bytes(copies: Iterable[Copy]) -> int:
@@ -90,31 +126,99 @@ def _check_box(name: str, shape: tuple[int, ...], box: Box) -> None:
         )
 
 
-def _pieces(
-    name: str, sources: dict[int, ParameterLayout], targets: dict[int, ParameterLayout]
-) -> Iterator[_Piece]:
-    """Cut all target boxes of one parameter along the borders of the source boxes."""
+def _places(name: str, held: Held) -> object:
+    """What decides on pieces and their joints: equal for parameters of one pattern."""
+    places = []
+    for rank, layout in held.items():
+        first = layout.boxes[0] if layout.boxes else None
+        boxes = tuple(
+            (box.start, box.stop, box.strides, box.offset - first.offset)
+            for box in layout.boxes
+            if first
+        )
+        is_one = len({box.buffer for box in layout.boxes}) < 2
+        places.append((rank, layout.shape, layout.dtype, boxes, "" if is_one else name))
+    return tuple(places)
+
+
+def _pattern(name: str, sources: Held, targets: Held) -> _Pattern:
+    """The pattern of one parameter: its copies, and what several sources could send."""
+    copies, free = [], []
+    for piece in _pieces(name, sources, targets):
+        if len(piece.holders) > 1:
+            free.append(piece)
+        else:
+            copies.append(_copy(name, piece, piece.holders[0], sources, targets))
+    return _Pattern(name, _coalesce(copies), free)
+
+
+def _repeated(
+    copies: list[Copy], name: str, model: tuple[Held, Held], own: tuple[Held, Held]
+) -> list[Copy]:
+    """The copies of a pattern's `model`, of parameter `name` instead: other buffers, offsets."""
+    moves = [
+        {
+            rank: (here.boxes[0].buffer, here.boxes[0].offset - there[rank].boxes[0].offset)
+            for rank, here in held.items()
+            if here.boxes
+        }
+        for there, held in zip(model, own, strict=True)
+    ]
+    if copies and copies[0].name == name:
+        return copies
+    repeated = []
+    for copy in copies:
+        source_buffer, source_move = moves[0][copy.source_rank]
+        target_buffer, target_move = moves[1][copy.target_rank]
+        repeated.append(
+            Copy(
+                name=name,
+                start=copy.start,
+                shape=copy.shape,
+                source_rank=copy.source_rank,
+                source_buffer=source_buffer,
+                source_offset=copy.source_offset + source_move,
+                source_strides=copy.source_strides,
+                target_rank=copy.target_rank,
+                target_buffer=target_buffer,
+                target_offset=copy.target_offset + target_move,
+                target_strides=copy.target_strides,
+                target_dtype=copy.target_dtype,
+            )
+        )
+    return repeated
+
+
+def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
+    """Cut all target boxes of one parameter along the borders of the source boxes.
+
+    Of a large box that several sources hold each gets a slab.
+    """
     shapes = {layout.shape for layout in (*sources.values(), *targets.values())}
     if len(shapes) > 1:
         raise ValueError(
             f"shape of parameter {name} must be equal on trainer and generator ranks, "
             f"got {' and '.join(map(str, sorted(shapes)))}"
         )
-    held: dict[Region, list[tuple[int, Box]]] = {}
+    held: dict[Region, list[tuple[int, int]]] = {}
     for rank, layout in sources.items():
-        for box in layout.boxes:
-            held.setdefault((box.start, box.stop), []).append((rank, box))
+        for number, box in enumerate(layout.boxes):
+            held.setdefault((box.start, box.stop), []).append((rank, number))
     shape = shapes.pop()
     missing: list[Region] = [((0,) * len(shape), shape)]
     for rank, layout in targets.items():
-        for box in layout.boxes:
+        for number, box in enumerate(layout.boxes):
             rest: list[Region] = [(box.start, box.stop)]
             missing = _subtract(missing, rest[0])
             for region, holders in held.items():
-                for part in _overlaps(rest, region):
-                    for slab in _split(part, len({rank for rank, _ in holders})):
-                        yield _Piece(name, slab, holders, rank, box, layout.dtype)
-                rest = _subtract(rest, region)
+                parts = _overlaps(rest, region)
+                for part in parts:
+                    slabs = _split(part, len(holders))
+                    for i, slab in enumerate(slabs):
+                        senders = [holders[i]] if len(slabs) == len(holders) else holders
+                        yield _Piece(slab, senders, rank, number)
+                if parts:
+                    rest = _subtract(rest, region)
             _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
     _require_none(missing, f"parameter {name}: the generator ranks must hold all of")
 
@@ -176,26 +280,32 @@ def _split(region: Region, num_parts: int) -> list[Region]:
     ]
 
 
-def _assign(pieces: list[_Piece], ranks: list[int]) -> list[Copy]:
+def _assign(
+    pieces: list[tuple[str, _Piece]],
+    sources: dict[str, Held],
+    targets: dict[str, Held],
+    sent_bytes: dict[int, int],
+) -> dict[str, list[Copy]]:
     """Largest first, each piece to the holder that sends the fewest bytes so far."""
-    sent_bytes = dict.fromkeys(ranks, 0)
-    copies = []
-    for piece in sorted(pieces, key=lambda piece: -_num_elements(piece.region)):
-        rank, box = min(piece.holders, key=lambda holder: (sent_bytes[holder[0]], holder[0]))
-        copy = _copy(piece, rank, box)
-        sent_bytes[rank] += num_bytes([copy])
-        copies.append(copy)
+    copies: dict[str, list[Copy]] = {}
+    for name, piece in sorted(pieces, key=lambda each: -_num_elements(each[1].region)):
+        holder = min(piece.holders, key=lambda holder: (sent_bytes[holder[0]], holder))
+        copy = _copy(name, piece, holder, sources[name], targets[name])
+        sent_bytes[holder[0]] += num_bytes([copy])
+        copies.setdefault(name, []).append(copy)
     return copies
 
 
-def _copy(piece: _Piece, rank: int, box: Box) -> Copy:
+def _copy(name: str, piece: _Piece, holder: tuple[int, int], sources: Held, targets: Held) -> Copy:
     start, stop = piece.region
-    target = piece.target_box
+    box = sources[holder[0]].boxes[holder[1]]
+    layout = targets[piece.target_rank]
+    target = layout.boxes[piece.target_box]
     return Copy(
-        name=piece.name,
+        name=name,
         start=start,
         shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
-        source_rank=rank,
+        source_rank=holder[0],
         source_buffer=box.buffer,
         source_offset=box_offset(box, start),
         source_strides=box.strides,
@@ -203,7 +313,7 @@ def _copy(piece: _Piece, rank: int, box: Box) -> Copy:
         target_buffer=target.buffer,
         target_offset=box_offset(target, start),
         target_strides=target.strides,
-        target_dtype=piece.target_dtype,
+        target_dtype=layout.dtype,
     )
 
 
