@@ -23,7 +23,7 @@ from llamarl.planner.publish import forecast_publish
 from llamarl.planner.roofline import hardware_costs
 from llamarl.planner.simulation import simulate
 from llamarl.planner.split import best_split
-from llamarl.planner.variants import best_baseline, decompose
+from llamarl.planner.variants import Decomposition, best_baseline, decompose
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
 
@@ -55,9 +55,10 @@ def forecast_recipe(
             architecture,
             trace.costs,
             lengths=trace.lengths,
-            equal_share=trace.equal_share,
+            equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
         )
 
+    step = simulate_recipe(config)
     name, other = _other_staleness(config)
     variants = {name: simulate_recipe(other)}
     decomposition = None
@@ -65,13 +66,13 @@ def forecast_recipe(
         baseline = best_baseline(config, architecture)
         if baseline is not None:
             variants[COLOCATED] = baseline.step
-            decomposition = decompose(config, architecture, baseline=baseline)
+            decomposition = _ending_in(step, decompose(config, architecture, baseline=baseline))
     return Forecast(
         num_hosts=len({seat.host for seat in taken}),
         num_gpus=len({seat for seat in taken if seat.gpu is not None}),
         memory=forecast_memory(config, architecture),
         publish=publish,
-        step=simulate_recipe(config),
+        step=step,
         variants=variants,
         decomposition=decomposition,
         split=best_split(
@@ -114,6 +115,18 @@ def figures(forecast: Forecast) -> dict[str, Any]:
     if forecast.measured_step_s is not None:
         found["step_measured_s"] = forecast.measured_step_s
     return found
+
+
+def _ending_in(step: StepForecast, decomposition: Decomposition | None) -> Decomposition | None:
+    """The same with the recipe's own step at its end, whose publish is forecast, not reckoned."""
+    if decomposition is None:
+        return None
+    stages = dict(decomposition.stages)
+    config = stages["precision"].config
+    for name, variant in decomposition.stages.items():
+        if variant.config == config:  # with nothing quantised, two stages are the recipe
+            stages[name] = replace(variant, step=step)
+    return replace(decomposition, stages=stages)
 
 
 def _other_staleness(config: Config) -> tuple[str, Config]:

@@ -1,0 +1,241 @@
+"""`llamarl plan` needs no checkpoint, leaves no folder, and says what it found in three forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.planner.chart import LEFT, WIDTH, draw_page, draw_timeline
+from llamarl.planner.forecast import (
+    Activity,
+    Forecast,
+    MemoryForecast,
+    PublishForecast,
+    RankMemory,
+    StepForecast,
+)
+from llamarl.planner.published import PUBLISHED
+from llamarl.planner.recipe import figures
+from llamarl.planner.report import WIDTH as REPORT_WIDTH
+from llamarl.planner.report import render_report
+from llamarl.planner.split import BestSplit, Split
+from llamarl.planner.variants import Decomposition, Variant
+from tests.unit.test_readme import compose_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
+GIB = 2**30
+# The command line as `llamarl` has it, then what the process has loaded by then.
+SCRIPT = """
+import sys
+from llamarl.main import main
+main()
+sys.stderr.write(f"monarch loaded: {'monarch' in sys.modules}")
+"""
+
+
+def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_path: Path) -> None:
+    flags = ["--json", "plan.json", "--config-dir", str(RECIPE), "--html=plan.html"]
+    done = plan(tmp_path, "plan", *flags, "plan.num_steps=4", "trainer.lr=1e-5")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "monarch loaded: False"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.json"]
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["fits"] is True
+    assert found["num_gpus"] == 1
+    assert 20 * GIB < found["peak_bytes"] < found["gpu_bytes"] < 80 * GIB
+    assert 0 < found["step_async_s"] < found["step_sync_s"]
+    assert 0 < found["publish_s"] < 1
+    assert f"{found['peak_bytes'] / GIB:.1f}" in done.stdout
+    assert "1 x H100-80GB (1 host): fits" in done.stdout
+    ElementTree.parse(tmp_path / "plan.html")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--json"], "--json must name a file or folder, got nothing"),
+        (["--json", "no/where.json"], "--json must name a file in a folder that can be written"),
+        (["--multirun", "seed=0,1"], "--multirun must come with train or evaluate, got plan"),
+        (["--trace", "nowhere"], "the run must have trained rollouts, got none in nowhere"),
+        (["trainer.tensor_parallel=3", "trainer.num_ranks=3"], "trainer.tensor_parallel must div"),
+        (["model.architecture=null"], "the checkpoint must be an existing folder"),
+        (["cluster.gpu=B300"], "cluster.gpu must be one of H100-80GB"),
+        (["generator.num_replicas=3"], "cluster.num_hosts must be at least 3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from llamarl.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["llamarl", "plan", "--config-dir", str(RECIPE), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert tmp_path.is_dir(), "the folder one stands in is not a run's: it stays, though empty"
+    assert not list(tmp_path.iterdir())
+
+
+def step(step_s: float, **values: object) -> StepForecast:
+    bars = (
+        Activity(executor="trainer", name="accumulate", start_s=100.0, end_s=106.0),
+        Activity(executor="trainer", name="write <1>", start_s=104.0, end_s=108.0),
+        Activity(executor="generator-0", name="decode", start_s=100.0, end_s=110.0),
+        Activity(executor="generator-0", name="flip", start_s=110.0, end_s=110.001),
+    )
+    plain = StepForecast(
+        step_s=step_s,
+        busy_shares={"trainer": 0.6, "generator": 0.9},
+        wait_shares={"trainer batch": 0.4, "generator requests": 0.004},
+        mean_staleness=0.9,
+        max_staleness=1,
+        trained_tokens_per_s=12345.6,
+        publish_s=2.0,
+        timeline=bars,
+    )
+    return replace(plain, **values)  # type: ignore[arg-type]
+
+
+def forecast() -> Forecast:
+    ranks = (
+        RankMemory(
+            executor="trainer",
+            num_ranks=256,
+            device_bytes=80 * GIB,
+            bytes_by_kind={"weights": 20 * GIB, "activations": 70 * GIB},
+        ),
+        RankMemory(
+            executor="generator",
+            num_ranks=256,
+            device_bytes=80 * GIB,
+            bytes_by_kind={"weights": 50 * GIB, "kv_cache": 10 * GIB},
+            host_bytes_by_kind={"shadow": 94 * GIB},
+        ),
+    )
+    config = compose_recipe(RECIPE, [])
+    baseline = Variant(words="synchronous and colocated", config=config, step=step(120.0))
+    stages = {
+        name: Variant(words=f"with {name}", config=config, step=step(seconds))
+        for name, seconds in (("overlap", 80.0), ("batch_and_degree", 50.0), ("precision", 40.0))
+    }
+    return Forecast(
+        num_hosts=64,
+        num_gpus=512,
+        memory=MemoryForecast(ranks=ranks, advice=("trainer.activation_checkpointing=full: fits",)),
+        publish=PublishForecast(
+            total_bytes=26 * 10**12,
+            max_bytes_out=10**11,
+            max_bytes_in=10**11,
+            max_card_bytes_out=10**11,
+            max_card_bytes_in=10**11,
+            num_copies=9_000_000,
+            num_groups=32,
+            lower_bound_s=2.03,
+            seconds=7.53,
+        ),
+        step=step(40.0),
+        variants={"sync": step(110.0), "sync, colocated": step(120.0)},
+        decomposition=Decomposition(baseline=baseline, stages=stages),
+        split=BestSplit(
+            best_share=0.5,
+            candidates=(
+                Split(num_trainer_ranks=288, num_replicas=28, step_s=38.0),
+                Split(num_trainer_ranks=256, num_replicas=32, step_s=40.0),
+            ),
+        ),
+    )
+
+
+def test_the_report_says_what_does_not_fit_and_what_the_gain_is_made_of() -> None:
+    text = render_report(compose_recipe(RECIPE, []), forecast(), PUBLISHED[128256, 16384, 126])
+    words = " ".join(text.split())
+    for said in (
+        "512 x H100-80GB (64 hosts): does not fit",
+        "12% too much 25% free",
+        "to change: trainer.activation_checkpointing=full: fits",
+        "in host memory - 94.0",
+        "waits as planned: trainer batch 40%",
+        "best 288 28 38.0",
+        "our reconstruction",
+        "3.00x = overlap 1.50 x batch sizes and parallel degree 1.60 x precision 1.25",
+        "speed-up 10.7x 3.00x",
+        "baseline step 635.8 s 120.0 s",
+        "publish 2.00 s 7.53 s",
+        "does not publish its batch sizes",
+    ):
+        assert said in words, text
+    assert max(map(len, text.splitlines())) <= REPORT_WIDTH
+
+
+def test_json_holds_the_figures_of_the_report() -> None:
+    found = json.loads(json.dumps(figures(forecast())))
+    assert found["fits"] is False
+    assert (found["peak_bytes"], found["gpu_bytes"]) == (90 * GIB, 80 * GIB)
+    assert (found["step_async_s"], found["step_sync_s"]) == (40.0, 110.0)
+    assert found["publish_s"] == 7.53
+    assert found["speedup"] == pytest.approx(3.0)
+
+
+def boxes(lines: list[str]) -> list[tuple[float, float, float, float]]:
+    svg = ElementTree.fromstring("<p>" + "".join(lines) + "</p>")
+    return [
+        (x, x + width, y, y + height)
+        for x, width, y, height in (
+            [float(rect.get(name, "")) for name in ("x", "width", "y", "height")]
+            for rect in svg.iter("rect")
+        )
+    ]
+
+
+def test_what_happens_at_once_is_drawn_in_lanes_and_stays_in_the_picture() -> None:
+    found = boxes(list(draw_timeline(step(1.0).timeline)))
+    assert len(found) == 4
+    for i, (left, right, top, bottom) in enumerate(found):
+        assert LEFT <= left < right <= WIDTH
+        for other_left, other_right, other_top, other_bottom in found[i + 1 :]:
+            apart = right <= other_left + 0.5 or other_right <= left + 0.5
+            assert apart or bottom <= other_top or other_bottom <= top
+
+
+def test_the_page_is_one_file_of_well_formed_xml() -> None:
+    page = draw_page("a & b", forecast())
+    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+    assert [head.text for head in root.iter("h2")] == [
+        "Memory of the fullest rank",
+        "Timeline: as planned",
+        "Timeline: sync",
+        "Timeline: sync, colocated",
+    ]
+    assert "prefers-color-scheme: dark" in page
+    assert not any(word in page for word in ("http", "src=", "url(", "<script"))
+    texts = [element.text for element in root.iter("text")]
+    assert "decode" in texts
+    assert "flip" not in texts, "a millisecond has no room for its name"
