@@ -105,7 +105,7 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
     calls = _publish_costs(
         spans, decode_step_s + decode_row_s * float(busy["decode"].amount.mean())
     )
-    store_row_s = _store_row_s(spans)
+    store_row_s, turnaround_s = _store_row_s(spans), _turnaround_s(spans)
     num_rows = len(rows) / max(1, len({row["version"] for row in rows}))
     return Costs(
         decode_step_s=decode_step_s,
@@ -118,7 +118,7 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
         score_call_s=score_call_s,
         score_row_s=score_row_s,
         store_row_s=store_row_s,
-        report_s=max(0.0, _turnaround_s(spans) - 2 * (calls["message_s"] + num_rows * store_row_s)),
+        turnaround_s=max(0.0, turnaround_s - 2 * calls["message_s"] - num_rows * store_row_s),
         **calls,
         num_cores=num_cores,
         shared_speed=1 / (1 + slowdown),

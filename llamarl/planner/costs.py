@@ -28,9 +28,9 @@ class Costs:
     where `hidden_s` is the traffic that can go on behind arithmetic; `forward_share` of the
     arithmetic is the forward pass. `write_s` brings a version from the trainer to one replica per
     host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s` (by executor and
-    kind, "trainer weights") are changes of place on a shared device. `report_s` is what the
-    controller does between two optimizer steps; `row_s` what each rollout costs in processes that
-    are not modelled.
+    kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
+    passes between an optimizer step and the next passes beside messages and storage; `row_s` is
+    what each rollout costs in processes that are not modelled.
     """
 
     decode_step_s: float = 0.0
@@ -57,7 +57,7 @@ class Costs:
     infer_token_s: float = 0.0
     store_row_s: float = 0.0
     message_s: float = 0.0
-    report_s: float = 0.0
+    turnaround_s: float = 0.0
     row_s: float = 0.0
     moves_s: dict[str, float] = field(default_factory=dict)
     num_cores: int = 0

@@ -168,6 +168,8 @@ class ModelledTrainer:
             self._timeline.num_tokens.append(self._num_tokens)
             self._timeline.ages.append(dict(self._ages))
             self._num_tokens, self._ages = 0, Counter()
+        if self._costs.turnaround_s:
+            await asyncio.sleep(self._costs.turnaround_s)
         return StepStats(version=self._version, scalars={})
 
     async def save(self, folder: str) -> None: ...
@@ -260,8 +262,8 @@ class ModelledTrainer:
 class Diary:
     """What a simulation asks of the journal: when steps and publishes end."""
 
-    def __init__(self, costs: Costs, timeline: Timeline) -> None:
-        self._costs, self._timeline = costs, timeline
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
 
     def drop(self, group: object, reason: str) -> None:
         """Dropped groups cost what their rollouts cost."""
@@ -278,5 +280,3 @@ class Diary:
     async def step(self, stats: StepStats, groups: object) -> None:
         """An optimizer step is done."""
         self._timeline.step_ends_s.append(asyncio.get_running_loop().time())
-        if self._costs.report_s:
-            await asyncio.sleep(self._costs.report_s)

@@ -126,7 +126,7 @@ class ModelledReplica(Receiving):
         self._is_busy = True
         if self._commands:
             seconds, then, name = self._commands.popleft()
-            self._end_idle()
+            self.end_idle()
             self._busy(seconds, then, name)
             return
         reason = "turn" if self._away else "parts" if self._is_torn else "requests"
@@ -138,7 +138,7 @@ class ModelledReplica(Receiving):
         num_prefilled += sum(self._start(waiting.request) for waiting in starting)
         if not self._ends:
             return self._wait_for("requests")
-        self._end_idle()
+        self.end_idle()
         self._busy(self._costs.prefill_s(num_prefilled), self._decode, "prefill")
 
     def _starting(self) -> list[Waiting]:
@@ -256,11 +256,12 @@ class ModelledReplica(Receiving):
     def _wait_for(self, reason: str) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._idle is None or self._idle[0] != reason:
-            self._end_idle()
+            self.end_idle()
             self._idle = reason, now_s
         self._is_busy = False
 
-    def _end_idle(self) -> None:
+    def end_idle(self) -> None:
+        """Record what was waited for until now."""
         if self._idle is not None:
             now_s = asyncio.get_running_loop().time()
             self._timeline.record(self.name, self._idle[0], self._idle[1], now_s, "wait")

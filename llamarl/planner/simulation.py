@@ -66,10 +66,13 @@ def simulate(
 async def run(
     config: Config, architecture: Architecture, costs: Costs, workload: Workload, num_steps: int
 ) -> Timeline:
-    """Run the controller with modelled executors on whatever clock the present loop has."""
+    """Run the controller with modelled executors on whatever clock the present loop has.
+
+    One step more than is told of: the last one ends with a checkpoint, which is really written.
+    """
     config = replace(
         config,
-        num_steps=num_steps,
+        num_steps=num_steps + 1,
         checkpoint=CheckpointConfig(export=False),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
@@ -92,15 +95,18 @@ async def run(
             executors,
             run_dir=run_dir,
             state={},
-            journal=cast(Journal, Diary(costs, timeline)),
+            journal=cast(Journal, Diary(timeline)),
             spans=Spans("controller", None),
         )
         await publisher.connect()
         try:
             await controller.run()
         finally:
+            for group in executors.generators.values():
+                group.first.end_idle()
             await dispatch.close()
             await publisher.close()
+    timeline.forget_last_step()
     return timeline
 
 
@@ -151,8 +157,11 @@ def model_executors(
 
 
 def settling_steps(config: Config, num_steps: int) -> int:
-    """Steps before the steady state: until the gate's whole run-ahead has passed through."""
-    return min(config.staleness.max_staleness + 2, num_steps - 2)
+    """Steps before the steady state: until the gate's whole run-ahead has passed through. What is
+    left is a multiple of it where that is possible, for steps may end in bursts of so many."""
+    run_ahead = config.staleness.max_staleness + 1
+    left = num_steps - run_ahead - 1
+    return num_steps - max(left // run_ahead * run_ahead, 2)
 
 
 def forecast(timeline: Timeline, skipped: int) -> StepForecast:

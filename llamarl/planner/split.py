@@ -31,7 +31,7 @@ from llamarl.planner.costs import Costs
 from llamarl.planner.simulation import simulate
 
 CostsOf = Callable[[Config, Architecture], Costs]
-NUM_STEPS = 6  # simulated for each candidate: ratios need no more
+NUM_STEPS = 8  # simulated for each candidate: ratios need no more
 NUM_NEIGHBOURS = 2  # candidates on either side of theta*
 
 

@@ -43,6 +43,11 @@ class Timeline:
             start_s = bars.pop()[0]
         bars.append((start_s, end_s, name, cat))
 
+    def forget_last_step(self) -> None:
+        """Tell nothing of the newest step, nor of its publish."""
+        for told in (self.step_ends_s, self.publishes_s, self.num_tokens, self.ages):
+            told.pop()
+
     def shares(self, start_s: float, end_s: float) -> tuple[dict[str, float], dict[str, float]]:
         """Of this window: busy share by executor ("generator"), wait share by "executor reason"
         ("generator requests"), both means over its members."""

@@ -24,7 +24,7 @@ from llamarl.planner.split import CostsOf, best_split
 from llamarl.planner.trainer_memory import forecast_trainer
 from llamarl.planner.workload import make_workload
 
-NUM_STEPS = 6  # simulated of each variant: they settle at once, and ratios need no more
+NUM_STEPS = 8  # simulated of each variant: they settle at once, and ratios need no more
 SEARCH_STEPS = 3
 MAX_DEGREE = 32
 NUM_BUDGETS = 3  # micro-batch budgets tried: the recipe's, a half, a quarter

@@ -27,6 +27,7 @@ KNOWN = Costs(
     check_s=0.02,
     flip_s=1e-4,
     message_s=3e-3,
+    turnaround_s=0.05,
     store_row_s=1e-5,
     num_cores=2,
     shared_speed=SHARED_SPEED,
@@ -97,6 +98,10 @@ def write_run(folder: Path, rng: random.Random) -> list[dict[str, Any]]:
         store_s = 5 * KNOWN.store_row_s
         files["storage-0"].append(span("write_rows", "busy", start_s + 0.95, store_s, rows=5))
         files["controller"].append(span("step", "mark", start_s, STEP_S, version=step + 1))
+        begin_s = KNOWN.turnaround_s + 2 * KNOWN.message_s
+        begin_s += GROUPS * ROLLOUTS * KNOWN.store_row_s
+        wait_s = 0.4 - KNOWN.optimizer_s - begin_s
+        files["controller"].append(span("batch", "wait", start_s + 0.65, wait_s))
     sizes = [s["tokens"] for s in files["generator-0"] if s["name"] == "decode"]
     wait_s = (KNOWN.decode_step_s + KNOWN.decode_row_s * sum(sizes) / len(sizes)) / 2
     publish_s = KNOWN.write_s + KNOWN.check_s + KNOWN.flip_s + 4 * KNOWN.message_s + wait_s
