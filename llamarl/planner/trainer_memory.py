@@ -125,11 +125,13 @@ def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
 
 
 def _reference(config: Config, architecture: Architecture, num_elements: int) -> Kinds:
-    """The frozen model, sharded like the trainer; its forward keeps no more than two layers."""
+    """The frozen model, parallel like the trainer but for a single rank, whose model is plain."""
+    trainer = config.trainer
     if config.algorithm.kl_coefficient == 0:
         return {}
-    item = ITEM_BYTES[config.trainer.compute_dtype]
-    block, root = group_elements(config.trainer, architecture)
-    gathered = root + min(2, architecture.num_layers) * block
+    gathered = 0
+    if trainer.num_ranks > 1:
+        block, root = group_elements(trainer, architecture)
+        gathered = root + _num_gathered(trainer, architecture) * block
     passing = forecast_inference(config, architecture)
-    return {"reference": item * (num_elements + gathered) + passing}
+    return {"reference": ITEM_BYTES[trainer.compute_dtype] * (num_elements + gathered) + passing}

@@ -145,7 +145,15 @@ LLAMA_NAMES = generator_layouts(recipe(shard=1, tensor=1, target=1, replicas=1),
 def test_on_one_gpu_a_publish_is_a_copy_in_its_memory() -> None:
     placement = PlacementConfig(colocated=True)
     weights = WeightsConfig(transport="cuda_ipc")
-    config = recipe(shard=1, tensor=1, target=1, replicas=1, placement=placement, weights=weights)
+    config = recipe(
+        shard=1,
+        tensor=1,
+        target=1,
+        replicas=1,
+        placement=placement,
+        weights=weights,
+        cluster=ClusterConfig(),
+    )
     made = forecast_publish(config, LLAMA)
     rate = GPUS["H100-80GB"].memory_bytes_per_s
     assert made.lower_bound_s == pytest.approx(2 * made.total_bytes / rate)
