@@ -106,7 +106,7 @@ class EmbeddedConfig(GeneratorConfig):
     """The embedded engine. `quantization`: none | int8 (weight-only, CPU) | fp8 (CUDA)."""
 
     cuda_graphs: bool = True
-    """On CUDA, replay each decode step as a captured graph; without effect on CPUs."""
+    """On CUDA with one rank, replay each decode step as a captured graph; else without effect."""
 
     def __post_init__(self) -> None:
         GeneratorConfig.__post_init__(self)

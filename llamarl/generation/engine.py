@@ -90,9 +90,9 @@ class Engine:
         widest = max(architecture.intermediate_size, architecture.num_heads * architecture.head_dim)
         widest = max(widest, architecture.hidden_size)
         self._scratch = make_scratch(widest, dtype, self._device) if self.memory.is_staged else None
-        ranks = Ranks(rendezvous, rank, num_ranks, self._device) if num_ranks > 1 else None
+        self._ranks = Ranks(rendezvous, rank, num_ranks, self._device) if num_ranks > 1 else None
         is_cuda = self._device.type == "cuda"
-        self._make_steps(is_cuda if is_padded is None else is_padded, ranks)
+        self._make_steps(is_cuda if is_padded is None else is_padded, self._ranks)
         self._running = Running(config.max_running, config.max_context_tokens, self._device)
         self._queue = Queue()
         self._prefixes = PrefixIndex(config.max_running)
@@ -221,7 +221,9 @@ class Engine:
         self._prefixes.clear()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Leave the other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def step(self) -> list[Finished]:
         """Admit what fits, decode one token for every running rollout, return what stopped."""
@@ -248,8 +250,9 @@ class Engine:
         running, slots = self._running, self._slots
         if len(slots):
             positions = running.cached[slots]
-            logits = self._steps.compute(running.sequence[slots, positions], positions)
+            # First, because copying to a GPU waits for what it has been asked before.
             uniform = torch.from_numpy(running.uniform[slots, positions + 1]).to(self._device)
+            logits = self._steps.compute(running.sequence[slots, positions], positions)
             ids, logprobs = sample(logits, self._sampling, uniform.unsqueeze(1))
             self._steps_left -= 1
             live = self._live

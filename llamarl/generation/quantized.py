@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = 1 << 19  # 1 or 2 MiB when widened: stays in a core's second-level cache
+# When widened, a tile stays in a cache: 1 or 2 MiB for a CPU core's second level, 32 for a GPU's.
+TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # dtype, largest
 
 
@@ -26,8 +27,8 @@ FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # 
 class QuantizedMatrix:
     """`values` [out, in] in eight bits, `scales` [out] in the activations' dtype.
 
-    `scratch` is a flat tensor of that dtype, of TILE_ELEMENTS or one output's inputs if these are
-    more; all matrices that one thread uses share it.
+    `scratch` is a flat tensor of that dtype, as large as a tile; all matrices that one thread uses
+    share it.
     """
 
     values: Tensor
@@ -42,7 +43,7 @@ class QuantizedMatrix:
         rows, device = matrix.t(), scratch.device
         values = torch.empty(rows.shape, dtype=dtype, device=device)
         scales = torch.empty(len(rows), dtype=matrix.dtype, device=device)
-        step = _rows_per_tile(rows)
+        step = max(len(scratch) // rows.shape[1], 1)
         for start in range(0, len(rows), step):
             part = rows[start : start + step].to(device, torch.float32, copy=True)
             # Rounded to the dtype it will be applied in, and never 0: a row of zeros has no scale.
@@ -54,7 +55,8 @@ class QuantizedMatrix:
 
     def product(self, x: Tensor) -> Tensor:
         """`x` [n, in] times this matrix: [n, out] in the dtype of `x`."""
-        num_outputs, step = len(self.values), _rows_per_tile(self.values)
+        num_outputs, num_inputs = self.values.shape
+        step = len(self.scratch) // num_inputs
         if num_outputs <= step:
             return torch.mm(x, self._widen(self.values).t()).mul_(self.scales)
         out = x.new_empty(len(x), num_outputs)
@@ -73,8 +75,5 @@ class QuantizedMatrix:
 
 def make_scratch(num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scratch for matrices of at most `num_inputs` inputs."""
-    return torch.empty(max(TILE_ELEMENTS, num_inputs), dtype=dtype, device=device)
-
-
-def _rows_per_tile(rows: Tensor) -> int:
-    return max(TILE_ELEMENTS // rows.shape[1], 1)
+    num_elements = max(TILE_ELEMENTS[device.type], num_inputs)
+    return torch.empty(num_elements, dtype=dtype, device=device)

@@ -28,9 +28,10 @@ class Ranks:
 
     def __init__(self, rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank, self.num_ranks = rank, num_ranks
+        self._is_cuda = device.type == "cuda"
         store = meet(rendezvous, rank, num_ranks, JOIN)
         self._group: Any
-        if device.type == "cuda":
+        if self._is_cuda:
             os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = LIMIT
@@ -52,3 +53,9 @@ class Ranks:
         parts = columns.new_empty(self.num_ranks * num_rows, width)
         self._group._allgather_base(parts, columns.contiguous()).wait()
         return parts.view(-1, num_rows, width).transpose(0, 1).reshape(num_rows, -1)
+
+    def close(self) -> None:
+        """Leave; a rank that still computes fails."""
+        if self._is_cuda and self._group is not None:
+            self._group.abort()
+        self._group = None
