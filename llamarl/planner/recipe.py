@@ -18,7 +18,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.planner.calibration import Trace, read_trace
 from llamarl.planner.costs import Costs
 from llamarl.planner.forecast import Forecast, StepForecast
-from llamarl.planner.memory import forecast_memory, fullest
+from llamarl.planner.memory import fits, forecast_memory, fullest
 from llamarl.planner.publish import forecast_publish
 from llamarl.planner.roofline import hardware_costs
 from llamarl.planner.simulation import simulate
@@ -79,7 +79,7 @@ def forecast_recipe(
             config,
             architecture,
             costs_of,
-            fits=lambda other: forecast_memory(other, architecture).fits,
+            fits=lambda other: fits(other, architecture),
         )
         if sweep
         else None,
