@@ -82,7 +82,11 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True)
 class StepForecast:
-    """The steady state of a simulated run; shares are of the step time."""
+    """The steady state of a simulated run; shares are of the step time.
+
+    `busy_shares` go by executor ("generator": the mean over replicas), `wait_shares` by executor
+    and what it waits for ("generator requests", "trainer batch").
+    """
 
     step_s: float
     busy_shares: dict[str, float]

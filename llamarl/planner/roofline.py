@@ -19,6 +19,7 @@ from llamarl.planner import hardware
 from llamarl.planner.costs import Costs
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY
+from llamarl.planner.publish import forecast_publish, relays
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4  # master weights, gradients and moments are float32
@@ -47,8 +48,9 @@ class Sizes:
 def hardware_costs(
     config: Config, architecture: Architecture, publish: PublishForecast | None = None
 ) -> Costs:
-    """What `config` takes on its GPUs; without `publish`, a version's way is reckoned from its
-    bytes over the cards of one host."""
+    """What `config` takes on its GPUs. `publish` is its forecast, made here if it is not given;
+    replicas with more ranks than key-value heads, which only comparisons have, are reckoned to get
+    their weights over their cards."""
     return Costs(
         **_generator(config, architecture),
         **_trainer(config, architecture),
@@ -169,21 +171,22 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
 def _publish(
     config: Config, architecture: Architecture, publish: PublishForecast | None
 ) -> dict[str, Any]:
-    """A version's way to the first replica of a host and on to the others; together they take what
-    `publish` says."""
-    gpu = _gpu(config, config.generator.device)
-    rank_bytes = _published_bytes(config, architecture) / config.generator.num_ranks
+    """A version's way to the first replica of a host, on to the others, and into use; together
+    they take what `publish` says."""
+    generator, gpu = config.generator, _gpu(config, config.generator.device)
+    rank_bytes = _published_bytes(config, architecture) / generator.num_ranks
     relay_s = rank_bytes / (gpu.link_bytes_per_s * EFFICIENCY)
-    total_s = rank_bytes / (gpu.card_bytes_per_s * EFFICIENCY)
-    if publish is not None:
-        total_s = publish.seconds
-    fits_host = config.generator.num_ranks < config.cluster.num_gpus_per_host
-    is_relayed = fits_host and config.generator.num_replicas > 1
-    write_s = max(0.0, total_s - relay_s) if is_relayed else total_s
     flip_s = 0.0
     if config.weights.shadow == "host":
         flip_s = rank_bytes / (gpu.host_link_bytes_per_s * EFFICIENCY)
-    return {"write_s": write_s, "relay_s": relay_s, "flip_s": flip_s}
+    if publish is None and architecture.num_kv_heads % generator.num_ranks == 0:
+        publish = forecast_publish(config, architecture)
+    total_s = rank_bytes / (gpu.card_bytes_per_s * EFFICIENCY)
+    if publish is not None:
+        total_s = publish.seconds - flip_s
+        if relays(config)[1]:
+            total_s -= relay_s
+    return {"write_s": max(0.0, total_s), "relay_s": relay_s, "flip_s": flip_s}
 
 
 def _published_bytes(config: Config, architecture: Architecture) -> float:
