@@ -20,6 +20,7 @@ import yaml
 from llamarl.config import Config
 
 PORT = 24440
+FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that connections take
 NAME = "llamarl"
 CERTIFICATES = "/etc/llamarl"
 PEM = ("ca", "certificate", "private_key")
@@ -28,12 +29,18 @@ PEM = ("ca", "certificate", "private_key")
 def render(config: Config, command: list[str]) -> str:
     """The text for cluster.scheduler; `command` is what follows `llamarl train` in it.
 
-    ValueError if the config names no scheduler, or hosts that are there already.
+    ValueError if the config names no scheduler, hosts that are there already, or no network for
+    tensors between hosts.
     """
     if config.cluster.hosts or config.cluster.scheduler not in SCHEDULERS:
         raise ValueError(
             f"cluster.scheduler must be one of {', '.join(SCHEDULERS)}, without cluster.hosts, to "
             f"launch a run, got {config.cluster.scheduler} with {len(config.cluster.hosts)} hosts"
+        )
+    if config.cluster.size > 1 and not config.cluster.data_interface:
+        raise ValueError(
+            "cluster.data_interface must name the network interface of tensor traffic, which is "
+            f"not encrypted, between {config.cluster.size} hosts, got none"
         )
     return SCHEDULERS[config.cluster.scheduler](config, command)
 
@@ -61,7 +68,7 @@ def sbatch(config: Config, command: list[str]) -> str:
             "set -euo pipefail",
             "# The folder of submission must be on a file system that all nodes see.",
             f"certificates=$PWD/.{NAME}-$SLURM_JOB_ID",
-            f"port=$(({PORT} + SLURM_JOB_ID % 20000))",
+            f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
             'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             'python -m llamarl.cluster.certificates "$certificates" $nodes',
             "export certificates port",

@@ -254,6 +254,18 @@ class Config:
             "be shared_memory with cluster.backend=inline (one process cannot meet itself)",
             self.weights.transport,
         )
+        require(
+            self.cluster.backend != "inline" or self.cluster.size == 1,
+            "cluster.num_hosts",
+            "be 1 with cluster.backend=inline",
+            self.cluster.size,
+        )
+        require(
+            self.cluster.size == 1 or self.weights.transport in ("collective", "rdma"),
+            "weights.transport",
+            f"be collective or rdma on {self.cluster.size} hosts (the others share memory)",
+            self.weights.transport,
+        )
 
     def _check_memory(self) -> None:
         """Devices, transports and shadows that do not go together."""

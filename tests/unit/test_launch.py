@@ -31,6 +31,7 @@ def config(scheduler: str, device: str = "cuda") -> Config:
         *MINIMUM,
         f"cluster={scheduler}",
         "cluster.num_hosts=3",
+        "cluster.data_interface=eth0",
         "weights=collective",
         f"trainer.device={device}",
         f"generator.device={device}",
@@ -64,10 +65,10 @@ def test_the_sbatch_file_starts_a_daemon_on_each_node_and_trains_on_all(tmp_path
     )
     certificates = f"{tmp_path}/.llamarl-20011"
     assert python == ["llamarl.cluster.certificates", certificates, *NODES]
-    assert worker[:4] == ["worker", "--address", "tls://node8:24451", "--ca"]
+    assert worker[:4] == ["worker", "--address", "tls://node8:20011", "--ca"]
     assert train[:4] == ["train", *COMMAND]
     hosts = yaml.safe_load(train[4].removeprefix("cluster.hosts="))
-    assert hosts == [f"tls://{node}:24451" for node in NODES]
+    assert hosts == [f"tls://{node}:20011" for node in NODES]
     assert f"cluster.private_key={certificates}/private_key.pem" in train
     assert train[-1] == "seed=3"
     assert not Path(certificates).exists()  # the keys go with the job
@@ -100,3 +101,6 @@ def test_there_must_be_something_to_launch() -> None:
         ValueError, match=r"must be one of slurm, kubernetes.*got none with 0 hosts"
     ):
         render(make_config(*MINIMUM), COMMAND)
+    bare = make_config(*MINIMUM, "cluster=slurm", "cluster.num_hosts=2", "weights=collective")
+    with pytest.raises(ValueError, match=r"data_interface must name .* between 2 hosts, got none"):
+        render(bare, COMMAND)

@@ -12,8 +12,8 @@ from llamarl.config import Config
 from llamarl.seats import assign, companions
 from tests.unit.test_config import MINIMUM, make_config
 
-GPUS = make_config(*MINIMUM, "trainer.device=cuda", "generator.device=cuda", "weights=cuda_ipc")
-CPUS = make_config(*MINIMUM)
+GPUS = make_config(*MINIMUM, "trainer.device=cuda", "generator.device=cuda", "weights=collective")
+CPUS = make_config(*MINIMUM, "weights=collective")
 
 
 def with_sizes(base: Config, trainer: int, replicas: int, ranks: int, hosts: int) -> Config:
