@@ -1,9 +1,9 @@
 """Canaries: does a generator really write with the policy that was published to it?
 
-Owns: one short rollout per replica and publish, the comparison of its log-probs with the trainer's,
-and what difference is tolerated. Does not own: the publish, or the fingerprints that prove which
-bytes arrived. Invariant: a row is compared only if all its tokens were written by the very version
-that the trainer holds; nobody ever waits for one.
+Owns: one short rollout per publish and replica (of many replicas: of some in turn), the comparison
+of its log-probs with the trainer's, and what difference is tolerated. Does not own: the publish, or
+the fingerprints that prove which bytes arrived. Invariant: a row is compared only if all its tokens
+were written by the very version that the trainer holds; nobody ever waits for one.
 
 Fingerprints see the memory that was written. A replica may still decode with something else: stale
 views, a wrong scale of quantised weights, weights changed after the flip. That shows here, in what
@@ -26,6 +26,7 @@ from llamarl.protocols import Storage, Trainer
 from llamarl.types import Fate, Prompt, Purpose, Request, Row, Sampling
 
 NUM_TOKENS = 8
+NUM_ASKED = 16  # replicas per version, in turns: the trainer reads all their rows on every rank
 NUM_START_ROWS = 16  # per replica, after its first publish; so many tell what is normal
 
 # Two float32 programs that sum in different orders differ by about 1e-5 in a log-prob, so there one
@@ -81,6 +82,9 @@ class Canary:
 
     def flipped(self, replica: int, version: int) -> None:
         """Ask `replica`, where `version` is live now, for a canary; for several the first time."""
+        num_shares = math.ceil(len(self._dispatch.replicas) / NUM_ASKED) or 1
+        if replica % num_shares != version % num_shares:
+            return  # its turn is at another version
         is_first = replica not in self._started
         self._started.add(replica)
         requests = []

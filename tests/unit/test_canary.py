@@ -23,6 +23,10 @@ class FakeDispatch:
         self.asked = []
         self.is_broken = False
 
+    @property
+    def replicas(self):
+        return self.versions
+
     async def submit_to(self, index, requests):
         self.asked += [(index, request) for request in requests]
         if self.is_broken:
@@ -100,6 +104,20 @@ class Setting:
     async def start(self):
         await self.publish(0)
         return await self.canary.check(0)
+
+
+def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
+    async def main():
+        setting = Setting(range(64))
+        asked = []
+        for version in range(4):
+            await setting.publish(version)
+            asked.append({index for index, _ in setting.dispatch.asked})
+            setting.dispatch.asked.clear()
+        assert [len(each) for each in asked] == [16] * 4
+        assert set.union(*asked) == set(range(64))
+
+    asyncio.run(main())
 
 
 def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():

@@ -1,0 +1,117 @@
+"""What the controller costs at the scale of thousands of GPUs.
+
+    python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
+        [--rollouts 16384] [--staleness 1] [--actors 16] [--profile]
+
+First the CPU time of a message is measured on real Monarch actors in processes of their own: a
+linear model per call and per byte, fitted on requests, rows, fingerprints and plain bytes; also
+that a call on 16 ranks costs the caller no more than one on a single rank.
+
+Then the real controller (stages, gate, dispatch, ledger, packing, publisher, canary, journal) runs
+with modelled executors on a virtual clock. Time stands still for what the executors compute, and
+goes on for what the controller computes and for its messages: that is when they have to wait.
+
+`controller_core_share` is the share of one core that the controller needs; `controller_wait_share`
+the share of the time in which the trainer stood without a call though all it needs for it was
+known, or a replica had a free slot and no request though the controller was about to send one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import dataclasses
+import json
+import pstats
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from controller_bench.clock import CostClock
+from controller_bench.messages import MessageCosts, measure
+from controller_bench.simulation import Load, Shape, run
+
+from llamarl.config import ClusterConfig
+
+COSTS_WITHOUT_MEASURING = MessageCosts(
+    call_s=5e-4, sent_byte_s=5e-9, received_byte_s=5e-9, ranks_s=5e-4, num_actors=0
+)
+
+
+def simulate(shape: Shape, costs: MessageCosts) -> Load:
+    """One run on a clock of its own."""
+    with asyncio.Runner(loop_factory=CostClock) as runner:
+        return runner.run(run(shape, costs))
+
+
+def num_pings(shape: Shape, step_s: float) -> float:
+    """The controller pings the first rank of each executor now and then."""
+    return (shape.num_replicas + 8) * step_s / (ClusterConfig().silence_s / 4)
+
+
+def results(shape: Shape, costs: MessageCosts, load: Load) -> dict[str, object]:
+    """Shares, and what they are made of, per step."""
+    waits: dict[str, float] = defaultdict(float)
+    for start_s, end_s, who in load.waits:
+        waits[who] += (end_s - start_s) / load.num_steps
+    num_rollouts = shape.num_rollouts * load.num_steps
+    step_s = load.elapsed_s / load.num_steps
+    pings = num_pings(shape, step_s)
+    busy_s = (load.cpu_s + load.message_s) / load.num_steps + pings * costs.call_s
+    calls: Counter[str] = Counter()
+    for name, count in load.calls.items():
+        calls[name] = round(count / load.num_steps)
+    return {
+        "controller_core_share": busy_s / step_s,
+        "controller_wait_share": load.waited_s() / load.elapsed_s,
+        "bytes_per_rollout": load.num_bytes.total() / num_rollouts,
+        "step_s": step_s,
+        "own_cpu_s": load.cpu_s / load.num_steps,
+        "message_cpu_s": load.message_s / load.num_steps,
+        "ping_cpu_s": pings * costs.call_s,
+        "calls": {**calls, "ping": round(pings)},
+        "bytes": {name: count // load.num_steps for name, count in load.num_bytes.most_common()},
+        "waits_s": dict(waits),
+        "busy_shares": load.busy_shares,
+        "wait_shares": load.wait_shares,
+        "message_costs": dataclasses.asdict(costs),
+        "shape": dataclasses.asdict(shape),
+    }
+
+
+def main() -> None:
+    """Measure, simulate, print, write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--replicas", type=int, default=256)
+    parser.add_argument("--trainer-ranks", type=int, default=2048)
+    parser.add_argument("--rollouts", type=int, default=16384, help="in a step, 16 of each prompt")
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--actors", type=int, default=16, help="0: assume what messages cost")
+    parser.add_argument("--profile", action="store_true", help="where the CPU time goes")
+    arguments = parser.parse_args()
+    shape = Shape(
+        num_replicas=arguments.replicas,
+        num_trainer_ranks=arguments.trainer_ranks,
+        num_groups=arguments.rollouts // 16,
+        max_staleness=arguments.staleness,
+    )
+    costs = COSTS_WITHOUT_MEASURING
+    if arguments.actors:
+        costs = asyncio.run(measure(arguments.actors, num_calls=320, num_rounds=5))
+    profile = cProfile.Profile()
+    if arguments.profile:
+        profile.enable()
+    load = simulate(shape, costs)
+    profile.disable()
+    found = results(shape, costs, load)
+    print(json.dumps(found, indent=2))
+    if arguments.profile:
+        pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(45)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A virtual clock on which the controller's own work takes the time that it really takes.
+
+Owns: whose callbacks cost time, and since when the loop has been busy. Does not own: what messages
+cost (`messages.py`). Invariant: what modelled executors compute costs nothing; every other callback
+takes its CPU time, and what was charged in it, during which nothing else happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from llamarl.planner.clock import VirtualClockLoop
+
+T = TypeVar("T")
+IS_MODELLED = contextvars.ContextVar("IS_MODELLED", default=False)
+
+
+class CostClock(VirtualClockLoop):
+    """`cpu_s` is what the controller's own callbacks took, `charged_s` what messages cost it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cpu_s = self.charged_s = self._pending_s = 0.0
+        self.busy_since_s = 0.0
+        """Since when the controller has had something to do, without a pause."""
+        self._ended_s = 0.0
+        self._free_ns = 0
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        return super().call_soon(self._timed, callback, args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+        return super().call_at(when, self._timed, callback, args, context=context)
+
+    def model(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that stands for other processes: what it computes takes no time."""
+        context = contextvars.copy_context()
+        context.run(IS_MODELLED.set, True)
+        return self.create_task(work, context=context)
+
+    def charge(self, seconds: float) -> None:
+        """The present callback takes so much longer."""
+        self._pending_s += seconds
+
+    @contextmanager
+    def free(self) -> Iterator[None]:
+        """What the block computes takes no time."""
+        start_ns = time.thread_time_ns()
+        try:
+            yield
+        finally:
+            self._free_ns += time.thread_time_ns() - start_ns
+
+    def _timed(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if IS_MODELLED.get():
+            callback(*args)
+            return
+        if self._now_s > self._ended_s:
+            self.busy_since_s = self._now_s
+        self._free_ns, self._pending_s = 0, 0.0
+        start_ns = time.thread_time_ns()
+        callback(*args)
+        own_s = (time.thread_time_ns() - start_ns - self._free_ns) / 1e9
+        self.cpu_s += own_s
+        self.charged_s += self._pending_s
+        self._now_s += own_s + self._pending_s
+        self._ended_s = self._now_s

@@ -1,0 +1,153 @@
+"""What a message costs the controller's process: measured on real Monarch actors.
+
+Owns: the linear model, the calls it is fitted on. Does not own: which messages a step has
+(`simulation.py`). Invariant: CPU time of the whole process counts, Monarch's threads included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import resource
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from llamarl.types import FinishReason, Request, Row, Sampling, VersionSpan
+from llamarl.weights.comparison import Fingerprints
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageCosts:
+    """Seconds of one call with its answer, and of each byte of them. `ranks_s`: of a call on 16
+    ranks, which goes through their first one."""
+
+    call_s: float
+    sent_byte_s: float
+    received_byte_s: float
+    ranks_s: float
+    num_actors: int
+
+    def seconds(self, num_sent_bytes: int, num_received_bytes: int) -> float:
+        """Of one call."""
+        return (
+            self.call_s
+            + num_sent_bytes * self.sent_byte_s
+            + num_received_bytes * self.received_byte_s
+        )
+
+
+class Actor:
+    """Answers with what it was last told to keep."""
+
+    def __init__(self, *, rank: int, num_ranks: int, spans: Any) -> None:
+        self._kept: Any = None
+
+    async def keep(self, value: Any) -> None:
+        self._kept = value
+
+    async def answer(self, value: Any) -> Any:
+        return self._kept
+
+
+def requests(count: int, num_prompt_tokens: int = 200) -> list[Request]:
+    """As `submit` has them: 16 of each prompt."""
+    sampling = Sampling(max_tokens=2048, stop_token_ids=(1, 2))
+    return [
+        Request(
+            row_id=10**6 + i,
+            prompt_ids=tuple(range(1000 + i // 16, 1000 + i // 16 + num_prompt_tokens)),
+            sampling=sampling,
+            seed=(i + 1) << 40,
+        )
+        for i in range(count)
+    ]
+
+
+def rows(count: int) -> list[Row]:
+    """As `collect` has them."""
+    spans = (VersionSpan(version=10, num_tokens=300), VersionSpan(version=11, num_tokens=200))
+    return [
+        Row(
+            row_id=10**6 + i,
+            num_prompt_tokens=200,
+            num_tokens=500,
+            spans=spans,
+            finish_reason=FinishReason.STOP,
+            replica=i,
+        )
+        for i in range(count)
+    ]
+
+
+def shapes() -> list[tuple[Any, Any]]:
+    """(argument, answer): nothing, requests, rows, fingerprints, a batch's worth of bytes."""
+    prints = Fingerprints({f"model.layers.{i}.mlp.down_proj.weight": 1 << 63 for i in range(1138)})
+    return [
+        (None, None),
+        (requests(16), None),
+        (requests(128), None),
+        (None, rows(8)),
+        (None, rows(64)),
+        (None, prints),
+        (b"x" * 400_000, None),
+    ]
+
+
+async def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
+    """Fit the model on `num_calls` calls of each shape; of several rounds the cheapest counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=folder)
+        try:
+            single = [await cluster.spawn(f"replica-{i}", Actor, {}) for i in range(num_actors)]
+            ranks = await cluster.spawn("ranks", Actor, {}, 16)
+            points = []
+            for argument, kept in shapes():
+                await asyncio.gather(*(group.first.keep(kept) for group in single))
+                calls = [group.first for group in single]
+                best_s = await _cheapest(calls, argument, num_calls, num_rounds)
+                points.append((_num_bytes(("answer", (argument,), {})), _num_bytes(kept), best_s))
+            ranks_s = await _cheapest([ranks.first], None, num_calls // num_actors + 1, num_rounds)
+        finally:
+            await cluster.stop()
+    table = np.array(points)
+    columns = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1]])
+    weights = 1 / table[:, 2]  # relative errors count
+    fitted, *_ = np.linalg.lstsq(columns * weights[:, None], table[:, 2] * weights, rcond=None)
+    call_s, sent_s, received_s = (max(0.0, float(value)) for value in fitted)
+    return MessageCosts(
+        call_s=call_s,
+        sent_byte_s=sent_s,
+        received_byte_s=received_s,
+        ranks_s=ranks_s,
+        num_actors=num_actors,
+    )
+
+
+async def _cheapest(callees: list[Any], argument: Any, num_calls: int, num_rounds: int) -> float:
+    """CPU seconds of one call, all callees at once."""
+    each = max(1, num_calls // len(callees))
+
+    async def call(callee: Any) -> None:
+        for _ in range(each):
+            await callee.answer(argument)
+
+    found = []
+    for _ in range(num_rounds):
+        start_s = _cpu_s()
+        await asyncio.gather(*map(call, callees))
+        found.append((_cpu_s() - start_s) / (each * len(callees)))
+    return min(found)
+
+
+def _num_bytes(value: Any) -> int:
+    return len(pickle.dumps(value))
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

@@ -1,0 +1,382 @@
+"""The real controller at the scale of a large cluster, around modelled executors.
+
+Owns: the run's shape, the wrapping of executors, when something waited for the controller. Does not
+own: the executors' model (`llamarl/planner`), what a message costs (`messages.py`). Invariant:
+controller, gate, dispatch, ledger, packing, publisher, canary and journal are those of a run, wired
+by `build.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from controller_bench.clock import CostClock
+from controller_bench.messages import MessageCosts
+from llamarl.build import Executors, build_controller
+from llamarl.config import (
+    AIPOConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    GeneratorConfig,
+    ModelConfig,
+    PlacementConfig,
+    RewardConfig,
+    SamplingConfig,
+    StalenessConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.config.plan import PlanConfig
+from llamarl.experience.store import Store
+from llamarl.inputs import Inputs
+from llamarl.jobs import GC_THRESHOLDS
+from llamarl.metrics.console import Progress
+from llamarl.metrics.journal import Journal
+from llamarl.metrics.sinks import MetricsLog
+from llamarl.metrics.span import Spans
+from llamarl.planner.costs import Costs
+from llamarl.planner.executors import ModelledGroup
+from llamarl.planner.simulation import NoTokenizer, model_executors
+from llamarl.planner.timeline import Timeline
+from llamarl.planner.workload import make_workload
+from llamarl.weights.comparison import Fingerprints
+
+NUM_STORAGE_UNITS = 4
+EQUAL_SHARE = 0.0
+# Of a step, so that it lasts about `step_s` and neither side waits long for the other.
+DECODE_SHARE, TRAIN_SHARE = 0.0065 / 20, 0.88
+HEARTBEAT_S = GeneratorConfig().heartbeat_s
+NAMES = [  # of Llama 3.1 405B
+    f"model.layers.{layer}.{name}.weight"
+    for layer in range(126)
+    for name in (
+        *(f"self_attn.{each}_proj" for each in "qkvo"),
+        *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
+        "input_layernorm",
+        "post_attention_layernorm",
+    )
+] + ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How large the run is. The seconds of its executors follow: a step takes about `step_s`."""
+
+    num_replicas: int = 256
+    ranks_per_replica: int = 8
+    num_trainer_ranks: int = 2048
+    num_groups: int = 1024
+    rollouts_per_group: int = 16
+    max_staleness: int = 1
+    num_steps: int = 5
+    step_s: float = 20.0
+
+    @property
+    def num_rollouts(self) -> int:
+        """Trained in a step."""
+        return self.num_groups * self.rollouts_per_group
+
+
+@dataclass(kw_only=True)
+class Load:
+    """What the controller did in the steps that count."""
+
+    elapsed_s: float = 0.0
+    num_steps: int = 0
+    cpu_s: float = 0.0
+    message_s: float = 0.0
+    calls: Counter[str] = field(default_factory=Counter)
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    waits: list[tuple[float, float, str]] = field(default_factory=list)
+    busy_shares: dict[str, float] = field(default_factory=dict)
+    wait_shares: dict[str, float] = field(default_factory=dict)
+    end_s: float = 0.0
+    flipped_s: float = 0.0
+
+    def waited_s(self) -> float:
+        """Seconds in which any executor waited."""
+        total_s = end_s = 0.0
+        for start, stop, _ in sorted(self.waits):
+            total_s += max(0.0, stop - max(start, end_s))
+            end_s = max(end_s, stop)
+        return total_s
+
+
+class Charged:
+    """An executor whose calls cost the controller what real messages would."""
+
+    def __init__(
+        self, name: str, executor: Any, costs: MessageCosts, load: Load, idle: Idle
+    ) -> None:
+        self._name, self._executor = name, executor
+        self._costs, self._load, self._idle = costs, load, idle
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            clock = cast(CostClock, asyncio.get_running_loop())
+            key = f"{self._name}.{method}"
+            with clock.free():
+                num_sent = len(pickle.dumps((method, args, {})))
+            self._load.calls[key] += 1
+            self._load.num_bytes[key] += num_sent
+            clock.charge(self._costs.seconds(num_sent, 0) - self._costs.call_s / 2)
+            start_s = clock.time()
+            result = await clock.model(self._serve(method, args))
+            if method == "collect":  # modelled replicas do not answer without rows
+                heartbeats = int((clock.time() - start_s) / HEARTBEAT_S)
+                self._load.calls["generator.heartbeat"] += heartbeats
+                clock.charge(heartbeats * self._costs.call_s)
+            with clock.free():
+                num_received = len(pickle.dumps(result))
+            self._load.num_bytes[key] += num_received
+            clock.charge(self._costs.seconds(0, num_received) - self._costs.call_s / 2)
+            return result
+
+        return call
+
+    async def _serve(self, method: str, args: tuple[Any, ...]) -> Any:
+        self._idle.arrive(method, args)
+        result = await getattr(self._executor, method)(*args)
+        self._idle.leave(method, result)
+        return _sized(method, result, args)
+
+
+def _sized(method: str, result: Any, args: tuple[Any, ...]) -> Any:
+    """The answer as large as real executors give it; fingerprints of the same version are equal."""
+    if method == "offer":
+        return [replace(result[0], rank=rank, address="/dev/shm/x" * 4) for rank in range(8)]
+    if method in ("write", "fingerprint"):
+        return [Fingerprints.fromkeys(NAMES, args[0])]
+    return result
+
+
+class Idle:
+    """Nobody's waiting is looked at."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def arrive(self, method: str, args: tuple[Any, ...]) -> None:
+        """A call has come."""
+
+    def leave(self, method: str, result: Any) -> None:
+        """It has been answered."""
+
+    def _waited(self, start_s: float, who: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s > start_s:
+            self._load.waits.append((start_s, now_s, who))
+
+
+class IdleTrainer(Idle):
+    """Waits from its last answer, or the last of the batch's scores if that came later, to the
+    next call: whatever the controller does meanwhile, and whom it asks."""
+
+    def __init__(self, load: Load, scored_s: dict[int, float]) -> None:
+        super().__init__(load)
+        self._scored_s = scored_s
+        self._num_calls, self._since_s = 0, 0.0
+
+    def arrive(self, method: str, args: tuple[Any, ...]) -> None:
+        if method in ("accumulate", "step", "infer"):
+            start_s = self._since_s
+            if method == "accumulate":
+                rows = args[0].rows
+                start_s = max(start_s, *(self._scored_s.pop(row.row_id) for row in rows))
+            if not self._num_calls:
+                self._waited(start_s, f"trainer {method}")
+            self._num_calls += 1
+
+    def leave(self, method: str, result: Any) -> None:
+        if method in ("accumulate", "step", "infer"):
+            self._num_calls -= 1
+            self._since_s = asyncio.get_running_loop().time()
+
+
+class IdleReplica(Idle):
+    """Waits with a free slot and an empty queue from the moment the controller learnt that there
+    is work, at the earliest when it last had nothing to do or a replica flipped, until requests
+    come."""
+
+    def __init__(self, load: Load, replica: Any, max_running: int) -> None:
+        super().__init__(load)
+        self._replica, self._max_running = replica, max_running
+
+    def arrive(self, method: str, args: tuple[Any, ...]) -> None:
+        clock = cast(CostClock, asyncio.get_running_loop())
+        if method == "submit" and len(self._replica._ends) < self._max_running:
+            self._waited(max(clock.busy_since_s, self._load.flipped_s), "replica")
+
+    def leave(self, method: str, result: Any) -> None:
+        if method == "flip":  # the last one of a publish opens the gate
+            self._load.flipped_s = asyncio.get_running_loop().time()
+
+
+class IdleScorer(Idle):
+    """Remembers when scores were told."""
+
+    def __init__(self, load: Load, scored_s: dict[int, float]) -> None:
+        super().__init__(load)
+        self._scored_s = scored_s
+
+    def leave(self, method: str, result: Any) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._scored_s |= {score.row_id: now_s for score in result}
+
+
+def make_config(shape: Shape) -> Config:
+    """The recipe of such a run."""
+    return Config(
+        num_steps=shape.num_steps,
+        model=ModelConfig(checkpoint="none"),
+        data=DataConfig(prompts="none.jsonl"),
+        reward=RewardConfig(num_workers=256),
+        algorithm=AIPOConfig(),
+        generator=GeneratorConfig(
+            device="cuda",
+            num_replicas=shape.num_replicas,
+            num_ranks=shape.ranks_per_replica,
+            max_running=64,
+            max_context_tokens=4096,
+        ),
+        trainer=TrainerConfig(
+            device="cuda",
+            num_ranks=shape.num_trainer_ranks,
+            tensor_parallel=8 if shape.num_trainer_ranks % 8 == 0 else 1,
+            groups_per_step=shape.num_groups,
+            tokens_per_micro_batch=16384,
+        ),
+        weights=WeightsConfig(transport="rdma", grace_s=5.0),
+        placement=PlacementConfig(),
+        cluster=ClusterConfig(num_hosts=1024),
+        sampling=SamplingConfig(rollouts_per_prompt=shape.rollouts_per_group, max_tokens=2048),
+        staleness=StalenessConfig(max_staleness=shape.max_staleness),
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(export=False),
+        plan=PlanConfig(),
+    )
+
+
+def make_costs(config: Config, shape: Shape) -> Costs:
+    """Executors whose steps take `step_s`, the trainer's share of it nearly all."""
+    mean_tokens = config.plan.prompt_tokens + 1.38 * config.plan.median_tokens
+    tokens_per_rank = shape.num_rollouts * mean_tokens / config.trainer.num_data_ranks
+    return Costs(
+        decode_step_s=DECODE_SHARE * shape.step_s,
+        prefill_token_s=1e-5,
+        flip_s=0.1,
+        token_s=TRAIN_SHARE * shape.step_s / tokens_per_rank,
+        optimizer_s=0.03 * shape.step_s,
+        write_s=3.0,
+        check_s=0.5,
+        score_call_s=0.01,
+        score_row_s=0.01,
+        store_row_s=1e-5,
+        message_s=1e-3,
+    )
+
+
+async def run(shape: Shape, costs: MessageCosts) -> Load:
+    """Simulate; the load of the steps after the pipeline is full."""
+    config = make_config(shape)
+    workload = make_workload(config, equal_share=EQUAL_SHARE)
+    timeline, load = Timeline(), Load()
+    modelled = model_executors(config, make_costs(config, shape), workload, timeline)
+    executors = _charged(config, modelled, costs, load)
+    inputs = Inputs(
+        checkpoint="",
+        tokenizer_folder="",
+        architecture=cast(Any, NoTokenizer()),
+        tokenizer=cast(Any, NoTokenizer()),
+        prompts=workload.prompts(),
+        held_out=[],
+        task_source=None,
+        replay_lengths=[],
+    )
+    with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:
+        spans = Spans("controller", folder)
+        journal = Measured(
+            log=MetricsLog(folder, tensorboard=True),
+            progress=Progress(shape.num_steps, live=False, console=Console(file=null)),
+            spans=spans,
+            max_staleness=shape.max_staleness,
+        )
+        journal.watch(load, shape.max_staleness + 1)
+        controller, publisher, dispatch = build_controller(
+            config, inputs, executors, run_dir=folder, state={}, journal=journal, spans=spans
+        )
+        await publisher.connect()
+        gc.set_threshold(*GC_THRESHOLDS)
+        try:
+            await controller.run()
+        finally:
+            await dispatch.close()
+            await publisher.close()
+    load.calls, load.num_bytes, load.waits = journal.counted
+    load.busy_shares, load.wait_shares = timeline.shares(load.end_s - load.elapsed_s, load.end_s)
+    return load
+
+
+class Measured(Journal):
+    """The real journal, which starts and ends the count at step ends."""
+
+    def watch(self, load: Load, num_skipped: int) -> None:
+        """Count from the end of step `num_skipped` on."""
+        self._load, self._num_skipped = load, num_skipped
+        self._start: tuple[float, float, float] | None = None
+
+    async def step(self, stats: Any, groups: Any) -> None:
+        clock = cast(CostClock, asyncio.get_running_loop())
+        await super().step(stats, groups)
+        load, now = self._load, (clock.time(), clock.cpu_s, clock.charged_s)
+        if stats.version == self._num_skipped:
+            self._start = now
+            for counted in (load.calls, load.num_bytes, load.waits):
+                counted.clear()
+        elif self._start is not None:
+            load.num_steps += 1
+            load.end_s = clock.time()
+            load.elapsed_s, load.cpu_s, load.message_s = (
+                b - a for a, b in zip(self._start, now, strict=True)
+            )
+            self.counted = (Counter(load.calls), Counter(load.num_bytes), list(load.waits))
+
+
+def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Load) -> Executors:
+    """The same executors behind messages."""
+    scored_s: dict[int, float] = {}
+    max_running = config.generator.max_running
+
+    def charged(name: str, group: Any, idle: Idle) -> ModelledGroup:
+        return ModelledGroup(name, Charged(name, group.first, costs, load, idle))
+
+    assert modelled.trainer is not None
+    unit = cast(Any, modelled.storage)._units[0]
+    return replace(
+        modelled,
+        storage=Store(
+            [
+                cast(Any, Charged("storage", unit, costs, load, Idle(load)))
+                for _ in range(NUM_STORAGE_UNITS)
+            ]
+        ),
+        generators={
+            index: charged("generator", group, IdleReplica(load, group.first, max_running))
+            for index, group in modelled.generators.items()
+        },
+        scorer=charged("scorer", modelled.scorer, IdleScorer(load, scored_s)),
+        trainer=charged("trainer", modelled.trainer, IdleTrainer(load, scored_s)),
+    )
