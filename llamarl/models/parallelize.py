@@ -61,7 +61,7 @@ def parameter_placements(
         is_cut_twice = "tensor" in shape and tensor == Shard(0)
         placements: dict[str, Placement] = {
             "replicate": Replicate(),
-            # FSDP cuts what tensor parallel left: neighbours in `shard` are not adjacent rows.
+            # Rows go to tensor ranks first, though the mesh counts them last: FSDP cuts the rest.
             "shard": (
                 _StridedShard(0, split_factor=config.tensor_parallel) if is_cut_twice else Shard(0)
             ),
