@@ -43,7 +43,6 @@ def memory(setting: Setting) -> dict[str, float]:
     if not setting.is_cuda:
         raise ValueError("memory is measured on CUDA only")
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
-    torch.cuda.reset_peak_memory_stats()
     _measure_batch(setting, checkpoint, max(setting.batches), cuda_graphs=True)
     peak_bytes = torch.cuda.max_memory_allocated()
     config = make_config(setting, checkpoint)
