@@ -93,7 +93,7 @@ def covered(ranks: list[RankLayout], name: str) -> torch.Tensor:
     return count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(layouts())
 def test_boxes_of_all_ranks_tile_every_parameter(drawn: tuple[Config, object]) -> None:
     config, architecture = drawn
@@ -160,7 +160,10 @@ def test_the_405b_model_by_hand() -> None:
     assert round(total / 1e9, 1) == 405.9
     config = on_gpus(
         trainer=replace(
-            CUDA_TRAINER, num_ranks=512, tensor_parallel=8, activation_checkpointing="full"
+            CUDA_TRAINER,
+            num_ranks=512,
+            tensor_parallel=8,
+            activation_checkpointing="full",
         ),
         generator=VllmConfig(
             device="cuda",
@@ -196,7 +199,7 @@ KNOBS = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(KNOBS)), st.data())
 def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) -> None:
     small, large = sorted(data.draw(st.sampled_from(KNOBS[knob])) for _ in range(2))
@@ -219,7 +222,7 @@ def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) 
     assert all(totals[0][side] <= totals[1][side] for side in totals[0])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2]),

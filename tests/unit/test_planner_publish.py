@@ -46,7 +46,7 @@ def recipe(
     return make_recipe(**made | more)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from([1, 2, 3, 5]),
     st.sampled_from([1, 2, 4]),
