@@ -130,16 +130,21 @@ def test_copies_equal_gather_and_slice_and_write_every_element_once(sides, seed)
     assert plan(rng.sample(source, len(source)), rng.sample(target, len(target))) == copies
 
 
+LAYERS = ("layers.0.w", "layers.1.w", "layers.2.w")
+
+
 def grid(num_rows, num_columns, num_copies):
-    """A (6, 8) parameter on a grid of ranks, all of it `num_copies` times."""
+    """(6, 8) parameters of alike layers on a grid of ranks, all of it `num_copies` times."""
     layouts, sizes = [], []
     for rank in range(num_rows * num_columns * num_copies):
         row, column = rank // num_columns % num_rows, rank % num_columns
         start = (row * 6 // num_rows, column * 8 // num_columns)
         stop = ((row + 1) * 6 // num_rows, (column + 1) * 8 // num_columns)
         memory = Memory("flat")
-        boxes = (memory.place(start, stop, (rank % 2, 1 - rank % 2), rank),)
-        parameters = {"w": ParameterLayout(shape=(6, 8), dtype="float32", boxes=boxes)}
+        parameters = {}
+        for layer, name in enumerate(LAYERS):
+            boxes = (memory.place(start, stop, (rank % 2, 1 - rank % 2), rank * layer),)
+            parameters[name] = ParameterLayout(shape=(6, 8), dtype="float32", boxes=boxes)
         layouts.append(
             RankLayout(rank=rank, host="h", parameters=parameters, parts=(tuple(parameters),))
         )
@@ -153,7 +158,7 @@ GRIDS = [(1, 1, 1), (1, 1, 3), (4, 1, 1), (1, 3, 1), (2, 2, 1), (3, 2, 2)]
 @pytest.mark.parametrize("to", GRIDS)
 @pytest.mark.parametrize("of", GRIDS)
 def test_every_grid_of_ranks_turns_into_every_other(of, to) -> None:
-    check({"w": (6, 8)}, *grid(*of), *grid(*to))
+    check(dict.fromkeys(LAYERS, (6, 8)), *grid(*of), *grid(*to))
 
 
 def check(shapes, source, source_sizes, target, target_sizes):

@@ -29,6 +29,7 @@ class CostClock(VirtualClockLoop):
         self.busy_since_s = 0.0
         """Since when the controller has had something to do, without a pause."""
         self._ended_s = 0.0
+        self._sent: list[Callable[[], None]] = []
         self._free_ns = 0
 
     def time(self) -> float:
@@ -49,6 +50,10 @@ class CostClock(VirtualClockLoop):
     def charge(self, seconds: float) -> None:
         """The present callback takes so much longer."""
         self._pending_s += seconds
+
+    def send(self, arrive: Callable[[], None]) -> None:
+        """Call `arrive` once the present callback has ended: its messages are on their way then."""
+        self._sent.append(arrive)
 
     @contextmanager
     def free(self) -> Iterator[None]:
@@ -73,3 +78,6 @@ class CostClock(VirtualClockLoop):
         self.charged_s += self._pending_s
         self._now_s += own_s + self._pending_s
         self._ended_s = self._now_s
+        sent, self._sent = self._sent, []
+        for arrive in sent:
+            arrive()

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,6 +134,7 @@ class Charged:
             self._load.calls[key] += 1
             self._load.num_bytes[key] += num_sent
             clock.charge(self._costs.seconds(num_sent, 0) - self._costs.call_s / 2)
+            clock.send(partial(self._idle.arrive, method, args))
             start_s = clock.time()
             result = await clock.model(self._serve(method, args))
             if method == "collect":  # modelled replicas do not answer without rows
@@ -148,7 +150,6 @@ class Charged:
         return call
 
     async def _serve(self, method: str, args: tuple[Any, ...]) -> Any:
-        self._idle.arrive(method, args)
         result = await getattr(self._executor, method)(*args)
         self._idle.leave(method, result)
         return _sized(method, result, args)
