@@ -36,7 +36,7 @@ from rich.logging import RichHandler
 
 from llamarl import config as schema
 from llamarl import jobs
-from llamarl.cluster import GroupLost
+from llamarl.cluster import GroupLost, whole_process
 from llamarl.config import Config
 from llamarl.metrics.provenance import record_provenance
 
@@ -100,6 +100,11 @@ PLAN_OPTIONS = {  # name of the option and of its value, what it does
 
 def main() -> None:
     """Entry point of the `llamarl` command."""
+    with whole_process():
+        _main()
+
+
+def _main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "help"):
         sys.stdout.write(_usage())

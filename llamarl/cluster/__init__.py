@@ -6,7 +6,11 @@ Invariant: importing this loads neither monarch nor torch; `inline` never does.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llamarl.cluster.credentials import prepare
@@ -23,6 +27,7 @@ __all__ = [
     "make_cluster",
     "make_rdma",
     "process_name",
+    "whole_process",
 ]
 
 # Monarch reads it when it is imported; children inherit it. With the default, 10 s, a killed
@@ -42,6 +47,32 @@ def make_cluster(config: ClusterConfig, *, spans_folder: str | None, logs_folder
     from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
     return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)
+
+
+@contextmanager
+def whole_process() -> Iterator[None]:
+    """Around all that a process does: one that worked on cluster.hosts ends with the block.
+
+    Python's own end would follow. There threads of Monarch that still hear from hosts call into
+    Python, which then aborts the process: one time in eight, whatever its exit code was.
+    """
+    code: object = 0
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code
+        if not _has_hosts():
+            raise
+    if _has_hosts():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _has_hosts() -> bool:
+    hosts = sys.modules.get("llamarl.cluster.hosts")
+    return hosts is not None and bool(hosts.own_names)
 
 
 def make_rdma() -> Any:

@@ -46,6 +46,9 @@ END_LIMIT_S = 8.0  # for a host to kill what is left there
 DETACH_LIMIT_S = 3.0
 
 
+own_names: set[str] = set()  # by which hosts reach this process, once it attached to any
+
+
 class Host(Protocol):
     """Where processes are started."""
 
@@ -251,6 +254,7 @@ def _start_client(scheme: str, own_name: str) -> None:
         raise ValueError(
             "cluster.hosts must be those of the first run of this process: it talks to others"
         ) from error
+    own_names.add(own_name)
     with quiet_stderr():
         monarch.actor.context()
 
