@@ -2,6 +2,9 @@
 
     python tools/bench_planner.py --json FILE
 
+Costs are read off a run's spans, but for what its controller and messages take, which is chosen so
+that the run's own step comes out.
+
 Replay: the controller runs in real time with modelled executors that sleep for durations read off
 a finished run, and is compared with the same on a virtual clock (`max_error_replay`). Live: costs
 are read off one run of the quickstart recipe, then runs with other settings, which nothing was
@@ -31,7 +34,13 @@ from hydra.core.config_store import ConfigStore
 from llamarl.config import Config
 from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.planner.calibration import SETTLING_STEPS, Trace, measured_step_s, read_trace
+from llamarl.planner.calibration import (
+    SETTLING_STEPS,
+    Trace,
+    fit_overhead,
+    measured_step_s,
+    read_trace,
+)
 from llamarl.planner.simulation import forecast, run, simulate
 from llamarl.planner.workload import make_workload
 
@@ -102,11 +111,15 @@ def train(run_dir: Path, overrides: tuple[str, ...], most: int, num_steps: int) 
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
+def configure(trace: Trace, name: str) -> Config:
+    """The config of a setting, with the trace's prompts."""
+    config = load(LIVE[name][0])
+    return replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+
+
 def predict(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> float:
     """The simulated mean step of a setting, over the same steps as are measured."""
-    overrides, most = LIVE[name]
-    config = load(overrides)
-    config = replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+    config, most = configure(trace, name), LIVE[name][1]
     step = simulate(
         config,
         architecture,
@@ -121,9 +134,7 @@ def predict(trace: Trace, name: str, architecture: Architecture, num_steps: int)
 
 def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> float:
     """The same in real time."""
-    overrides, most = LIVE[name]
-    config = load(overrides)
-    config = replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
+    config, most = configure(trace, name), LIVE[name][1]
     share = trace.equal_share(config.sampling.rollouts_per_prompt)
     workload = make_workload(config, lengths=trace.lengths, equal_share=share)
     costs = replace(trace.costs, num_cores=len(cores(most)))
@@ -152,6 +163,7 @@ def main() -> None:
                 if name == FITTED:
                     size = load(()).sampling.rollouts_per_prompt
                     trace = read_trace(run_dir, size, num_cores=len(cores(0)))
+                    trace = fit_overhead(trace, configure(trace, FITTED), architecture)
                 predicted[name].append(predict(trace, name, architecture, args.steps))
                 measured[name].append(measured_step_s(run_dir))
                 print(

@@ -13,18 +13,21 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llamarl.config import Config
 from llamarl.metrics.aggregate import executor_of
 from llamarl.metrics.intervals import Intervals, overlaps, union
 from llamarl.metrics.span import Span, SpanReader, span_files
 from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
+from llamarl.models.architecture import Architecture
 from llamarl.planner.costs import Costs
+from llamarl.planner.simulation import simulate
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,6 +37,7 @@ COMPUTING = {  # spans in which a process computes by itself, by executor
     "scorer": ("score",),
 }
 SETTLING_STEPS = 2  # of a run's start that no figure is taken from
+OVERHEAD_HALVINGS = 7  # of the range in which `row_s` is searched
 NUM_CALLS = 4  # of one publish to one replica: offer, write, fingerprint, flip
 SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which another one computes
 
@@ -83,7 +87,7 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
     """Executor times of a finished run; ValueError if spans are missing.
 
     It ran on `num_cores` processors (default: those that this process may use). What spans do not
-    tell stays 0: `row_s`, what the controller and messages take.
+    tell stays 0: `row_s`, what the controller and messages take (see `fit_overhead`).
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     spans = _settled(_read_spans(Path(run_dir) / SPANS_FOLDER))
@@ -139,6 +143,32 @@ def read_trace(
         rewards=_groups(rows, rollouts_per_prompt),
         step_s=measured_step_s(run_dir),
     )
+
+
+def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Trace:
+    """The trace with `row_s`, of which no span tells: so much that a simulation of the run itself,
+    whose `config` this is, takes as long as the run did; 0 if it already does."""
+
+    def excess_s(row_s: float) -> float:
+        step = simulate(
+            config,
+            architecture,
+            replace(trace.costs, row_s=row_s),
+            lengths=trace.lengths,
+            equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
+            num_steps=max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1),
+            num_skipped=SETTLING_STEPS,
+        )
+        return step.step_s - trace.step_s
+
+    num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
+    low, high = 0.0, trace.step_s * trace.costs.num_cores / num_rollouts  # all there is
+    if excess_s(low) >= 0:
+        return trace
+    for _ in range(OVERHEAD_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if excess_s(middle) >= 0 else (middle, high)
+    return replace(trace, costs=replace(trace.costs, row_s=low))
 
 
 def measured_step_s(run_dir: str | Path) -> float:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llamarl.planner.calibration import Trace, read_costs, read_trace
+from llamarl.planner.calibration import Trace, fit_overhead, read_costs, read_trace
 from llamarl.planner.costs import Costs
+from llamarl.planner.simulation import simulate
+from tests.unit.test_planner_step import TINY, make_config
 
 SHARED_SPEED = 0.8
 KNOWN = Costs(
@@ -140,6 +143,19 @@ def test_smaller_groups_are_equal_more_often() -> None:
     trace = Trace(costs=KNOWN, lengths=(1,), prompt_tokens=1, rewards=rewards, step_s=1.0)
     assert trace.equal_share(4) == pytest.approx(1 / 2)
     assert trace.equal_share(2) == pytest.approx((1 / 3 + 1) / 2)
+
+
+def test_what_no_span_tells_comes_out_of_the_step_time() -> None:
+    config = make_config(num_replicas=2)
+    lengths = (20,) * GROUPS * ROLLOUTS * 5
+    costs = Costs(decode_row_s=1e-3, token_s=2e-4, num_cores=2)
+    known = replace(costs, row_s=5e-3)
+    step_s = simulate(config, TINY, known, lengths=lengths, num_steps=5, num_skipped=2).step_s
+    rewards = ((0.0, 1.0, 0.0, 1.0),)
+    trace = Trace(costs=costs, lengths=lengths, prompt_tokens=10, rewards=rewards, step_s=step_s)
+    assert fit_overhead(trace, config, TINY).costs.row_s == pytest.approx(5e-3, rel=0.1)
+    quick = replace(trace, step_s=step_s / 10)
+    assert fit_overhead(quick, config, TINY).costs.row_s == 0
 
 
 def test_a_run_without_spans_is_refused(tmp_path: Path) -> None:
