@@ -164,7 +164,7 @@ def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface()
 
 CONTROLLER = """
 import asyncio, json, sys
-from llamarl.cluster import make_cluster
+from llamarl.cluster import make_cluster, whole_process
 from llamarl.config import ClusterConfig
 from llamarl.types import Seat
 from tests.distributed.executors import Probe
@@ -200,7 +200,8 @@ async def main():
         await asyncio.to_thread(sys.stdin.readline)
     finally:
         await cluster.stop()
-asyncio.run(main())
+with whole_process():
+    asyncio.run(main())
 """
 
 
