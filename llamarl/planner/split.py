@@ -31,7 +31,7 @@ from llamarl.planner.costs import Costs
 from llamarl.planner.simulation import simulate
 
 CostsOf = Callable[[Config, Architecture], Costs]
-NUM_STEPS = 8  # simulated for each candidate: ratios need no more
+NUM_STEPS = 6  # simulated for each candidate: ratios need no more
 NUM_NEIGHBOURS = 2  # candidates on either side of theta*
 
 
@@ -133,9 +133,11 @@ def best_split(
     share = a / (a + c)
     candidates = []
     for candidate in nearby_splits(config, num_gpus, share):
-        if fits(candidate):
-            costs = costs_of(candidate, architecture)
-            step_s = simulate(candidate, architecture, costs, num_steps=NUM_STEPS).step_s
+        if candidate == config or fits(candidate):
+            step_s = forecast.step_s
+            if candidate != config:
+                costs = costs_of(candidate, architecture)
+                step_s = simulate(candidate, architecture, costs, num_steps=NUM_STEPS).step_s
             candidates.append(
                 Split(
                     num_trainer_ranks=candidate.trainer.num_ranks,

@@ -69,19 +69,6 @@ def synchronous(config: Config) -> Config:
     return replace(config, staleness=replace(config.staleness, max_staleness=0))
 
 
-def variants(
-    config: Config, architecture: Architecture, costs_of: CostsOf = hardware_costs
-) -> dict[str, StepForecast]:
-    """ "sync": the recipe with max_staleness 0. "colocated": the baseline, if one fits."""
-    sync = synchronous(config)
-    costs = costs_of(sync, architecture)
-    found = {"sync": simulate(sync, architecture, costs, num_steps=NUM_STEPS)}
-    baseline = best_baseline(config, architecture, costs_of)
-    if baseline is not None:
-        found["colocated"] = baseline.step
-    return found
-
-
 def decompose(
     config: Config,
     architecture: Architecture,
@@ -97,7 +84,11 @@ def decompose(
     wide = _unquantized(config, architecture)
     words = f"the recipe with a generator in {config.generator.dtype}"
     stages["batch_and_degree"] = _run(words, wide, architecture, costs_of)
-    stages["precision"] = _run("the recipe", config, architecture, costs_of)
+    stages["precision"] = (
+        stages["batch_and_degree"]
+        if wide == config
+        else _run("the recipe", config, architecture, costs_of)
+    )
     return Decomposition(baseline=baseline, stages=stages)
 
 
@@ -194,7 +185,6 @@ def _overlapped(
         ),
         trainer=replace(trainer, num_ranks=num_ranks),
         placement=replace(config.placement, colocated=False, offload="file"),
-        weights=baseline.config.weights,
     )
     best = best_split(apart, architecture, costs_of).candidates[0]
     split = replace(

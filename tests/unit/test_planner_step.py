@@ -152,7 +152,7 @@ def test_colocated_sides_are_never_busy_at_once() -> None:
     assert forecast(timeline, 2).wait_shares["trainer turn"] > 0.2
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.floats(1e-3, 0.05), st.floats(0, 1e-3), st.floats(1e-5, 1e-3), st.floats(0, 0.3), st.data()
 )
