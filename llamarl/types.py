@@ -37,9 +37,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 Columns = dict[str, list[np.ndarray]]
 """Column name -> one array per row, in the order of the row ids beside it."""
@@ -47,6 +50,22 @@ Columns = dict[str, list[np.ndarray]]
 Fate = dict[str, str | int | float]
 """What became of a rollout: "fate" is trained, dropped, evaluated, canary, lost or unused; more
 keys say at which version, or why."""
+
+
+def _light(cls: type[T]) -> type[T]:
+    """Pickle a record by its values: dataclasses' own way looks all fields up for each record, and
+    the controller sends tens of thousands in a step."""
+    names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
+    values = attrgetter(*names)
+
+    def restore(self: T, state: tuple[Any, ...]) -> None:
+        for name, value in zip(names, state, strict=True):
+            object.__setattr__(self, name, value)
+
+    cls.__getstate__ = lambda self: values(self)  # type: ignore[method-assign]
+    cls.__setstate__ = restore  # type: ignore[attr-defined]
+    return cls
+
 
 # Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
 PROMPT_IDS = "prompt_ids"  # int32 [P]
@@ -95,6 +114,7 @@ class Seat:
     gpu: int | None
 
 
+@_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One tokenized question.
@@ -122,6 +142,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
 
+@_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One rollout asked of a generator.
@@ -141,6 +162,7 @@ class Request:
     purpose: Purpose = Purpose.TRAIN
 
 
+@_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """`num_tokens` consecutive response tokens written by weight version `version`."""
@@ -149,6 +171,7 @@ class VersionSpan:
     num_tokens: int
 
 
+@_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What the controller learns when a rollout stops: constant size whatever its length.
@@ -174,6 +197,7 @@ class ScoreStatus(StrEnum):
     INVALID = "invalid"  # NaN, infinite or not a number
 
 
+@_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`."""
@@ -207,6 +231,7 @@ class Group:
     advantages: tuple[float, ...] = ()
 
 
+@_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
     """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.

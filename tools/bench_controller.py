@@ -4,8 +4,8 @@
         [--rollouts 16384] [--staleness 1] [--actors 16] [--profile]
 
 First the CPU time of a message is measured on real Monarch actors in processes of their own: a
-linear model per call and per byte, fitted on requests, rows, fingerprints and plain bytes; also
-that a call on 16 ranks costs the caller no more than one on a single rank.
+linear model per call and per byte; also what a call on 16 ranks costs, which goes through their
+first one. The rest, pickling and unpickling the very arguments and answers, is done and timed.
 
 Then the real controller (stages, gate, dispatch, ledger, packing, publisher, canary, journal) runs
 with modelled executors on a virtual clock. Time stands still for what the executors compute, and

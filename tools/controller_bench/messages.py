@@ -1,7 +1,8 @@
 """What a message costs the controller's process: measured on real Monarch actors.
 
-Owns: the linear model, the calls it is fitted on. Does not own: which messages a step has
-(`simulation.py`). Invariant: CPU time of the whole process counts, Monarch's threads included.
+Owns: the linear model, the calls it is fitted on. Does not own: which messages a step has, and what
+pickling them takes (`simulation.py`). Invariant: CPU time of the whole process counts, Monarch's
+threads included.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import numpy as np
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
-from llamarl.types import FinishReason, Request, Row, Sampling, VersionSpan
-from llamarl.weights.comparison import Fingerprints
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCosts:
-    """Seconds of one call with its answer, and of each byte of them. `ranks_s`: of a call on 16
-    ranks, which goes through their first one."""
+    """Seconds of one call with its answer, and of each byte of them once they are pickled.
+
+    `ranks_s`: of a call on 16 ranks, which goes through their first one.
+    """
 
     call_s: float
     sent_byte_s: float
@@ -54,48 +55,13 @@ class Actor:
         return self._kept
 
 
-def requests(count: int, num_prompt_tokens: int = 200) -> list[Request]:
-    """As `submit` has them: 16 of each prompt."""
-    sampling = Sampling(max_tokens=2048, stop_token_ids=(1, 2))
-    return [
-        Request(
-            row_id=10**6 + i,
-            prompt_ids=tuple(range(1000 + i // 16, 1000 + i // 16 + num_prompt_tokens)),
-            sampling=sampling,
-            seed=(i + 1) << 40,
-        )
-        for i in range(count)
-    ]
-
-
-def rows(count: int) -> list[Row]:
-    """As `collect` has them."""
-    spans = (VersionSpan(version=10, num_tokens=300), VersionSpan(version=11, num_tokens=200))
-    return [
-        Row(
-            row_id=10**6 + i,
-            num_prompt_tokens=200,
-            num_tokens=500,
-            spans=spans,
-            finish_reason=FinishReason.STOP,
-            replica=i,
-        )
-        for i in range(count)
-    ]
-
-
-def shapes() -> list[tuple[Any, Any]]:
-    """(argument, answer): nothing, requests, rows, fingerprints, a batch's worth of bytes."""
-    prints = Fingerprints({f"model.layers.{i}.mlp.down_proj.weight": 1 << 63 for i in range(1138)})
-    return [
-        (None, None),
-        (requests(16), None),
-        (requests(128), None),
-        (None, rows(8)),
-        (None, rows(64)),
-        (None, prints),
-        (b"x" * 400_000, None),
-    ]
+SHAPES: list[tuple[Any, Any]] = [  # argument, answer
+    (None, None),
+    (b"x" * 10_000, None),
+    (b"x" * 200_000, None),
+    (None, b"x" * 10_000),
+    (None, b"x" * 200_000),
+]
 
 
 async def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
@@ -106,7 +72,7 @@ async def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCo
             single = [await cluster.spawn(f"replica-{i}", Actor, {}) for i in range(num_actors)]
             ranks = await cluster.spawn("ranks", Actor, {}, 16)
             points = []
-            for argument, kept in shapes():
+            for argument, kept in SHAPES:
                 await asyncio.gather(*(group.first.keep(kept) for group in single))
                 calls = [group.first for group in single]
                 best_s = await _cheapest(calls, argument, num_calls, num_rounds)

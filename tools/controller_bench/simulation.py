@@ -129,8 +129,7 @@ class Charged:
         async def call(*args: Any) -> Any:
             clock = cast(CostClock, asyncio.get_running_loop())
             key = f"{self._name}.{method}"
-            with clock.free():
-                num_sent = len(pickle.dumps((method, args, {})))
+            num_sent = len(pickle.dumps((method, args, {})))  # as the controller would
             self._load.calls[key] += 1
             self._load.num_bytes[key] += num_sent
             clock.charge(self._costs.seconds(num_sent, 0) - self._costs.call_s / 2)
@@ -142,7 +141,8 @@ class Charged:
                 self._load.calls["generator.heartbeat"] += heartbeats
                 clock.charge(heartbeats * self._costs.call_s)
             with clock.free():
-                num_received = len(pickle.dumps(result))
+                answer = pickle.dumps(result)
+            result, num_received = pickle.loads(answer), len(answer)
             self._load.num_bytes[key] += num_received
             clock.charge(self._costs.seconds(0, num_received) - self._costs.call_s / 2)
             return result
