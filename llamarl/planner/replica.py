@@ -41,7 +41,10 @@ class _Slot:
 
 
 class ModelledReplica(Receiving):
-    """protocols.Generator, Receiver, Sender and Tenant for replica `index` on `hosts`."""
+    """protocols.Generator, Receiver, Sender and Tenant for replica `index` on `hosts`.
+
+    Its KV cache is taken to hold `generator.max_running` rollouts, whatever their length.
+    """
 
     def __init__(
         self,
