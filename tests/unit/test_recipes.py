@@ -1,0 +1,125 @@
+"""Every recipe composes, fits the GPUs it may have, and its page shows what the planner says today."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import Config
+from llamarl.inputs import read_planned_architecture
+from llamarl.planner.memory import forecast_memory
+from llamarl.planner.published import published_figures
+from llamarl.planner.recipe import forecast_recipe
+from llamarl.planner.report import render_report
+from llamarl.seats import assign
+from tests.unit.test_readme import FENCED, compose_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+MOST_GPUS = {
+    "gsm8k_llama32_1b_1gpu": 1,
+    "qwen25_7b_math": 16,
+    "llama31_8b_math": 16,
+    "llama31_70b_math": 256,
+    "llama31_405b_math": 1024,
+}
+NUM_PARAMETERS = {  # as the models' cards round them
+    "gsm8k_llama32_1b_1gpu": 1.24e9,
+    "qwen25_7b_math": 7.62e9,
+    "llama31_8b_math": 8.03e9,
+    "llama31_70b_math": 70.6e9,
+    "llama31_405b_math": 405.9e9,
+}
+LEAST_FREE = 0.05  # of a GPU's memory
+PAGES = [*(ROOT / "recipes" / name / "README.md" for name in MOST_GPUS), ROOT / "README.md"]
+
+
+def config_of(name: str, *overrides: str) -> Config:
+    folder = ROOT / "recipes" / name
+    return compose_recipe(folder, [f"recipe_dir='{folder}'", *overrides])
+
+
+@lru_cache
+def report_of(name: str) -> str:
+    """What `llamarl plan` prints."""
+    config = config_of(name)
+    architecture = read_planned_architecture(config)
+    return render_report(
+        config, forecast_recipe(config, architecture), published_figures(architecture)
+    )
+
+
+def shown(page: Path) -> dict[str, list[str]]:
+    """Recipe -> the lines that the page shows as the output of `llamarl plan`, but for "..."."""
+    found = {}
+    for _, body in FENCED.findall(page.read_text()):
+        command, _, output = body.partition("\n")
+        if command.startswith("$ llamarl plan "):
+            words = shlex.split(command)
+            assert words[3] == "--config-dir"
+            assert len(words) == 5, "the planner's own answer, without overrides"
+            found[Path(words[4]).name] = [line for line in output.splitlines() if line != "..."]
+    return found
+
+
+def test_every_planned_recipe_is_asked_here() -> None:
+    planned = {path.parent.name for path in ROOT.glob("recipes/*/architecture")}
+    assert planned == set(MOST_GPUS)
+
+
+@pytest.mark.parametrize("name", MOST_GPUS)
+def test_a_recipe_fits_its_gpus(name: str) -> None:
+    config = config_of(name)
+    architecture = read_planned_architecture(config)
+    seats = {seat for places in assign(config).values() for seat in places}
+    assert len(seats) <= MOST_GPUS[name]
+    assert all(seat.gpu is not None for seat in seats)
+    assert len({seat.host for seat in seats}) == config.cluster.size, "no host is paid for idle"
+    memory = forecast_memory(config, architecture)
+    for rank in memory.ranks:
+        assert rank.total_bytes < (1 - LEAST_FREE) * rank.device_bytes, rank
+    shows = "\n".join(shown(ROOT / "recipes" / name / "README.md")[name])
+    for what in ("total", "of"):
+        (cells,) = re.findall(rf"^{what} +(.*)$", shows, re.MULTILINE)
+        values = [r.total_bytes if what == "total" else r.device_bytes for r in memory.ranks]
+        assert cells.split() == [f"{value / GIB:.1f}" for value in values]
+
+
+@pytest.mark.parametrize("name", MOST_GPUS)
+def test_an_architecture_is_the_published_one(name: str) -> None:
+    from math import prod
+
+    from llamarl.models.inventory import parameter_shapes
+
+    architecture = read_planned_architecture(config_of(name))
+    number = sum(map(prod, parameter_shapes(architecture).values()))
+    assert number == pytest.approx(NUM_PARAMETERS[name], rel=0.005)
+    assert (published_figures(architecture) is not None) == name.startswith("llama31")
+
+
+def test_the_405b_generator_is_fp8_and_no_replica_leaves_its_host() -> None:
+    assert config_of("llama31_405b_math").generator.quantization == "fp8"
+    for name in MOST_GPUS:
+        places = assign(config_of(name))
+        replicas = [seats for executor, seats in places.items() if executor.startswith("gen")]
+        assert all(len({seat.host for seat in seats}) == 1 for seats in replicas), name
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        pytest.param(page, name, marks=[] if "1gpu" in name else pytest.mark.slow, id=f"{i}-{name}")
+        for i, page in enumerate(PAGES)
+        for name in shown(page)
+    ],
+)
+def test_a_page_shows_what_the_planner_prints_today(page: Path, name: str) -> None:
+    printed = report_of(name).splitlines()
+    at = 0
+    for line in shown(page)[name]:
+        assert line in printed[at:], f"{page.parent.name}: {line!r} is not in\n" + "\n".join(printed)
+        at = printed.index(line, at) + 1
