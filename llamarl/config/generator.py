@@ -79,7 +79,7 @@ class GeneratorConfig:
     the engine offers. AIPO takes mu from this quantised sampler."""
     kv_after_flip: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
-    heartbeat_s: float = 10.0
+    heartbeat_s: float = 30.0
     """Longest time until a replica tells which rollouts have stopped, or that none has; of a prompt
     whose rollouts have all stopped it tells at once."""
 

@@ -6,6 +6,7 @@ fingerprints (`fingerprint.py`). Invariant: standard library only, because the c
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -33,7 +34,12 @@ class Fingerprints(dict[str, int]):
 
 
 def _unpack(names: str, values: array[int]) -> Fingerprints:
-    return Fingerprints(zip(names.split("\n"), values, strict=True) if values else ())
+    return Fingerprints(zip(_split(names), values, strict=True) if values else ())
+
+
+@functools.lru_cache(maxsize=64)  # all replicas have the same
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split("\n"))
 
 
 def compare(
