@@ -65,7 +65,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
     mine = folder / OWN_RECIPE
     mine.mkdir(parents=True)
-    (folder / "recipes" / "quickstart").symlink_to(ROOT / "recipes" / "quickstart")
+    for recipe in (ROOT / "recipes").iterdir():
+        (folder / "recipes" / recipe.name).symlink_to(recipe)
     (recipe,), (task,) = blocks(TEXT, "yaml"), blocks(TEXT, "python")
     assert len((recipe + task).splitlines()) == 10, "the README says: two files, ten lines"
     (mine / "run.yaml").write_text(recipe)
@@ -99,7 +100,7 @@ def test_llamarl_commands_compose(workplace: Path) -> None:
     for _, flag, recipe, *words in configured:
         assert flag == "--config-dir"
         flags = {word for word in words if word.startswith("--")}
-        assert flags <= {"--cfg", "--multirun"}
+        assert flags <= {"--cfg", "--multirun", "--sweep", "--json", "--html", "--trace"}
         overrides = [re.sub(r",.*", "", word) for word in words if "=" in word]
         compose_recipe(workplace / recipe, overrides)
 
