@@ -1,4 +1,4 @@
-"""Every recipe composes, fits the GPUs it may have, and its page shows what the planner says today."""
+"""Every recipe composes and fits its GPUs, and its page shows what the planner prints today."""
 
 from __future__ import annotations
 
