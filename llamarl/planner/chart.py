@@ -18,7 +18,7 @@ WIDTH, LEFT, RIGHT = 1000, 130, 20  # pixels: the drawing, its labels' column, i
 ROW, BAR, AXIS = 34, 24, 30
 LETTER = 6.7  # pixels a letter of 11 px takes at most, on average over a label
 ROUNDING_S = 1e-6
-MAX_ROWS = 24  # executors in the timeline; the others do what these do
+MAX_ALIKE = 4  # executors of one kind in the timeline; the others do what these do
 
 # Okabe and Ito's colours, which the colour-blind tell apart too, then lighter and darker ones;
 # dark or white letters stand on each, whichever can be read.
@@ -93,16 +93,17 @@ def draw_memory(ranks: Sequence[RankMemory]) -> Iterator[str]:
 
 
 def draw_timeline(activities: Sequence[Activity]) -> Iterator[str]:
-    """One row per executor, in the order they first act, at most MAX_ROWS of them.
+    """One row per executor, at most MAX_ALIKE of each kind.
 
     What one executor does at the same time as something else stands in a lane below it.
     """
     names = list(dict.fromkeys(activity.executor for activity in activities))
-    shown = [activity for activity in activities if activity.executor in set(names[:MAX_ROWS])]
+    drawn = _drawn(names)
+    shown = [activity for activity in activities if activity.executor in drawn]
     lanes = _lanes(shown)
     tops: dict[str, float] = {}
     bottom = 0.0
-    for name in names[:MAX_ROWS]:
+    for name in drawn:
         tops[name] = bottom + (ROW - BAR) / 2
         bottom += ROW + (BAR + 2) * max(lanes[i] for i, a in enumerate(shown) if a.executor == name)
     colours = _colours(list(dict.fromkeys(activity.name for activity in shown)))
@@ -121,8 +122,16 @@ def draw_timeline(activities: Sequence[Activity]) -> Iterator[str]:
         yield from _bar(activity.name, tip, colour, start * scale, length * scale, top)
     yield "</svg>"
     yield _keys(colours)
-    if len(names) > MAX_ROWS:
-        yield f"<p>{len(names) - MAX_ROWS} more executors are not drawn.</p>"
+    if len(names) > len(drawn):
+        yield f"<p>{len(names) - len(drawn)} more executors, which do alike, are not drawn.</p>"
+
+
+def _drawn(names: Sequence[str]) -> list[str]:
+    """The first few of each kind ("generator-3" is a generator)."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.partition("-")[0], []).append(name)
+    return [name for alike in kinds.values() for name in alike[:MAX_ALIKE]]
 
 
 def _lanes(activities: Sequence[Activity]) -> list[int]:

@@ -225,6 +225,15 @@ def test_what_happens_at_once_is_drawn_in_lanes_and_stays_in_the_picture() -> No
             assert apart or bottom <= other_top or other_bottom <= top
 
 
+def test_many_alike_never_push_the_others_out_of_the_picture() -> None:
+    crowd = [f"publish-{i}" for i in range(40)]
+    bars = [Activity(executor=e, name="x", start_s=0.0, end_s=1.0) for e in [*crowd, "trainer"]]
+    lines = list(draw_timeline(bars))
+    assert len(boxes(lines)) == 5
+    assert any(">trainer</text>" in line for line in lines)
+    assert "36 more executors" in lines[-1]
+
+
 def test_the_page_is_one_file_of_well_formed_xml() -> None:
     page = draw_page("a & b", forecast())
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
