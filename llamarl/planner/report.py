@@ -105,8 +105,8 @@ def _publish_words(publish: PublishForecast) -> str:
 
 
 def _step_table(config: Config, forecast: Forecast) -> Table:
-    table = _table("step, simulated with the run's own controller")
-    for name in ("seconds", "tokens/s", "trainer busy", "generators", "age of tokens"):
+    table = _table("step, simulated with the run's own controller; busy shares")
+    for name in ("seconds", "tokens/s", "trainer", "generators", "staleness"):
         table.add_column(name, justify="right")
     place = "colocated" if config.placement.colocated else "disaggregated"
     ahead = config.staleness.max_staleness
@@ -149,7 +149,8 @@ def _gain_parts(decomposition: Decomposition) -> Iterator[str]:
 
 def _published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
     yield ""
-    table = _table(f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast")
+    yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
+    table = _table()
     table.add_column("published", justify="right")
     table.add_column("forecast", justify="right")
     gain = forecast.decomposition
@@ -165,7 +166,7 @@ def _published_parts(forecast: Forecast, published: Published) -> Iterator[Rende
     yield from (f"- {words}" for words in DIFFERENCES)
 
 
-def _table(title: str) -> Table:
+def _table(title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", no_wrap=True)
     return table
