@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl import checkpoint
@@ -25,7 +25,7 @@ from llamarl.metrics.span import Spans
 from llamarl.placement import Placement
 from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
 from llamarl.staleness import Gate
-from llamarl.types import REF_LOGPROBS, Batch, Fate, FinishReason, Group, Purpose, Request
+from llamarl.types import REF_LOGPROBS, Batch, FinishReason, Group, Purpose, Request, StepStats
 from llamarl.weights.publish import Publisher
 
 
@@ -131,8 +131,7 @@ class Controller:
         if reason is None:
             return await self.gate.settle(group)
         self.journal.drop(group, reason)
-        fate: Fate = {"fate": "dropped", "reason": reason, "group_id": group.group_id}
-        await self._retire([group], fate)
+        await self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
         await self.gate.drop(group, reason)
 
     async def _train_stage(self) -> None:
@@ -150,20 +149,21 @@ class Controller:
                     groups += part
                 canary = await self.canary.check(version)
                 stats = await self.trainer.step()  # copies under way go on from a snapshot
+                stats = replace(stats, scalars=stats.scalars | canary)
+                await closing
+                closing = self._start(self._close(stats, groups, oldest))
                 if self._is_due(self.config.checkpoint.every_steps, stats.version):
+                    await closing  # a checkpoint never knows of a step that is not written down
                     await self._save(stats.version)
             await publishing
-            await closing
             publishing = self._start(self._publish(stats.version))
-            fate: Fate = {"fate": "trained", "version": version, "oldest_version": oldest}
-            writing = self.journal.step(replace(stats, scalars=stats.scalars | canary), groups)
-            closing = self._start(self._close(writing, groups, fate))
         await publishing
 
-    async def _close(self, writing: Awaitable[None], groups: list[Group], fate: Fate) -> None:
+    async def _close(self, stats: StepStats, groups: list[Group], oldest: int) -> None:
         """Write a step down and let go of its rollouts, while the trainer goes on."""
-        await writing
-        await self._retire(groups, fate)
+        await self.journal.step(stats, groups)
+        version = stats.version - 1  # the one that was trained
+        await self._retire(groups, fate="trained", version=version, oldest_version=oldest)
 
     async def _wait_for_batch(self) -> None:
         """Until the generators can spare their device: nothing is evaluated, all is written."""
@@ -190,7 +190,7 @@ class Controller:
         with self.spans.span("checkpoint", "mark", version=version):
             await checkpoint.save(self.run_dir, self.trainer, state, self.config.checkpoint.keep)
 
-    async def _retire(self, groups: list[Group], fate: Fate) -> None:
+    async def _retire(self, groups: list[Group], **fate: str | int | float) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]
         await self.storage.retire(row_ids, fate)
         self.ledger.forget(row_ids)
