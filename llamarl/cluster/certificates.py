@@ -53,7 +53,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("folder", help=f"gets {CA}, {CERTIFICATE}, {PRIVATE_KEY}")
     parser.add_argument("names", nargs="+", help="host names and IP addresses of all hosts")
     options = parser.parse_args(arguments)
-    make_certificates(options.folder, options.names)
+    try:
+        make_certificates(options.folder, options.names)
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"llamarl: {error}")
 
 
 def _openssl(folder: str, *arguments: str) -> None:

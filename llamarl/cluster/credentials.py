@@ -80,16 +80,23 @@ class Credentials:
             ("private_key", self.private_key),
         )
         for name, path in options:
-            if not Path(path).is_file():
+            try:
+                open(path, "rb").close()
+            except OSError as error:
                 spelled = f"{prefix}{name}".replace("_", "-" if prefix == "--" else "_")
-                raise ValueError(f"{spelled} must be a PEM file for tls:// addresses, got {path!r}")
+                raise ValueError(
+                    f"{spelled} must be a PEM file for tls:// addresses, got {path!r} "
+                    f"({error.strerror})"
+                ) from error
         try:
             context = ssl.create_default_context(cafile=self.ca)
-            context.load_cert_chain(self.certificate, self.private_key)
+            # A key with a password would else be asked for on the terminal, and Monarch has none.
+            context.load_cert_chain(self.certificate, self.private_key, password="")
         except ssl.SSLError as error:
             raise ValueError(
-                f"certificate and private key must belong together, as PEM, got {self.certificate} "
-                f"and {self.private_key} (with authority {self.ca}): {error.reason or error}"
+                f"certificate and private key must belong together, as PEM without a password, got "
+                f"{self.certificate} and {self.private_key} (with authority {self.ca}): "
+                f"{error.reason or error}"
             ) from error
         return context
 
@@ -101,10 +108,10 @@ class Credentials:
             "HYPERACTOR_TLS_KEY": os.path.abspath(self.private_key),
         }
 
-    def covers(self, name: str) -> bool:
-        """Whether others who trust `ca` would accept our certificate at this name or address.
+    def refusal(self, name: str) -> str:
+        """Why others who trust `ca` would refuse our certificate at this name or address.
 
-        Found out by a handshake with ourselves, in memory.
+        Found out by a handshake with ourselves, in memory; "" if they would accept it.
         """
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.load_cert_chain(self.certificate, self.private_key)
@@ -118,9 +125,9 @@ class Credentials:
                 end.do_handshake()
             except ssl.SSLWantReadError:
                 continue
-            except ssl.SSLError:
-                return False
-        return True
+            except ssl.SSLError as error:
+                return str(getattr(error, "verify_message", "") or error.reason or error)
+        return ""
 
 
 def prepare(config: ClusterConfig) -> None:
@@ -144,7 +151,13 @@ def prepare(config: ClusterConfig) -> None:
             f"cluster.hosts must all be tls://, or tcp:// with cluster.trusts_network=true, got "
             f"{', '.join(config.hosts)}"
         )
-    if not config.data_interface and not all(map(is_loopback, addresses)):
+    local = [str(address) for address in addresses if is_loopback(address)]
+    if local and len(local) < len(addresses):
+        raise ValueError(
+            f"cluster.hosts must be addresses at which the hosts reach each other, got {local[0]}, "
+            f"which is this machine alone, beside others"
+        )
+    if not config.data_interface and not local:
         raise ValueError(
             "cluster.data_interface must name the network interface of tensor traffic, which is "
             f"not encrypted, for hosts such as {addresses[0]}, got none"
@@ -165,6 +178,18 @@ def is_loopback(address: Address) -> bool:
         return address.host == "localhost"
 
 
+def check_distinct(addresses: list[Address]) -> None:
+    """ValueError if two of them, which can be resolved, lead to the same daemon."""
+    found: dict[object, Address] = {}
+    for address in addresses:
+        place = socket.getaddrinfo(address.host, address.port, proto=socket.IPPROTO_TCP)[0][4][:2]
+        if place in found:
+            raise ValueError(
+                f"cluster.hosts must all differ, got {found[place]} and {address}, which are one"
+            )
+        found[place] = address
+
+
 def own_name(own_address: str, address: Address, credentials: Credentials) -> str:
     """What the daemon at `address` can call this machine, which it knows at `own_address` (an IP).
 
@@ -174,7 +199,9 @@ def own_name(own_address: str, address: Address, credentials: Credentials) -> st
     labels = socket.getfqdn().split(".")
     names = [".".join(labels[:end]) for end in range(1, len(labels) + 1)]
     for name in [own_address, socket.gethostname(), *names]:
-        if resolves(name, own_address) and (address.scheme == "tcp" or credentials.covers(name)):
+        if resolves(name, own_address) and (
+            address.scheme == "tcp" or not credentials.refusal(name)
+        ):
             return name
     raise ValueError(
         f"cluster.certificate must be for this machine as {address} reaches it, {own_address} or "
@@ -224,6 +251,11 @@ def _reach(address: Address, credentials: Credentials) -> str:
             f"{credentials.ca} and {address}: {error.verify_message}"
         ) from error
     except ssl.SSLError as error:
+        if error.reason == "WRONG_VERSION_NUMBER":
+            raise ValueError(
+                f"cluster.hosts must name running `llamarl worker` daemons, got something at "
+                f"{address} that does not speak TLS"
+            ) from error
         reason = (error.reason or str(error)).lower().replace("_", " ")
         raise ValueError(
             f"cluster.certificate must be one that every host accepts, got "
@@ -232,7 +264,7 @@ def _reach(address: Address, credentials: Credentials) -> str:
     except OSError as error:
         raise ValueError(
             f"cluster.hosts must name running `llamarl worker` daemons, got no answer from "
-            f"{address} ({_why(error)}; waited at most {HANDSHAKE_LIMIT_S:g} s)"
+            f"{address} ({why(error)}; waited at most {HANDSHAKE_LIMIT_S:g} s)"
         ) from error
 
 
@@ -249,7 +281,7 @@ async def hold(address: Address, credentials: Credentials) -> str:
                     address.host, address.port, ssl=context
                 )
         except OSError as error:
-            return "its worker daemon does not answer: " + _why(error)
+            return "its worker daemon does not answer: " + why(error)
         try:
             _keep_alive(writer.get_extra_info("socket"))
             await reader.read()
@@ -267,7 +299,8 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEPALIVES)
 
 
-def _why(error: OSError) -> str:
+def why(error: OSError) -> str:
+    """The operating system's words for an error."""
     return "timed out" if isinstance(error, TimeoutError) else str(error.strerror or error)
 
 

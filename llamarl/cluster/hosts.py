@@ -15,6 +15,7 @@ import functools
 import logging
 import sys
 import uuid
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,14 @@ from monarch.actor import (
     this_host,
 )
 
-from llamarl.cluster.credentials import Address, Credentials, hold, own_name, reach
+from llamarl.cluster.credentials import (
+    Address,
+    Credentials,
+    check_distinct,
+    hold,
+    own_name,
+    reach,
+)
 from llamarl.cluster.inspection import Report, check_reports, inspect
 from llamarl.cluster.process import end_marked, first_ended, import_path, quiet_stderr
 from llamarl.config import ClusterConfig
@@ -41,7 +49,7 @@ log = logging.getLogger(__name__)
 DIMENSION = "ranks"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 FIRST_CALL_LIMIT_S = 60.0  # to start a process on a host and hear from it
-START_PATIENCE_S = 300.0  # for daemons that a scheduler starts
+START_PATIENCE_S = 900.0  # for daemons that a scheduler starts: it may fetch images before
 END_LIMIT_S = 8.0  # for a host to kill what is left there
 DETACH_LIMIT_S = 3.0
 
@@ -193,7 +201,10 @@ async def attach(config: ClusterConfig, folder: str) -> list[Host]:
     own = await asyncio.gather(
         *(asyncio.to_thread(reach, address, credentials, patience_s) for address in addresses)
     )
-    name = await asyncio.to_thread(own_name, own[0], addresses[0], credentials)
+    check_distinct(addresses)
+    # A host may know itself, if the controller is on it, at an address that is only its own.
+    index = next((i for i, ip in enumerate(own) if not ip_address(ip).is_loopback), 0)
+    name = await asyncio.to_thread(own_name, own[index], addresses[index], credentials)
     _start_client(addresses[0].scheme, name)
     hosts = [RemoteHost(address, config, credentials) for address in addresses]
     probe, text = Path(folder, f".hosts-{uuid.uuid4().hex}"), uuid.uuid4().hex

@@ -57,6 +57,7 @@ def sbatch(config: Config, command: list[str]) -> str:
         f"--nodes={config.cluster.size}",
         "--ntasks-per-node=1",
         "--exclusive",
+        "--mem=0",  # all of it
         *([f"--gpus-per-node={config.cluster.num_gpus_per_host}"] if needs_gpu else []),
     ]
     worker = " ".join(f'--{name.replace("_", "-")} "$certificates/{name}.pem"' for name in PEM)
@@ -72,7 +73,8 @@ def sbatch(config: Config, command: list[str]) -> str:
             'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             'python -m llamarl.cluster.certificates "$certificates" $nodes',
             "export certificates port",
-            "srun --kill-on-bad-exit=1 bash -c \\",
+            "# Unbound: a daemon, and all that it starts, would else be given one core.",
+            "srun --kill-on-bad-exit=1 --cpu-bind=none bash -c \\",
             f"  'exec llamarl worker --address \"tls://$SLURMD_NODENAME:$port\" {worker}' &",
             "worker=$!",
             'trap \'kill "$worker" 2> /dev/null || true; rm -rf "$certificates"\' EXIT',
@@ -88,7 +90,8 @@ def sbatch(config: Config, command: list[str]) -> str:
 def manifests(config: Config, command: list[str]) -> str:
     """For `kubectl apply -f`: a headless service, a StatefulSet of workers, a Job that trains.
 
-    They want an image with llamarl, a volume claim and a secret, all named llamarl.
+    They want an image with llamarl, a volume claim and a secret, all named llamarl; the text's
+    first lines say how to make the secret.
     """
     num_hosts = config.cluster.size
     names = [f"{NAME}-{index}.{NAME}" for index in range(num_hosts)]
@@ -139,7 +142,10 @@ def manifests(config: Config, command: list[str]) -> str:
         *(f"#   {name} \\" for name in names),
         f"#   {controller_name}",
         f"# kubectl create secret generic {NAME} --from-file=certificates",
-        f"# Recipe and run_dir are on the volume claim {NAME}, which every pod sees at /{NAME}.",
+        f"# Image {NAME}: put yours, with llamarl and what its GPUs need.",
+        f"# Recipe and run_dir are on the volume claim {NAME} (ReadWriteMany), at /{NAME}.",
+        "# Pods must reach each other on every TCP port.",
+        "# After: kubectl delete -f FILE; until then the workers keep their GPUs.",
     ]
     return "\n".join(notes) + "\n" + yaml.safe_dump_all([service, workers, job], sort_keys=False)
 
@@ -172,7 +178,8 @@ def _pod(role: str, command: list[str], gpus: dict[str, int]) -> dict[str, Any]:
     ]
     return {
         "metadata": {"labels": {"app": NAME, "role": role}},
-        "spec": {"containers": [container], "volumes": volumes},
+        # As process 1 the program would ignore SIGTERM, and its orphans would stay as zombies.
+        "spec": {"shareProcessNamespace": True, "containers": [container], "volumes": volumes},
     }
 
 

@@ -14,9 +14,10 @@ import argparse
 import os
 import socket
 import sys
-import threading
+from ipaddress import ip_address
+from typing import NoReturn
 
-from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, reach
+from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, reach, why
 from llamarl.cluster.process import import_path, quiet_stderr
 
 LISTEN_LIMIT_S = 20.0
@@ -29,6 +30,11 @@ def main(arguments: list[str]) -> None:
     credentials = Credentials(options.ca, options.certificate, options.private_key)
     if address.scheme == "tls":
         credentials.context("--")
+        if reason := credentials.refusal(address.host):
+            raise ValueError(
+                f"--certificate must be signed by --ca for the host of --address, got "
+                f"{credentials.certificate} for {address.host}: {reason}"
+            )
         os.environ.update(credentials.environment())
     elif not options.trusted_network:
         raise ValueError(
@@ -42,39 +48,55 @@ def main(arguments: list[str]) -> None:
 
 
 def with_port(address: Address) -> Address:
-    """The address itself, or for port 0 one with a port that is free."""
-    if address.port != 0:
-        return address
-    with socket.create_server((address.host, 0)) as server:
-        return Address(address.scheme, address.host, server.getsockname()[1])
+    """The address itself, or for port 0 one with a port that is free.
+
+    ValueError unless it is an address of this host, with a port that nobody listens on.
+    """
+    try:
+        family, *_, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if ip_address(place[0]).is_unspecified:
+            raise ValueError(
+                f"--address must be the one at which controllers reach this host, got {address}"
+            )
+        with socket.create_server(place[:2], family=family) as server:
+            return Address(address.scheme, address.host, server.getsockname()[1])
+    except OSError as error:
+        raise ValueError(
+            f"--address must be one to listen on, got {address}: {why(error)}"
+        ) from error
 
 
 def _serve(address: Address, credentials: Credentials) -> None:
+    """Listen; say so once the daemon answers us as it would a controller, or end."""
     with quiet_stderr():
         from monarch.actor import start_worker_loop_forever
 
         lifetime = start_worker_loop_forever(address=str(address), ca="trust_all_connections")
-    threading.Thread(target=_announce, args=(address, credentials), daemon=True).start()
-    try:
-        lifetime.get()
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"--address must be one to listen on, got {address}: {error}") from error
-
-
-def _announce(address: Address, credentials: Credentials) -> None:
-    """Say that the daemon listens, once it answers us as it would a controller; or end it."""
-    try:
-        reach(address, credentials, LISTEN_LIMIT_S)
-    except ValueError as error:
-        sys.stderr.write(f"llamarl: no controller could connect: {error}\n")
+        try:
+            reach(address, credentials, LISTEN_LIMIT_S)
+            refusal = ""
+        except ValueError as error:
+            refusal = str(error)
+    if refusal:
+        sys.stderr.write(f"llamarl: no controller could connect: {refusal}\n")
         sys.stderr.flush()
-        os._exit(2)
+        os._exit(2)  # Monarch's threads know no other end
     sys.stdout.write(f"llamarl: worker listens on {address}\n")
     sys.stdout.flush()
+    lifetime.get()
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"worker: {message}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         "llamarl worker", description="Serve this host to the runs of a controller elsewhere."
     )
     parser.add_argument(

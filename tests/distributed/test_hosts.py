@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 from llamarl.cluster import worker as worker_command
 from llamarl.cluster.actors import Roster
 from llamarl.cluster.certificates import make_certificates
-from llamarl.cluster.credentials import Address, Credentials, own_name, prepare, reach
+from llamarl.cluster.credentials import (
+    Address,
+    Credentials,
+    check_distinct,
+    own_name,
+    prepare,
+    reach,
+)
 from llamarl.cluster.inspection import check_reports, versions
 from llamarl.cluster.meshes import parts_of
 from llamarl.cluster.process import is_alive
@@ -89,13 +96,54 @@ def test_a_wrong_certificate_is_refused_with_the_reason(hosts: Hosts, foreign: P
         ValueError, match=r"certificate must be one that every host .* refused by tls"
     ):
         reach(address, credentials(ours, foreign))
-    with pytest.raises(ValueError, match=r"private_key must be a PEM file for tls.* got ''"):
-        reach(address, replace(credentials(ours, ours), private_key=""))
+    for path, reason in [("", "No such file"), (str(ours), "Is a directory")]:
+        with pytest.raises(
+            ValueError, match=rf"private_key must be a PEM .* got '{path}' \({reason}"
+        ):
+            reach(address, replace(credentials(ours, ours), private_key=path))
+
+
+def test_a_daemon_says_at_once_what_is_wrong_with_its_certificate_or_port(
+    hosts: Hosts, foreign: Path
+) -> None:
+    mixed = replace(credentials(hosts.certificates, foreign), ca=f"{hosts.certificates}/ca.pem")
+    for pem, address, reason in [
+        (mixed, "tls://127.0.0.1:0", r"must be signed by --ca .* unable to get local issuer"),
+        (
+            credentials(foreign, foreign),
+            "tls://127.0.0.3:0",
+            r"must be signed by --ca for the host .*not valid for '127\.0\.0\.3'",
+        ),
+        (mixed, hosts.addresses[0], r"--address must be one to listen on, got .* already in use"),
+    ]:
+        arguments = ["--address", address, "--ca", pem.ca, "--certificate", pem.certificate]
+        with pytest.raises(ValueError, match=reason):
+            worker_command.main([*arguments, "--private-key", pem.private_key])
+
+
+def test_one_daemon_is_not_taken_for_two_hosts() -> None:
+    names = [Address("tls", name, 7) for name in ("127.0.0.1", "127.0.0.2", "localhost")]
+    check_distinct(names[:2])
+    with pytest.raises(ValueError, match=r"got tls://127\.0\.0\.1:7 and tls://localhost:7, which"):
+        check_distinct(names)
 
 
 def test_a_host_that_does_not_answer_is_named_with_the_seconds(hosts: Hosts) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
+
+        def say_hello() -> None:
+            with other.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+                connection.recv(65536)
+
+        pool.submit(say_hello)
+        with pytest.raises(ValueError, match=r"got something at tls.* that does not speak TLS"):
+            reach(
+                Address("tls", "127.0.0.1", other.getsockname()[1]),
+                credentials(hosts.certificates, hosts.certificates),
+            )
     with pytest.raises(
         ValueError,
         match=rf"no answer from tls://127\.0\.0\.1:{port} \(Connection refused; .* 5 s\)",
@@ -107,8 +155,8 @@ def test_a_host_that_does_not_answer_is_named_with_the_seconds(hosts: Hosts) -> 
 
 def test_a_name_that_our_certificate_is_not_for_is_no_name_of_ours(hosts: Hosts) -> None:
     ours = credentials(hosts.certificates, hosts.certificates)
-    assert ours.covers("127.0.0.1")
-    assert not ours.covers("localhost")
+    assert ours.refusal("127.0.0.1") == ""
+    assert "not valid for 'localhost'" in ours.refusal("localhost")
     address = Address.parse(hosts.addresses[0], "cluster.hosts")
     assert own_name("127.0.0.1", address, ours) == "127.0.0.1"
     with pytest.raises(
@@ -123,6 +171,9 @@ def test_a_name_that_our_certificate_is_not_for_is_no_name_of_ours(hosts: Hosts)
         (["--address", "tcp://127.0.0.1:0"], r"must be tls://, or tcp:// with --trusted-network"),
         ([], r"--ca must be a PEM file for tls:// addresses, got ''"),
         (["--address", "127.0.0.1"], r"--address must be like tls://10.0.0.7:24440"),
+        (["--address", "tls://0.0.0.0:0"], r"at which controllers reach this host, got tls://0"),
+        (["--address", "tls://192.0.2.1:0"], r"one to listen on, got .*: Cannot assign"),
+        (["--adress", "tls://127.0.0.1:0"], r"worker: unrecognized arguments: --adress"),
     ],
 )
 def test_a_daemon_does_not_listen_to_everybody(arguments: list[str], reason: str) -> None:
@@ -140,6 +191,7 @@ def test_a_daemon_does_not_listen_to_everybody(arguments: list[str], reason: str
         ({"hosts": ["tls://127.0.0.1:1"] * 2}, r"cluster.hosts must all differ"),
         ({"hosts": ["10.0.0.7:24440"]}, r"cluster.hosts must be like tls://"),
         ({"hosts": ["tls://10.0.0.7:1"]}, r"cluster.data_interface must name"),
+        ({"hosts": ["tls://127.0.0.1:1", "tls://10.0.0.7:1"]}, r"reach each other, got .*127"),
         ({"hosts": ["tls://127.0.0.1:1"]}, r"cluster.ca must be a PEM file"),
         ({"num_hosts": 4}, r"cluster.hosts must name the 4 hosts .* `llamarl launch` prints"),
     ],

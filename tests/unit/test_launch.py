@@ -18,7 +18,7 @@ COMMAND = ["--config-dir", "recipes/a b", "trainer.lr=1e-4"]
 NODES = ("node7", "node8", "node9")
 FAKES = {
     "scontrol": f"printf '%s\\n' {' '.join(NODES)}",
-    "srun": 'shift; SLURMD_NODENAME=node8 exec "$@"',
+    "srun": 'shift 2; SLURMD_NODENAME=node8 exec "$@"',
     "python": 'mkdir "$3"; printf "%s\\n" "${@:2}" > said-python',
     "llamarl": """
         printf '%s\\n' "$@" > part-$1; mv part-$1 said-$1
