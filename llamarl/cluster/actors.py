@@ -47,6 +47,8 @@ class ExecutorActor(Actor):
         self._where = ""
         self._name, self._rank = "", 0
         self._roster = Roster((), 0)
+        # By span and end: a new slice subscribes to its mesh anew, in the controller's process.
+        self._heads: dict[tuple[int, int], list[Any]] = {}
 
     @concurrent_endpoint
     async def construct(
@@ -85,8 +87,11 @@ class ExecutorActor(Actor):
         answers: list[asyncio.Future[Any]] = [own]
         if end > self._rank + 1:
             span = math.ceil((end - self._rank - 1) / FANOUT)
-            for heads in self._roster.select(range(self._rank + 1, end, span)):
-                answers += send(heads.run, call, span, end, is_first)
+            if (span, end) not in self._heads:
+                ranks = range(self._rank + 1, end, span)
+                self._heads[span, end] = [heads.run for heads in self._roster.select(ranks)]
+            for run in self._heads[span, end]:
+                answers += send(run, call, span, end, is_first)
         outcomes: list[Outcome] = []
         for answer in asyncio.as_completed(answers):
             try:
