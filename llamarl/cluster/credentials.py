@@ -18,7 +18,6 @@ import ssl
 import time
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from llamarl.config import ClusterConfig

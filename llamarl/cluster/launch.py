@@ -143,8 +143,7 @@ def manifests(config: Config, command: list[str]) -> str:
         f"#   {controller_name}",
         f"# kubectl create secret generic {NAME} --from-file=certificates",
         f"# Image {NAME}: put yours, with llamarl and what its GPUs need.",
-        f"# Recipe and run_dir are on the volume claim {NAME} (ReadWriteMany), at /{NAME}.",
-        "# Pods must reach each other on every TCP port.",
+        f"# Recipe, run_dir: on volume claim {NAME} (ReadWriteMany). Pods talk on any TCP port.",
         "# After: kubectl delete -f FILE; until then the workers keep their GPUs.",
     ]
     return "\n".join(notes) + "\n" + yaml.safe_dump_all([service, workers, job], sort_keys=False)
