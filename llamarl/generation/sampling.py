@@ -93,16 +93,27 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
     if vocab % block:
         probs = torch.nn.functional.pad(probs, (0, block - vocab % block))
     blocks = probs.view(num_rows, -1, block)
-    sums = blocks.sum(dim=-1)
-    cumulative = sums.cumsum(dim=-1)
+    masses = blocks.sum(dim=-1)
+    running = _running(masses)
     # Rounding may leave the total a little off 1: scale, so that the last token is not favoured.
-    target = uniform * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, target, right=True)
-    before = cumulative.gather(1, chosen) - sums.gather(1, chosen)
+    target = uniform * running.amax(dim=1, keepdim=True)
+    chosen = _first_above(running, target)
+    before = running.gather(1, chosen) - masses.gather(1, chosen)
     inner = blocks.gather(1, chosen.unsqueeze(2).expand(-1, 1, block)).squeeze(1)
-    inner_cumulative = inner.cumsum(dim=-1)
-    # Rounding must not carry the rest out of the block's mass, where tokens have probability 0.
-    rest = (target - before).clamp_(min=0)
-    rest = torch.minimum(rest, inner_cumulative[:, -1:] * (1 - 2.0**-23))
-    offset = torch.searchsorted(inner_cumulative, rest, right=True)
+    offset = _first_above(_running(inner), (target - before).clamp_(min=0))
     return chosen.mul_(block).add_(offset)
+
+
+def _running(masses: Tensor) -> Tensor:
+    """Running sums of `masses` [n, m], but 0 where a mass is 0: no search must end there.
+
+    A GPU adds up in another order at each place, so its sums may step up without any mass.
+    """
+    return masses.cumsum(dim=1).mul_(masses > 0)
+
+
+def _first_above(running: Tensor, target: Tensor) -> Tensor:
+    """Where the first of the `running` sums [n, m] above `target` [n, 1] is, or, as rounding may
+    leave none, the first of the largest: int64 [n, 1]."""
+    is_found = (running > target) | (running == running.amax(dim=1, keepdim=True))
+    return is_found.view(torch.uint8).argmax(dim=1, keepdim=True)

@@ -11,6 +11,7 @@ import torch
 
 from llamarl.executors.offload import Offload
 from llamarl.generation.engine import Engine
+from llamarl.generation.sampling import SamplingRows, sample
 from tests.unit.test_generation_engine import (
     LLAMA,
     EmbeddedConfig,
@@ -81,6 +82,18 @@ def test_graphs_write_what_single_calls_write_through_flips_and_moves(quantizati
         assert other.ids.tolist() == item.written.ids.tolist()
         assert other.versions.tolist() == item.written.versions.tolist()
         np.testing.assert_allclose(other.logprobs, item.written.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_no_random_number_leads_to_an_impossible_token() -> None:
+    """All 2^23 that there are: a GPU's running sums are not monotonic."""
+    logits = torch.full((1, 3000), -torch.inf, device="cuda")
+    logits[0, ::149] = torch.linspace(-2, 2, 21, device="cuda")
+    kinds = SamplingRows(temperature=None, greedy=None, top_k=None, top_p=None)
+    for first in range(0, 1 << 23, 1 << 16):
+        uniform = torch.arange(first, first + (1 << 16), device="cuda").unsqueeze(1) * 2.0**-23
+        ids, logprobs = sample(logits.expand(1 << 16, -1).clone(), kinds, uniform)
+        assert (ids % 149 == 0).all()
+        assert logprobs.isfinite().all()
 
 
 def test_graphs_decode_faster_than_single_calls() -> None:

@@ -89,6 +89,25 @@ def test_extreme_uniforms_never_pick_an_impossible_token() -> None:
         assert torch.isfinite(logprobs).all()
 
 
+def test_running_sums_that_step_up_without_mass_never_lead_to_an_impossible_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a GPU may, by a rounding; here by so much that it would be seen."""
+    cumsum = torch.Tensor.cumsum
+
+    def shaken(masses: torch.Tensor, dim: int) -> torch.Tensor:
+        return cumsum(masses, dim) + 0.05 * (torch.arange(masses.shape[dim]) % 2)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", shaken)
+    logits = torch.full((4096, 1000), -torch.inf)
+    logits[:, [3, 400, 998]] = 0.0
+    uniform = torch.arange(4096).unsqueeze(1) / 4096
+    kinds = SamplingRows(temperature=None, greedy=None, top_k=None, top_p=None)
+    ids, logprobs = sample(logits, kinds, uniform)
+    assert set(ids.tolist()) == {3, 400, 998}
+    torch.testing.assert_close(logprobs, torch.full((4096,), -np.log(3.0), dtype=torch.float32))
+
+
 def test_streams_are_uniform_and_independent() -> None:
     table = np.stack([uniforms(seed, 64) for seed in range(2000)])
     assert table.min() >= 0
