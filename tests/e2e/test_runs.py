@@ -246,14 +246,23 @@ def prompts_open(state: dict[str, Any]) -> list[list[int]]:
     return [tokenizer(text).input_ids for text in texts]
 
 
-def test_killed_runs_leave_no_process_and_go_on_where_they_were(tmp_path: Path) -> None:
-    """kill -9 in the midst of a run, then of the resumed run in the midst of a save."""
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)],
+    ids=["ctrl-c", "killed"],
+)
+def test_ended_runs_leave_no_process_and_go_on_where_they_were(
+    number: int, code: int, tmp_path: Path
+) -> None:
+    """A signal in the midst of a run, then kill -9 of the resumed run in the midst of a save."""
     overrides = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
     command = train(tmp_path, *overrides, "num_steps=400")
-    wait_for_step(command, tmp_path, 5)
+    wait_for_step(command, tmp_path, 3)
     assert len(command.family()) >= 6  # controller, 4 executors, a reward worker
-    command.process.send_signal(signal.SIGKILL)
-    command.process.wait()
+    command.process.send_signal(number)
+    got, _, err = finish(command, 30.0)
+    assert got == code
+    assert len(err.splitlines()) == (number == signal.SIGINT), err
     assert command.wait_until_gone(10.0) == []
     first = newest_state(tmp_path)
     command = train(tmp_path, *overrides, "num_steps=400", "checkpoint.resume=auto")
@@ -263,7 +272,7 @@ def test_killed_runs_leave_no_process_and_go_on_where_they_were(tmp_path: Path) 
     assert command.wait_until_gone(10.0) == []
     second = newest_state(tmp_path)
     assert second["version"] == first["version"] + 2
-    num_steps = second["version"] + 3
+    num_steps = second["version"] + 2
     command = train(tmp_path, *overrides, f"num_steps={num_steps}", "checkpoint.resume=auto")
     code, out, err = finish(command)
     assert code == 0, err + out
@@ -297,17 +306,13 @@ def wait_for_save(command: Command, run_dir: Path, version: int, limit_s: float 
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-    ids=["ctrl-c", "sigterm"],
-)
-def test_a_signal_ends_everything(number: int, code: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_sigterm_ends_everything(tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400")
     wait_for_step(command, tmp_path, 2)
-    command.process.send_signal(number)
-    got, _, err = finish(command, 30.0)
-    assert got == code
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = finish(command, 30.0)
+    assert code == 143
     assert len(err.splitlines()) == 1, err
     assert command.wait_until_gone(5.0) == []
 
@@ -328,15 +333,8 @@ def test_a_signal_during_the_start_ends_everything(delay_s: float, tmp_path: Pat
     assert command.wait_until_gone(5.0) == []
 
 
-@pytest.mark.parametrize(
-    "role",
-    [
-        "trainer",
-        pytest.param("scorer", marks=pytest.mark.slow),
-        pytest.param("storage-0", marks=pytest.mark.slow),
-        pytest.param("generator-0", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["scorer", "storage-0", "generator-0"])
 def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400")
     wait_for_step(command, tmp_path, 2)
@@ -348,12 +346,27 @@ def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -
     assert command.wait_until_gone(5.0) == []
 
 
+def test_a_run_spares_a_replica_and_a_reward_process_but_not_its_trainer(tmp_path: Path) -> None:
+    command = train(tmp_path, "num_steps=400", "generator.num_replicas=2")
+    wait_for_step(command, tmp_path, 2)
+    (worker,) = [pid for pid in command.family() if is_reward_worker(pid)]
+    os.kill(worker, signal.SIGKILL)
+    os.kill(executors(command, "generator-0")[0], signal.SIGKILL)
+    wait_for_step(command, tmp_path, 7)
+    os.kill(executors(command, "trainer")[0], signal.SIGKILL)
+    code, out, err = finish(command, 30.0)
+    assert code == 1
+    assert "the reward process ended by itself (signal SIGKILL)" in err
+    assert "lost executor generator-0" in out
+    assert "lost executor trainer" in err
+    assert "ExceptionGroup" not in err
+    assert command.wait_until_gone(5.0) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "silence"),
-    [
-        (signal.SIGKILL, "cluster.silence_s=60"),
-        pytest.param(signal.SIGSTOP, "cluster.silence_s=3", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGKILL, "cluster.silence_s=60"), (signal.SIGSTOP, "cluster.silence_s=3")],
     ids=["killed", "stopped"],
 )
 def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
