@@ -10,6 +10,7 @@ shares are the mean over them.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import defaultdict
@@ -24,6 +25,7 @@ from llamarl.metrics.intervals import EMPTY, Intervals, intersect, length, overl
 from llamarl.metrics.span import Span, SpanReader, span_files
 
 LIVE_WINDOW_NS = 10 * 10**9
+MOST_TAILS = 64  # files of an executor that are read while the run goes on; means need no more
 
 
 @dataclass(slots=True)
@@ -151,7 +153,8 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
 
 
 class SpanTails:
-    """Reads what the span files of all processes have gained since last asked.
+    """Reads what the span files of the processes have gained since last asked: of an executor with
+    more than `MOST_TAILS` those of so many, evenly spread, and always the same.
 
     A span appears once it has ended and its process has flushed it.
     """
@@ -161,14 +164,29 @@ class SpanTails:
         self.since_ns = time.time_ns() if since_ns is None else since_ns
         self._folder = Path(folder)
         self._readers: dict[str, SpanReader] = {}
+        self._files: dict[str, int] = {}  # by executor, how many are read
+        self._seen: set[str] = set()
 
     def read(self) -> Iterator[tuple[str, Span]]:
         """(process, span) of each new busy or wait span."""
-        for path in span_files(self._folder):
-            reader = self._readers.setdefault(path.stem, SpanReader(path))
+        self._choose()
+        for process, reader in self._readers.items():
             for span in reader.read():
                 if span.end_ns >= self.since_ns and span.cat in ("busy", "wait"):
-                    yield path.stem, span
+                    yield process, span
+
+    def _choose(self) -> None:
+        """Among the files that are new."""
+        new: dict[str, list[Path]] = defaultdict(list)
+        for path in span_files(self._folder):
+            if path.stem not in self._seen:
+                new[executor_of(path.stem)].append(path)
+                self._seen.add(path.stem)
+        for executor, paths in new.items():
+            room = MOST_TAILS - self._files.get(executor, 0)
+            chosen = paths[:: math.ceil(len(paths) / room)] if room else []
+            self._readers |= {path.stem: SpanReader(path) for path in chosen}
+            self._files[executor] = self._files.get(executor, 0) + len(chosen)
 
 
 class LiveShares:

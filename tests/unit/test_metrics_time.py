@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.metrics.aggregate import (
+    MOST_TAILS,
     LiveShares,
     LiveWaits,
     SpanTails,
@@ -238,6 +239,21 @@ def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tm
 def test_live_shares_leave_out_an_earlier_session(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50)])
     assert LiveShares(SpanTails(tmp_path)).poll() == {}
+
+
+def test_live_waits_read_no_more_than_so_many_files_of_an_executor(tmp_path):
+    for index in range(3 * MOST_TAILS):
+        write_spans(tmp_path, f"generator-{index}", [("requests", "wait", 0, 1 + index % 2)])
+    write_spans(tmp_path, "trainer-0", [("batch", "wait", 0, 5)])
+    tails = SpanTails(tmp_path, since_ns=0)
+    waits = LiveWaits(tails)
+    first = waits.take_s()
+    assert first["trainer"] == 5.0
+    assert 1.0 <= first["generator"] <= 2.0
+    write_spans(tmp_path, "generator-0-late", [("requests", "wait", 0, 9)])
+    write_spans(tmp_path, "generator-0", [("requests", "wait", 2, 66)])
+    assert waits.take_s() == {"trainer": 0.0, "generator": pytest.approx(1.0)}, "the same files"
+    assert len(tails._readers) == MOST_TAILS + 1
 
 
 def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
