@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from llamarl import seats
 from llamarl.config import Config, PlanConfig
 from llamarl.models.architecture import Architecture
-from llamarl.planner.calibration import Trace, read_trace
+from llamarl.planner.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.costs import Costs
 from llamarl.planner.forecast import Forecast, StepForecast
 from llamarl.planner.memory import fits, forecast_memory, fullest
@@ -23,7 +26,7 @@ from llamarl.planner.publish import forecast_publish
 from llamarl.planner.roofline import hardware_costs
 from llamarl.planner.simulation import simulate
 from llamarl.planner.split import best_split
-from llamarl.planner.variants import Decomposition, best_baseline, decompose
+from llamarl.planner.variants import best_baseline, decompose
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
 
@@ -38,7 +41,7 @@ def forecast_recipe(
     generators. ValueError if the ranks do not fit onto the hosts, or the run tells too little.
     """
     taken = {seat for places in seats.assign(config).values() for seat in places}
-    trace = read_trace(run_dir, config.sampling.rollouts_per_prompt) if run_dir else None
+    trace = _calibrate(run_dir, config, architecture) if run_dir else None
     if trace is not None:
         config = replace(config, plan=_workload(config, trace))
     publish = forecast_publish(config, architecture)
@@ -66,7 +69,7 @@ def forecast_recipe(
         baseline = best_baseline(config, architecture)
         if baseline is not None:
             variants[COLOCATED] = baseline.step
-            decomposition = _ending_in(step, decompose(config, architecture, baseline=baseline))
+            decomposition = decompose(config, architecture, baseline=baseline, step=step)
     return Forecast(
         num_hosts=len({seat.host for seat in taken}),
         num_gpus=len({seat for seat in taken if seat.gpu is not None}),
@@ -117,16 +120,33 @@ def figures(forecast: Forecast) -> dict[str, Any]:
     return found
 
 
-def _ending_in(step: StepForecast, decomposition: Decomposition | None) -> Decomposition | None:
-    """The same with the recipe's own step at its end, whose publish is forecast, not reckoned."""
-    if decomposition is None:
-        return None
-    stages = dict(decomposition.stages)
-    config = stages["precision"].config
-    for name, variant in decomposition.stages.items():
-        if variant.config == config:  # with nothing quantised, two stages are the recipe
-            stages[name] = replace(variant, step=step)
-    return replace(decomposition, stages=stages)
+def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:
+    """Costs and workload of the run; what no span tells is chosen to make its own step come out."""
+    own = run_config(run_dir, config)
+    trace = read_trace(run_dir, own.sampling.rollouts_per_prompt)
+    return fit_overhead(trace, replace(own, plan=_workload(own, trace)), architecture)
+
+
+def run_config(run_dir: str, config: Config) -> Config:
+    """What the run in `run_dir` was started with; its sections are of the kinds that `config` has.
+
+    ValueError if the folder is no run's, or a section is of another kind.
+    """
+    path = Path(run_dir, "config.yaml")
+    if not path.is_file():
+        raise ValueError(f"--trace must name a run's folder, got {run_dir!r} without config.yaml")
+    written = yaml.safe_load(path.read_text())
+    try:
+        sections = {
+            name: replace(getattr(config, name), **value) if isinstance(value, dict) else value
+            for name, value in written.items()
+        }
+        return replace(config, **sections)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"--trace must name a run of this recipe, with the same engine and algorithm, got "
+            f"{run_dir!r}: {error}"
+        ) from error
 
 
 def _other_staleness(config: Config) -> tuple[str, Config]:

@@ -69,6 +69,11 @@ def _parts(
     yield ""
     yield _step_table(config, forecast)
     yield f"waits as planned: {_shares(forecast.step.wait_shares)}"
+    if forecast.step.publish_s > 1.1 * forecast.publish.seconds:
+        yield (
+            f"the last replica has a version after {forecast.step.publish_s:.1f} s: flips take "
+            f"turns, or wait for the step at work"
+        )
     if forecast.measured_step_s is not None:
         yield f"the run that the times come from took {forecast.measured_step_s:.2f} s a step"
     if forecast.split is not None:

@@ -120,11 +120,15 @@ def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
     a, trainer, count = architecture, config.trainer, sizes(architecture)
     gpu, tensor = _gpu(config, trainer.device), trainer.tensor_parallel
     peak = gpu.flops[trainer.compute_dtype] * EFFICIENCY
-    link = gpu.link_bytes_per_s * EFFICIENCY
-    num_passes = 4 if trainer.activation_checkpointing == "full" else 3  # a backward is two
+    is_wide = tensor > config.cluster.num_gpus_per_host
+    link = EFFICIENCY * (gpu.card_bytes_per_s if is_wide else gpu.link_bytes_per_s)
+    checkpointing = trainer.activation_checkpointing
+    num_passes = 4 if checkpointing == "full" else 3  # a backward is two
     flops_s = 2 * num_passes * (count.layers + count.head) / tensor / peak
-    # Sequence parallel: two gathers and two reduce-scatters of the tokens per layer and pass.
-    moved = 4 * (num_passes - 1) * a.num_layers * a.hidden_size * DTYPE_BYTES[trainer.compute_dtype]
+    # Sequence parallel: two gathers and two reduce-scatters of the tokens per layer, forward and
+    # backward. Full checkpointing repeats those of the forward pass, selective its gathers.
+    num_moves = {"none": 8, "selective": 10, "full": 12}[checkpointing]
+    moved = num_moves * a.num_layers * a.hidden_size * DTYPE_BYTES[trainer.compute_dtype]
     tensor_s = moved * (tensor - 1) / tensor / link
     square_flops = 2 * a.num_layers * a.num_heads * a.head_dim / tensor  # causal: half of all pairs
     gather_s, reduce_s = _sharding(config, architecture, gpu)

@@ -164,6 +164,11 @@ def settling_steps(config: Config, num_steps: int) -> int:
     return num_steps - max(left // run_ahead * run_ahead, 2)
 
 
+def fewest_steps(config: Config) -> int:
+    """So many that, once settled, one whole burst is left: for comparisons."""
+    return 2 * (config.staleness.max_staleness + 1) + 1
+
+
 def forecast(timeline: Timeline, skipped: int) -> StepForecast:
     """What happened from the end of step number `skipped` to the last one's end, per step."""
     start_s, end_s = timeline.step_ends_s[skipped - 1], timeline.step_ends_s[-1]

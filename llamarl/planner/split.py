@@ -28,10 +28,9 @@ from dataclasses import dataclass, replace
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
 from llamarl.planner.costs import Costs
-from llamarl.planner.simulation import simulate
+from llamarl.planner.simulation import fewest_steps, simulate
 
 CostsOf = Callable[[Config, Architecture], Costs]
-NUM_STEPS = 6  # simulated for each candidate: ratios need no more
 NUM_NEIGHBOURS = 2  # candidates on either side of theta*
 
 
@@ -120,24 +119,27 @@ def best_split(
     costs_of: CostsOf,
     *,
     fits: Callable[[Config], bool] = lambda config: True,
+    num_neighbours: int = NUM_NEIGHBOURS,
 ) -> BestSplit:
     """The best division of the recipe's GPUs, layouts of a trainer rank and a replica kept.
 
-    Splits near theta* are simulated with the real controller; `fits` says which may be.
+    theta* and `num_neighbours` splits on either side of it are simulated with the real controller;
+    `fits` says which may be.
     """
-    forecast = simulate(config, architecture, costs_of(config, architecture), num_steps=NUM_STEPS)
+    num_steps = fewest_steps(config)
+    forecast = simulate(config, architecture, costs_of(config, architecture), num_steps=num_steps)
     num_generator_ranks = config.generator.num_replicas * config.generator.num_ranks
     num_gpus = config.trainer.num_ranks + num_generator_ranks
     a = forecast.busy_shares["trainer"] * config.trainer.num_ranks
     c = forecast.busy_shares["generator"] * num_generator_ranks
     share = a / (a + c)
     candidates = []
-    for candidate in nearby_splits(config, num_gpus, share):
+    for candidate in nearby_splits(config, num_gpus, share, num_neighbours):
         if candidate == config or fits(candidate):
             step_s = forecast.step_s
             if candidate != config:
                 costs = costs_of(candidate, architecture)
-                step_s = simulate(candidate, architecture, costs, num_steps=NUM_STEPS).step_s
+                step_s = simulate(candidate, architecture, costs, num_steps=num_steps).step_s
             candidates.append(
                 Split(
                     num_trainer_ranks=candidate.trainer.num_ranks,
@@ -149,7 +151,9 @@ def best_split(
     return BestSplit(best_share=share, candidates=tuple(candidates))
 
 
-def nearby_splits(config: Config, num_gpus: int, share: float) -> list[Config]:
+def nearby_splits(
+    config: Config, num_gpus: int, share: float, num_neighbours: int = NUM_NEIGHBOURS
+) -> list[Config]:
     """The recipe's own split and those around `share` of the GPUs for the trainer, in the smallest
     steps that keep whole hosts, whole replicas and the trainer's mesh."""
     trainer, generator = config.trainer, config.generator
@@ -159,7 +163,7 @@ def nearby_splits(config: Config, num_gpus: int, share: float) -> list[Config]:
         unit = max(unit, per_host)
     step = max(1, num_gpus // unit // 16) * unit
     middle = round(num_gpus * share / step) * step
-    wanted = {middle + i * step for i in range(-NUM_NEIGHBOURS, NUM_NEIGHBOURS + 1)}
+    wanted = {middle + i * step for i in range(-num_neighbours, num_neighbours + 1)}
     found = []
     for num_ranks in sorted(wanted | {trainer.num_ranks}):
         num_replicas = (num_gpus - num_ranks) // generator.num_ranks

@@ -19,13 +19,11 @@ from llamarl.models.architecture import Architecture
 from llamarl.planner import hardware
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.roofline import generator_bytes, hardware_costs, kv_bytes
-from llamarl.planner.simulation import simulate
+from llamarl.planner.simulation import fewest_steps, simulate
 from llamarl.planner.split import CostsOf, best_split
 from llamarl.planner.trainer_memory import forecast_trainer
 from llamarl.planner.workload import make_workload
 
-NUM_STEPS = 8  # simulated of each variant: they settle at once, and ratios need no more
-SEARCH_STEPS = 3
 MAX_DEGREE = 32
 NUM_BUDGETS = 3  # micro-batch budgets tried: the recipe's, a half, a quarter
 
@@ -73,22 +71,29 @@ def decompose(
     config: Config,
     architecture: Architecture,
     costs_of: CostsOf = hardware_costs,
+    *,
     baseline: Variant | None = None,
+    step: StepForecast | None = None,
 ) -> Decomposition | None:
     """What overlap, batch sizes with degree, and precision are each worth; None if no baseline
-    fits."""
+    fits. `baseline`, and the recipe's own `step`, are found here unless they are given."""
     baseline = baseline or best_baseline(config, architecture, costs_of)
     if baseline is None:
         return None
-    stages = {"overlap": _overlapped(config, baseline, architecture, costs_of)}
+    recipe = (
+        _run("the recipe", config, architecture, costs_of)
+        if step is None
+        else Variant(words="the recipe", config=config, step=step)
+    )
     wide = _unquantized(config, architecture)
     words = f"the recipe with a generator in {config.generator.dtype}"
-    stages["batch_and_degree"] = _run(words, wide, architecture, costs_of)
-    stages["precision"] = (
-        stages["batch_and_degree"]
+    stages = {
+        "overlap": _overlapped(config, baseline, architecture, costs_of),
+        "batch_and_degree": replace(recipe, words=words)
         if wide == config
-        else _run("the recipe", config, architecture, costs_of)
-    )
+        else _run(words, wide, architecture, costs_of),
+        "precision": recipe,
+    }
     return Decomposition(baseline=baseline, stages=stages)
 
 
@@ -104,7 +109,7 @@ def best_baseline(
             f"rollouts decoded together, {trainer.tokens_per_micro_batch} tokens per micro-batch"
         )
         costs = costs_of(candidate, architecture)
-        step = simulate(candidate, architecture, costs, num_steps=SEARCH_STEPS)
+        step = simulate(candidate, architecture, costs, num_steps=fewest_steps(candidate))
         if best is None or step.step_s < best.step.step_s:
             best = Variant(words=words, config=candidate, step=step)
     return best
@@ -186,7 +191,7 @@ def _overlapped(
         trainer=replace(trainer, num_ranks=num_ranks),
         placement=replace(config.placement, colocated=False, offload="file"),
     )
-    best = best_split(apart, architecture, costs_of).candidates[0]
+    best = best_split(apart, architecture, costs_of, num_neighbours=1).candidates[0]
     split = replace(
         apart,
         trainer=replace(apart.trainer, num_ranks=best.num_trainer_ranks),
@@ -225,5 +230,5 @@ def _unquantized(config: Config, architecture: Architecture) -> Config:
 
 def _run(words: str, config: Config, architecture: Architecture, costs_of: CostsOf) -> Variant:
     costs = costs_of(config, architecture)
-    step = simulate(config, architecture, costs, num_steps=NUM_STEPS)
+    step = simulate(config, architecture, costs, num_steps=fewest_steps(config))
     return Variant(words=words, config=config, step=step)

@@ -76,7 +76,7 @@ def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_pa
         (["--json"], "--json must name a file or folder, got nothing"),
         (["--json", "no/where.json"], "--json must name a file in a folder that can be written"),
         (["--multirun", "seed=0,1"], "--multirun must come with train or evaluate, got plan"),
-        (["--trace", "nowhere"], "the run must have trained rollouts, got none in nowhere"),
+        (["--trace", "nowhere"], "--trace must name a run's folder, got 'nowhere'"),
         (["trainer.tensor_parallel=3", "trainer.num_ranks=3"], "trainer.tensor_parallel must div"),
         (["model.architecture=null"], "the checkpoint must be an existing folder"),
         (["cluster.gpu=B300"], "cluster.gpu must be one of H100-80GB"),

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from llamarl.config import ReinforceConfig
 from llamarl.planner.calibration import Trace, fit_overhead, read_costs, read_trace
 from llamarl.planner.costs import Costs
+from llamarl.planner.recipe import run_config
 from llamarl.planner.simulation import simulate
 from tests.unit.test_planner_step import TINY, make_config
 
@@ -165,3 +168,12 @@ def test_a_run_without_spans_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "spans" / "trainer-0.jsonl").unlink()
     with pytest.raises(ValueError, match="must have recorded accumulate spans"):
         read_costs(tmp_path / "run", num_cores=2)
+
+
+def test_a_run_is_simulated_as_it_was_whatever_is_asked_now(tmp_path: Path) -> None:
+    own = make_config(num_replicas=2, max_staleness=3)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(own)))
+    assert run_config(str(tmp_path), make_config(num_replicas=1)) == own
+    other = replace(own, algorithm=ReinforceConfig())
+    with pytest.raises(ValueError, match="with the same engine and algorithm"):
+        run_config(str(tmp_path), other)

@@ -1,0 +1,72 @@
+"""Write what the planner prints today into the pages that show it.
+
+    python tools/write_recipe_pages.py [RECIPE ...]
+
+Every page with a block that begins with `$ llamarl plan --config-dir RECIPE` (the recipes' README
+files and the project's) gets that block anew; all else in it stays. RECIPE limits the work to some.
+tests/unit/test_recipes.py, run with `-m slow`, compares the pages with the planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted(ROOT.glob("recipes/*/README.md")), ROOT / "README.md"]
+BLOCK = re.compile(
+    r"^```\n(\$ llamarl plan --config-dir (\S+)\n).*?^```$", re.MULTILINE | re.DOTALL
+)
+COMPARED = ": published (LlamaRL"  # from here on, a table that the project's page shows
+SHORT_KINDS = (  # memory that the project's page leaves out
+    *("snapshot", "transfer", "unsharded", "recomputation"),
+    *("reduction", "preparation", "logits"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("recipes", nargs="*", help="names, such as llama31_8b_math; default: all")
+    wanted = set(parser.parse_args().recipes)
+    for page in PAGES:
+        text = page.read_text()
+
+        def renew(found: re.Match[str], page: Path = page) -> str:
+            command, recipe = found.groups()
+            if wanted and Path(recipe).name not in wanted:
+                return found.group()
+            return f"```\n{command}" + "\n".join(excerpt(page, report(recipe))) + "\n```"
+
+        renewed = BLOCK.sub(renew, text)
+        page.write_text(renewed)
+        print(
+            f"{page.relative_to(ROOT)}: {'as it was' if renewed == text else 'renewed'}", flush=True
+        )
+
+
+@lru_cache
+def report(recipe: str) -> str:
+    """What `llamarl plan` prints."""
+    command = [sys.executable, "-m", "llamarl", "plan", "--config-dir", recipe]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def excerpt(page: Path, printed: str) -> Iterator[str]:
+    """The lines that a page shows; "..." stands for those after them."""
+    for line in printed.splitlines():
+        is_front = page.parent == ROOT
+        if line.startswith("- ") if is_front else COMPARED in line:
+            yield "..."
+            return
+        if not (is_front and line.startswith(SHORT_KINDS)):
+            yield line
+
+
+if __name__ == "__main__":
+    main()
