@@ -61,7 +61,7 @@ class Block:
     def address(self) -> str | CudaHandle:
         """How other processes open it: a path, or a CUDA handle."""
         if self._address is None:
-            self._address = tuple(self.flat.untyped_storage()._share_cuda_())
+            self._address = _share(self.flat)
         return self._address
 
     def renew(self) -> None:
@@ -75,6 +75,20 @@ class Block:
             self._pinned = None
         if self._segment is not None:
             self._segment.close()
+
+
+def _share(flat: Tensor) -> CudaHandle:
+    """A handle of CUDA memory that any number of processes may open, any number of times.
+
+    torch counts on exactly one opening: until it is closed, and for ever after a second one, it
+    keeps the memory from being freed. Here its owner says when it goes, so that count is given up,
+    and the handle names a counter that does not exist, which torch passes over.
+    """
+    device, memory, num_bytes, offset, counter, place, *event = (
+        flat.untyped_storage()._share_cuda_()
+    )
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
+    return device, memory, num_bytes, offset, b"/uncounted", 0, *event
 
 
 class Opened:

@@ -14,6 +14,7 @@ from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
 from llamarl.weights.arena import Arena
 from llamarl.weights.layout import Box, ParameterLayout
+from llamarl.weights.mapped import Opened
 from llamarl.weights.publish import Publisher
 from llamarl.weights.writer import Writer
 from tests.allocation import LargestAllocation
@@ -351,6 +352,12 @@ class GeneratorRanks:
         extents = [b - a for a, b in zip(box.start, box.stop, strict=True)]
         last = box.offset + sum((n - 1) * s for n, s in zip(extents, box.strides, strict=True))
         bits(arena.shadow)[last * (arena.shadow.element_size() // 2)] ^= 1
+
+    def peek(self, address, num_bytes):
+        """Open memory of another process, look at it, and close it again."""
+        opened = Opened(address, num_bytes)
+        opened.flat(torch.uint8)[0].item()
+        opened.close()
 
     def _each(self, call):
         """Of all ranks at once, as in processes of their own."""

@@ -12,6 +12,7 @@ import torch
 
 from llamarl.weights.errors import FingerprintMismatch
 from llamarl.weights.fingerprint import fingerprint, transfer
+from llamarl.weights.mapped import Block
 from tests.contract.publishing import KINDS, SHADOWS, Generator, GeneratorRanks, Trainer, World
 
 pytestmark = [
@@ -103,6 +104,17 @@ def test_the_live_memory_keeps_its_address(shadow) -> None:
     assert arena.live.data_ptr() == address
     assert arena.live.is_cuda
     arena.close()
+
+
+@pytest.mark.parametrize("num_openings", [0, 1, 3])
+def test_shared_memory_is_freed_when_its_owner_says_so(world, num_openings) -> None:
+    block = Block("shared", 1 << 24, torch.float32, torch.device("cuda", 0), is_host=False)
+    address = block.address
+    for _ in range(num_openings):
+        world.hosts[0].call("peek", address, block.num_bytes)
+    before_bytes = torch.cuda.memory_allocated()
+    block.flat.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated() == before_bytes - block.num_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
