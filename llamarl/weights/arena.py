@@ -181,7 +181,7 @@ class Arena:
         cut = self._parts[part]
         if not cut.is_dense:
             self.shadow[: cut.end - cut.begin].copy_(self.live[cut.begin : cut.end])
-            self._synchronize()
+        self._synchronize()  # also with what an engine still derives from the version before
         address = (
             self._inlet.open(version, part, self.shadow) if self._inlet else self._shadow.address
         )
@@ -281,7 +281,7 @@ class Arena:
             self._inlet.discard()
 
     def _synchronize(self) -> None:
-        """Let no other process see the copy half done."""
+        """Let other processes find what was begun here done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
