@@ -21,6 +21,8 @@ from llamarl.types import Request, Row
 
 log = logging.getLogger(__name__)
 
+BEHIND_SHARE = 0.25
+
 
 @dataclass(slots=True)
 class Replica:
@@ -49,7 +51,9 @@ class Dispatch:
     """Spreads requests over replicas; rollouts of one prompt stay together and share its prefill.
 
     Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
-    to replica 1. A replica below the group's `min_version` is chosen only if all are.
+    to replica 1. A replica that is one version below the group's `min_version` is about to flip:
+    it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
+    that is further behind is chosen only if all are.
     """
 
     def __init__(self, generators: dict[int, Generator], storage: Storage) -> None:
@@ -62,7 +66,7 @@ class Dispatch:
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best."""
         shares: dict[int, list[Request]] = {}
-        queues: dict[int, list[tuple[bool, int, int]]] = {}  # by min_version: who is next
+        queues: dict[int, list[tuple[bool, float, int]]] = {}  # by min_version: who is next
         for _, run in groupby(requests, key=lambda request: request.prompt_ids):
             group = list(run)
             min_version = max(request.min_version for request in group)
@@ -124,7 +128,7 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _choose(self, queue: list[tuple[bool, int, int]], min_version: int) -> int:
+    def _choose(self, queue: list[tuple[bool, float, int]], min_version: int) -> int:
         """The replica that suits best; `queue` is a heap of all that others were chosen from
         since, or empty. Loads only grow meanwhile, so an entry may only be too low."""
         if not self.replicas:
@@ -136,9 +140,10 @@ class Dispatch:
             heapq.heapreplace(queue, found)
         return found[2]
 
-    def _rank(self, index: int, min_version: int) -> tuple[bool, int, int]:
+    def _rank(self, index: int, min_version: int) -> tuple[bool, float, int]:
         replica = self.replicas[index]
-        return replica.version < min_version, replica.load, index
+        num_behind = max(0, min_version - replica.version)
+        return num_behind > 1, replica.load * (1 + BEHIND_SHARE * num_behind), index
 
     async def _collect_from(self, index: int) -> None:
         replica = self.replicas[index]

@@ -145,23 +145,24 @@ def test_losing_every_replica_ends_the_run(tmp_path: Path) -> None:
     assert re.search(expected, str(first_error(caught.value)))
 
 
-def test_requests_go_to_replicas_that_are_new_enough_then_to_the_least_loaded() -> None:
-    async def main() -> list[int]:
-        replicas = {i: FakeReplica(i, length=lambda request: 1) for i in range(3)}
+def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_will_be() -> None:
+    async def main() -> list[list[int]]:
+        replicas = {i: FakeReplica(i, length=lambda request: 1) for i in range(4)}
         dispatch = Dispatch(dict(replicas), FakeStorage())
-        for index, version in ((0, 4), (1, 5), (2, 5)):
+        for index, version in ((0, 3), (1, 4), (2, 5), (3, 5)):
             dispatch.flipped(index, version)
-        for row_id in range(4):
-            sampling = Sampling(max_tokens=10 * (row_id + 1))
+        for row_id, max_tokens in enumerate((20, 20, 20, 1, 2, 3, 4)):
+            sampling = Sampling(max_tokens=max_tokens)
             request = Request(
                 row_id=row_id, prompt_ids=(row_id,), sampling=sampling, seed=0, min_version=5
             )
             await dispatch.submit([request])
-        held = [len(dispatch.replicas[index].running) for index in range(3)]
+        held = [sorted(dispatch.replicas[index].running) for index in range(4)]
         await dispatch.close()
         return held
 
-    assert run(main()) == [0, 2, 2]
+    # Of 20 tokens each, the one that has yet to flip counts as having 25: no more goes there.
+    assert run(main()) == [[], [0], [1, 3, 5], [2, 4, 6]]
 
 
 def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None:
