@@ -83,7 +83,6 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
             "weights.shadow must be full or host with generator.quantization",
         ),
         ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
-        ("generator.num_ranks=2", "generator.num_ranks must be 1 (embedded engine), got 2"),
         ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),
         (
             "generator=vllm generator.quantization=fp8_per_channel",
