@@ -199,9 +199,9 @@ def plan(
     text = render_report(config, forecast, published_figures(architecture))
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
     if json is not None:
-        Path(json).write_text(dumps(figures(forecast), indent=2) + "\n")
+        _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
     if html is not None:
-        Path(html).write_text(draw_page(title_of(config, forecast), forecast))
+        _write("--html", html, draw_page(title_of(config, forecast), forecast))
 
 
 def _check_writable(flag: str, path: str | None) -> None:
@@ -214,6 +214,13 @@ def _check_writable(flag: str, path: str | None) -> None:
         "name a file in a folder that can be written to",
         path,
     )
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:  # what the folder's permissions did not tell
+        raise ValueError(f"{flag} must name a file that can be written, got {error}") from error
 
 
 def launch(

@@ -37,6 +37,7 @@ COMPUTING = {  # spans in which a process computes by itself, by executor
     "scorer": ("score",),
 }
 SETTLING_STEPS = 2  # of a run's start that no figure is taken from
+OVERHEAD_STEPS = 12  # simulated at most for each value of `row_s` tried
 OVERHEAD_HALVINGS = 7  # of the range in which `row_s` is searched
 NUM_CALLS = 4  # of one publish to one replica: offer, write, fingerprint, flip
 SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which another one computes
@@ -149,6 +150,9 @@ def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Tr
     """The trace with `row_s`, of which no span tells: so much that a simulation of the run itself,
     whose `config` this is, takes as long as the run did; 0 if it already does."""
 
+    num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
+    num_steps = max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1)
+
     def excess_s(row_s: float) -> float:
         step = simulate(
             config,
@@ -156,12 +160,11 @@ def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Tr
             replace(trace.costs, row_s=row_s),
             lengths=trace.lengths,
             equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
-            num_steps=max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1),
+            num_steps=min(num_steps, OVERHEAD_STEPS),
             num_skipped=SETTLING_STEPS,
         )
         return step.step_s - trace.step_s
 
-    num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
     low, high = 0.0, trace.step_s * trace.costs.num_cores / num_rollouts  # all there is
     if excess_s(low) >= 0:
         return trace

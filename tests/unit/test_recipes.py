@@ -121,7 +121,8 @@ def test_a_page_shows_what_the_planner_prints_today(page: Path, name: str) -> No
     printed = report_of(name).splitlines()
     at = 0
     for line in shown(page)[name]:
-        assert line in printed[at:], f"{page.parent.name}: {line!r} is not in\n" + "\n".join(
-            printed
+        assert line in printed[at:], (
+            f"{page.parent.name} shows {line!r}, which the planner does not print today: run "
+            f"tools/write_recipe_pages.py {name}\n" + "\n".join(printed)
         )
         at = printed.index(line, at) + 1
