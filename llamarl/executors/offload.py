@@ -147,7 +147,8 @@ class Offload:
                 host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
                 host.copy_(flat, non_blocking=True)
                 left.pinned.append(host)
-            torch.cuda.synchronize()
+            # Not the whole device: that would break a capture that another thread is making.
+            torch.cuda.current_stream().synchronize()
             return
         fd = self._file(name, left.num_bytes)
         place = 0
@@ -160,12 +161,9 @@ class Offload:
 
     def _load(self, name: str, left: _Left) -> None:
         if self._kind == "pinned":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())  # the memory was allocated there
-            with torch.cuda.stream(stream):
-                for flat, host in zip(_flat(left.storages), left.pinned, strict=True):
-                    flat.copy_(host, non_blocking=True)
-            stream.synchronize()
+            for flat, host in zip(_flat(left.storages), left.pinned, strict=True):
+                flat.copy_(host, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
             return
         fd = self._files[name]
         place = 0
