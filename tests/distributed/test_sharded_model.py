@@ -38,7 +38,7 @@ QWEN3 = Architecture(
     num_layers=2,
     num_heads=8,
     num_kv_heads=4,
-    head_dim=8,
+    head_dim=2,
     max_positions=64,
     norm_eps=1e-6,
     rope_theta=1e4,
@@ -50,7 +50,8 @@ QWEN3 = Architecture(
     qk_norm=True,
     eos_token_ids=(),
 )
-"""With more features than any real one. 76 / 2 and 44 / 2 rows are cut unevenly in 4."""
+"""With more features than any real one. 76 / 2 and 44 / 2 rows are cut unevenly in 4, and of a
+head's norm two ranks of 4 hold nothing."""
 ARCHITECTURES = {
     "llama": dataclasses.replace(
         QWEN3,
