@@ -3,9 +3,11 @@
     python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
         [--rollouts 16384] [--staleness 1] [--actors 16] [--profile]
 
-First the CPU time of a message is measured on real Monarch actors in processes of their own: a
-linear model per call and per byte; also what a call on 16 ranks costs, which goes through their
-first one. The rest, pickling and unpickling the very arguments and answers, is done and timed.
+First the CPU time of a message is measured on real Monarch actors in processes of their own, which
+a worker daemon serves: a linear model per call and per byte; and what a call on 16 ranks costs, as
+charged for replicas and trainer. What Monarch itself does to watch over processes is left out: it
+is the more the more processes there are. The rest, pickling and unpickling the very arguments and
+answers, is done and timed.
 
 Then the real controller (stages, gate, dispatch, ledger, packing, publisher, canary, journal) runs
 with modelled executors on a virtual clock. Time stands still for what the executors compute, and
@@ -35,7 +37,7 @@ from controller_bench.simulation import Load, Shape, run
 from llamarl.config import ClusterConfig
 
 COSTS_WITHOUT_MEASURING = MessageCosts(
-    call_s=5e-4, sent_byte_s=5e-9, received_byte_s=5e-9, ranks_s=5e-4, num_actors=0
+    call_s=5e-4, sent_byte_s=5e-9, received_byte_s=5e-9, ranks_s=1e-3, num_actors=0
 )
 
 
@@ -99,7 +101,7 @@ def main() -> None:
     )
     costs = COSTS_WITHOUT_MEASURING
     if arguments.actors:
-        costs = asyncio.run(measure(arguments.actors, num_calls=320, num_rounds=5))
+        costs = measure(arguments.actors, num_calls=320, num_rounds=5)
     profile = cProfile.Profile()
     if arguments.profile:
         profile.enable()

@@ -1,4 +1,6 @@
-"""What a message costs the controller's process: measured on real Monarch actors.
+"""What a message costs the controller's process: measured on real Monarch actors, which a worker
+daemon on this machine serves: so do those of large runs, over TLS, and what ranks say to each other
+passes through the daemon. (Without daemons it passes through the controller's process.)
 
 Owns: the linear model, the calls it is fitted on. Does not own: which messages a step has, and what
 pickling them takes (`simulation.py`). Invariant: CPU time of the whole process counts, Monarch's
@@ -8,15 +10,20 @@ threads included.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import resource
+import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from demo_two_hosts import worker
 
 from llamarl.cluster import make_cluster
+from llamarl.cluster.certificates import make_certificates
 from llamarl.config import ClusterConfig
 
 
@@ -24,7 +31,8 @@ from llamarl.config import ClusterConfig
 class MessageCosts:
     """Seconds of one call with its answer, and of each byte of them once they are pickled.
 
-    `ranks_s`: of a call on 16 ranks, which goes through their first one.
+    `ranks_s`: of a call on `NUM_RANKS` ranks, which goes through their first one. It costs more
+    than a call on one, and is what calls on replicas and on the trainer are charged.
     """
 
     call_s: float
@@ -55,6 +63,7 @@ class Actor:
         return self._kept
 
 
+NUM_RANKS = 16
 SHAPES: list[tuple[Any, Any]] = [  # argument, answer
     (None, None),
     (b"x" * 10_000, None),
@@ -64,22 +73,32 @@ SHAPES: list[tuple[Any, Any]] = [  # argument, answer
 ]
 
 
-async def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
+def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
     """Fit the model on `num_calls` calls of each shape; of several rounds the cheapest counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=folder)
-        try:
-            single = [await cluster.spawn(f"replica-{i}", Actor, {}) for i in range(num_actors)]
-            ranks = await cluster.spawn("ranks", Actor, {}, 16)
-            points = []
-            for argument, kept in SHAPES:
-                await asyncio.gather(*(group.first.keep(kept) for group in single))
-                calls = [group.first for group in single]
-                best_s = await _cheapest(calls, argument, num_calls, num_rounds)
-                points.append((_num_bytes(("answer", (argument,), {})), _num_bytes(kept), best_s))
-            ranks_s = await _cheapest([ranks.first], None, num_calls // num_actors + 1, num_rounds)
-        finally:
-            await cluster.stop()
+    with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
+        make_certificates(folder, ["127.0.0.1"])
+        files = {name: f"{folder}/{name}.pem" for name in ("ca", "certificate", "private_key")}
+        with worker(Path(folder), PYTHONPATH=os.pathsep.join(sys.path)) as (address, _):
+            config = ClusterConfig(hosts=[address], **files)
+            return asyncio.run(_measure(config, folder, num_actors, num_calls, num_rounds))
+
+
+async def _measure(
+    config: ClusterConfig, folder: str, num_actors: int, num_calls: int, num_rounds: int
+) -> MessageCosts:
+    cluster = make_cluster(config, spans_folder=None, logs_folder=folder)
+    try:
+        single = [await cluster.spawn(f"replica-{i}", Actor, {}) for i in range(num_actors)]
+        ranks = await cluster.spawn("ranks", Actor, {}, NUM_RANKS)
+        points = []
+        for argument, kept in SHAPES:
+            await asyncio.gather(*(group.first.keep(kept) for group in single))
+            calls = [group.first for group in single]
+            best_s = await _cheapest(calls, argument, num_calls, num_rounds)
+            points.append((_num_bytes(("answer", (argument,), {})), _num_bytes(kept), best_s))
+        ranks_s = await _cheapest([ranks.first] * num_actors, None, num_calls, num_rounds)
+    finally:
+        await cluster.stop()
     table = np.array(points)
     columns = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1]])
     weights = 1 / table[:, 2]  # relative errors count
@@ -103,6 +122,7 @@ async def _cheapest(callees: list[Any], argument: Any, num_calls: int, num_round
             await callee.answer(argument)
 
     found = []
+    await asyncio.gather(*(callee.answer(argument) for callee in callees))  # connects
     for _ in range(num_rounds):
         start_s = _cpu_s()
         await asyncio.gather(*map(call, callees))

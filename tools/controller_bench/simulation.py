@@ -359,9 +359,10 @@ class Measured(Journal):
 def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Load) -> Executors:
     """The same executors behind messages."""
     scored_s: dict[int, float] = {}
+    on_ranks = replace(costs, call_s=costs.ranks_s)
     max_running = config.generator.max_running
 
-    def charged(name: str, group: Any, idle: Idle) -> ModelledGroup:
+    def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> ModelledGroup:
         return ModelledGroup(name, Charged(name, group.first, costs, load, idle))
 
     assert modelled.trainer is not None
@@ -375,9 +376,11 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
             ]
         ),
         generators={
-            index: charged("generator", group, IdleReplica(load, group.first, max_running))
+            index: charged(
+                "generator", group, IdleReplica(load, group.first, max_running), on_ranks
+            )
             for index, group in modelled.generators.items()
         },
-        scorer=charged("scorer", modelled.scorer, IdleScorer(load, scored_s)),
-        trainer=charged("trainer", modelled.trainer, IdleTrainer(load, scored_s)),
+        scorer=charged("scorer", modelled.scorer, IdleScorer(load, scored_s), costs),
+        trainer=charged("trainer", modelled.trainer, IdleTrainer(load, scored_s), on_ranks),
     )
