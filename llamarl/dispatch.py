@@ -21,7 +21,7 @@ from llamarl.types import Request, Row
 
 log = logging.getLogger(__name__)
 
-BEHIND_SHARE = 0.25
+BEHIND_SHARE = 0.25  # more loaded than it is counts a replica that has yet to flip
 
 
 @dataclass(slots=True)
