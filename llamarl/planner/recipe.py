@@ -17,6 +17,7 @@ import yaml
 
 from llamarl import seats
 from llamarl.config import Config, PlanConfig
+from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
 from llamarl.planner.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.costs import Costs
@@ -44,6 +45,13 @@ def forecast_recipe(
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
     if trace is not None:
         config = replace(config, plan=_workload(config, trace))
+        _check_rewards(config, trace)
+    require(
+        config.plan.prompt_tokens < config.generator.max_context_tokens,
+        "plan.prompt_tokens",
+        f"be below generator.max_context_tokens ({config.generator.max_context_tokens})",
+        config.plan.prompt_tokens,
+    )
     publish = forecast_publish(config, architecture)
 
     def costs_of(config: Config, architecture: Architecture) -> Costs:
@@ -125,6 +133,16 @@ def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trac
     own = run_config(run_dir, config)
     trace = read_trace(run_dir, own.sampling.rollouts_per_prompt)
     return fit_overhead(trace, replace(own, plan=_workload(own, trace)), architecture)
+
+
+def _check_rewards(config: Config, trace: Trace) -> None:
+    """ValueError if every group would be dropped: no step would ever end."""
+    is_hopeless = trace.equal_share(config.sampling.rollouts_per_prompt) == 1
+    if config.algorithm.drop_equal_rewards and is_hopeless:
+        raise ValueError(
+            f"--trace must name a run with rewards that differ within a group (or set "
+            f"algorithm.drop_equal_rewards=false), got {len(trace.rewards)} groups without"
+        )
 
 
 def run_config(run_dir: str, config: Config) -> Config:

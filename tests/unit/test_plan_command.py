@@ -79,6 +79,7 @@ def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_pa
         (["--trace", "nowhere"], "--trace must name a run's folder, got 'nowhere'"),
         (["trainer.tensor_parallel=3", "trainer.num_ranks=3"], "trainer.tensor_parallel must div"),
         (["model.architecture=null"], "the checkpoint must be an existing folder"),
+        (["plan.prompt_tokens=1024"], "plan.prompt_tokens must be below generator.max_context_tok"),
         (["cluster.gpu=B300"], "cluster.gpu must be one of H100-80GB"),
         (["generator.num_replicas=3"], "cluster.num_hosts must be at least 3"),
     ],
