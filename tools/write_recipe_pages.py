@@ -43,7 +43,8 @@ def main() -> None:
             return f"```\n{command}" + "\n".join(excerpt(page, report(recipe))) + "\n```"
 
         renewed = BLOCK.sub(renew, text)
-        page.write_text(renewed)
+        if renewed != text:
+            page.write_text(renewed)
         print(
             f"{page.relative_to(ROOT)}: {'as it was' if renewed == text else 'renewed'}", flush=True
         )
