@@ -45,13 +45,7 @@ def forecast_recipe(
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
     if trace is not None:
         config = replace(config, plan=_workload(config, trace))
-        _check_rewards(config, trace)
-    require(
-        config.plan.prompt_tokens < config.generator.max_context_tokens,
-        "plan.prompt_tokens",
-        f"be below generator.max_context_tokens ({config.generator.max_context_tokens})",
-        config.plan.prompt_tokens,
-    )
+    _check_workload(config, trace)
     publish = forecast_publish(config, architecture)
 
     def costs_of(config: Config, architecture: Architecture) -> Costs:
@@ -135,10 +129,14 @@ def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trac
     return fit_overhead(trace, replace(own, plan=_workload(own, trace)), architecture)
 
 
-def _check_rewards(config: Config, trace: Trace) -> None:
-    """ValueError if every group would be dropped: no step would ever end."""
-    is_hopeless = trace.equal_share(config.sampling.rollouts_per_prompt) == 1
-    if config.algorithm.drop_equal_rewards and is_hopeless:
+def _check_workload(config: Config, trace: Trace | None) -> None:
+    """ValueError if prompts fill the context, or no step would end as every group is dropped."""
+    most, num_tokens = config.generator.max_context_tokens, config.plan.prompt_tokens
+    wanted = f"be below generator.max_context_tokens ({most})"
+    require(num_tokens < most, "plan.prompt_tokens", wanted, num_tokens)
+    if trace is None or not config.algorithm.drop_equal_rewards:
+        return
+    if trace.equal_share(config.sampling.rollouts_per_prompt) == 1:
         raise ValueError(
             f"--trace must name a run with rewards that differ within a group (or set "
             f"algorithm.drop_equal_rewards=false), got {len(trace.rewards)} groups without"
