@@ -51,6 +51,7 @@ from llamarl.metrics.trace import merge
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.fit import check_fit
 from llamarl.protocols import Storage
+from llamarl.seats import assign
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
@@ -259,7 +260,10 @@ def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
 async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
     """A cluster that is stopped at the end, also on SIGTERM; where ranks met is removed then."""
     cluster = make_cluster(
-        config.cluster, spans_folder=f"{run_dir}/spans", logs_folder=f"{run_dir}/logs"
+        config.cluster,
+        spans_folder=f"{run_dir}/spans",
+        logs_folder=f"{run_dir}/logs",
+        num_processes=sum(map(len, assign(config).values())),
     )
     task = asyncio.current_task()
     assert task is not None

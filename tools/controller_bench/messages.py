@@ -73,6 +73,9 @@ SHAPES: list[tuple[Any, Any]] = [  # argument, answer
 ]
 
 
+FULL_NUM_PROCESSES = 4096
+
+
 def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
     """Fit the model on `num_calls` calls of each shape; of several rounds the cheapest counts."""
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
@@ -86,7 +89,11 @@ def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
 async def _measure(
     config: ClusterConfig, folder: str, num_actors: int, num_calls: int, num_rounds: int
 ) -> MessageCosts:
-    cluster = make_cluster(config, spans_folder=None, logs_folder=folder)
+    # Monarch looks at each process as rarely as in a run of the full size: what all looks take
+    # together does not grow with the run.
+    cluster = make_cluster(
+        config, spans_folder=None, logs_folder=folder, num_processes=FULL_NUM_PROCESSES
+    )
     try:
         single = [await cluster.spawn(f"replica-{i}", Actor, {}) for i in range(num_actors)]
         ranks = await cluster.spawn("ranks", Actor, {}, NUM_RANKS)
