@@ -30,8 +30,14 @@ __all__ = [
     "whole_process",
 ]
 
+# How often Monarch looks whether each process lives. It reads this when it is imported, and children
+# inherit it. With its default, 10 s, the death of one of a few processes would go unnoticed as long.
+POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 LEAST_POLL_MS = 500
-POLL_MS_PER_PROCESS = 32  # a look at one process takes the controller 0.6 ms: 2 % of a core in all
+POLL_MS_PER_PROCESS = (
+    32  # a look takes the controller 0.6 ms: 2 % of a core, however many there are
+)
+os.environ.setdefault(POLL, f"{LEAST_POLL_MS}ms")
 
 
 def make_cluster(
@@ -45,10 +51,8 @@ def make_cluster(
     if config.backend == "inline":
         return InlineCluster(spans_folder=spans_folder)
     prepare(config)
-    # Monarch reads it when it is imported; children inherit it. With the default, 10 s, the death
-    # of one of a few processes would go unnoticed as long.
-    poll_ms = max(LEAST_POLL_MS, POLL_MS_PER_PROCESS * num_processes)
-    os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", f"{poll_ms}ms")
+    if os.environ[POLL] == f"{LEAST_POLL_MS}ms":  # else it is the user's choice
+        os.environ[POLL] = f"{max(LEAST_POLL_MS, POLL_MS_PER_PROCESS * num_processes)}ms"
     from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
     return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)
