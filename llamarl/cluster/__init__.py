@@ -30,13 +30,11 @@ __all__ = [
     "whole_process",
 ]
 
-# How often Monarch looks whether each process lives. It reads this when it is imported, and children
-# inherit it. With its default, 10 s, the death of one of a few processes would go unnoticed as long.
+# How often Monarch looks whether each process lives. It reads this when it is imported, and
+# children inherit it. With its default, 10 s, a killed process would go unnoticed as long.
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 LEAST_POLL_MS = 500
-POLL_MS_PER_PROCESS = (
-    32  # a look takes the controller 0.6 ms: 2 % of a core, however many there are
-)
+POLL_MS_PER_PROCESS = 32  # a look takes the controller 0.6 ms: at most 2 % of a core in all
 os.environ.setdefault(POLL, f"{LEAST_POLL_MS}ms")
 
 
