@@ -33,8 +33,8 @@ __all__ = [
 # How often Monarch looks whether each process lives. It reads this when it is imported, and
 # children inherit it. With its default, 10 s, a killed process would go unnoticed as long.
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
-LEAST_POLL_MS = 500
-POLL_MS_PER_PROCESS = 32  # a look takes the controller 0.6 ms: at most 2 % of a core in all
+LEAST_POLL_MS, MOST_POLL_MS = 500, 10_000  # less often, and Monarch takes the controller for dead
+POLL_MS_PER_PROCESS = 32  # a look takes the controller 0.6 ms: so 2 % of a core up to 312 processes
 os.environ.setdefault(POLL, f"{LEAST_POLL_MS}ms")
 
 
@@ -50,7 +50,8 @@ def make_cluster(
         return InlineCluster(spans_folder=spans_folder)
     prepare(config)
     if os.environ[POLL] == f"{LEAST_POLL_MS}ms":  # else it is the user's choice
-        os.environ[POLL] = f"{max(LEAST_POLL_MS, POLL_MS_PER_PROCESS * num_processes)}ms"
+        poll_ms = min(MOST_POLL_MS, max(LEAST_POLL_MS, POLL_MS_PER_PROCESS * num_processes))
+        os.environ[POLL] = f"{poll_ms}ms"
     from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
     return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)

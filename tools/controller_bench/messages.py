@@ -89,8 +89,7 @@ def measure(num_actors: int, num_calls: int, num_rounds: int) -> MessageCosts:
 async def _measure(
     config: ClusterConfig, folder: str, num_actors: int, num_calls: int, num_rounds: int
 ) -> MessageCosts:
-    # Monarch looks at each process as rarely as in a run of the full size: what all looks take
-    # together does not grow with the run.
+    # Monarch looks at each process as rarely as in a run of the full size.
     cluster = make_cluster(
         config, spans_folder=None, logs_folder=folder, num_processes=FULL_NUM_PROCESSES
     )
