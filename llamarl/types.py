@@ -161,6 +161,12 @@ class Request:
     resume: bool = False
     purpose: Purpose = Purpose.TRAIN
 
+    @property
+    def cohort(self) -> tuple[tuple[int, ...], int]:
+        """Equal for rollouts of one prompt that may start together: none of them can hold up the
+        others by waiting for a version that these must first be trained for."""
+        return self.prompt_ids, self.min_version
+
 
 @_light
 @dataclass(frozen=True, slots=True, kw_only=True)

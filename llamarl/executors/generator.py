@@ -85,7 +85,7 @@ class GeneratorExecutor:
         self._tokenizer, self._run_id, self._run_dir = tokenizer, run_id, run_dir
         self._lock = threading.Lock()
         self._finished: list[Finished] = []  # guarded by _lock, as are _open and _error
-        self._open: Counter[tuple[int, ...]] = Counter()  # prompt -> rollouts that have not stopped
+        self._open: Counter[object] = Counter()  # cohort -> rollouts that have not stopped
         self._error: BaseException | None = None
         self._compute: ComputeThread | None = None
         self._decoding: Decoding | None = None
@@ -122,7 +122,7 @@ class GeneratorExecutor:
         decoding = self._alive()
         if self._rank == 0:
             with self._lock:
-                self._open.update(request.prompt_ids for request in requests)
+                self._open.update(request.cohort for request in requests)
         if any(request.sampling.stop_strings for request in requests):
             await self._load_tokenizer()
         resumed = [request for request in requests if request.resume]
@@ -133,7 +133,7 @@ class GeneratorExecutor:
     async def collect(self) -> list[Row]:
         """Rows that stopped, their columns stored; after `heartbeat_s` whatever there is.
 
-        Waits until all rollouts of some prompt have stopped, or one was cut, and then a little for
+        Waits until all rollouts of some cohort have stopped, or one was cut, and then a little for
         more: nobody needs less than a group, and every stage behind works on what comes out
         together. An exception of the engine comes out here, with its own traceback. Ranks other
         than 0 have nothing to tell.
@@ -352,10 +352,10 @@ class GeneratorExecutor:
             return
         with self._lock:
             self._finished += finished
-            self._open.subtract(item.request.prompt_ids for item in finished)
-            whole = [item for item in finished if not self._open[item.request.prompt_ids]]
+            self._open.subtract(item.request.cohort for item in finished)
+            whole = [item for item in finished if not self._open[item.request.cohort]]
             for item in whole:
-                self._open.pop(item.request.prompt_ids, None)
+                self._open.pop(item.request.cohort, None)
         if whole or any(item.reason is FinishReason.SEGMENT for item in finished):
             self._loop.call_soon_threadsafe(self._has_news.set)
 

@@ -73,7 +73,7 @@ class ModelledReplica(Receiving):
         self._prefixes: OrderedDict[tuple[int, ...], int] = OrderedDict()  # prompt -> version
         self._must_recompute = False
         self._stopped: list[Row] = []
-        self._open: Counter[tuple[int, ...]] = Counter()  # prompt -> rollouts that have not stopped
+        self._open: Counter[object] = Counter()  # cohort -> rollouts that have not stopped
         self._has_news = asyncio.Event()
         self._idle: tuple[str, float] | None = None
 
@@ -81,7 +81,7 @@ class ModelledReplica(Receiving):
 
     async def submit(self, requests: list[Request]) -> None:
         await travel(self._costs)
-        self._open.update(request.prompt_ids for request in requests)
+        self._open.update(request.cohort for request in requests)
         for request in requests:
             self._queue.add(Waiting(request=request, written=NOTHING))
         if len(self._ends) < self._max_running:
@@ -227,8 +227,8 @@ class ModelledReplica(Receiving):
         )
         self._stopped.append(row)
         self._storage.rows[row.row_id] = row
-        self._open[request.prompt_ids] -= 1
-        if not self._open[request.prompt_ids] or reason is FinishReason.SEGMENT:
+        self._open[request.cohort] -= 1
+        if not self._open[request.cohort] or reason is FinishReason.SEGMENT:
             self._has_news.set()
 
     def _flipped(self, version: int) -> int:

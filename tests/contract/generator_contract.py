@@ -283,6 +283,20 @@ def test_columns_of_a_row_are_stored_when_collect_returns_it(
     drive(engine_case, run_dir, scenario)
 
 
+def test_a_group_is_not_held_up_by_a_later_one_of_the_same_prompt(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+        await connect(source := make_source(engine_case), generator)
+        await publish(source, generator, 1)
+        later = [request(2, min_version=2), request(3, min_version=2)]
+        await generator.submit([request(0), request(1), *later])
+        rows = await asyncio.wait_for(generator.collect(), 20)  # long before the heartbeat
+        assert [row.row_id for row in rows] == [0, 1]
+
+    drive(engine_case, run_dir, scenario, load_weights=False, config={"heartbeat_s": 60.0})
+
+
 def test_collect_returns_nothing_within_the_heartbeat_when_idle(
     engine_case: EngineCase, run_dir: str
 ) -> None:
