@@ -13,14 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.config import (
-    AIPOConfig,
-    ClusterConfig,
     Config,
-    DataConfig,
     EmbeddedConfig,
-    ModelConfig,
     PlacementConfig,
-    RewardConfig,
     SamplingConfig,
     StalenessConfig,
     TrainerConfig,
@@ -38,29 +33,18 @@ from llamarl.planner.simulation import forecast, run, settling_steps, simulate
 from llamarl.planner.split import Budget, best_split
 from llamarl.planner.variants import Variant, best_baseline, decompose, synchronous
 from llamarl.planner.workload import make_workload
+from tests.unit.planner_recipes import LLAMA, make_recipe
 
 PROMPT_TOKENS = 10
 LENGTH = 20
 GROUPS, ROLLOUTS = 8, 4
-TINY = Architecture(
-    model_type="llama",
+TINY = replace(
+    LLAMA,
     vocab_size=512,
     hidden_size=64,
     intermediate_size=128,
     num_layers=4,
-    num_heads=8,
     num_kv_heads=8,
-    head_dim=8,
-    max_positions=4096,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tie_embeddings=False,
-    attention_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    eos_token_ids=(),
 )
 COSTS = Costs(
     decode_step_s=0.01,
@@ -78,17 +62,10 @@ def make_config(
     sections = {
         "generator": EmbeddedConfig(num_replicas=num_replicas, max_running=64),
         "trainer": TrainerConfig(groups_per_step=GROUPS),
-        "weights": WeightsConfig(),
-        "placement": PlacementConfig(),
-        "cluster": ClusterConfig(),
         "sampling": SamplingConfig(rollouts_per_prompt=ROLLOUTS, max_tokens=200),
         **sections,
     }
-    return Config(
-        model=ModelConfig(checkpoint="none"),
-        data=DataConfig(prompts="none.jsonl"),
-        reward=RewardConfig(),
-        algorithm=AIPOConfig(),
+    return make_recipe(
         staleness=StalenessConfig(max_staleness=max_staleness),
         plan=PlanConfig(
             prompt_tokens=PROMPT_TOKENS, median_tokens=LENGTH, spread=spread, num_steps=8
