@@ -156,6 +156,7 @@ class Controller:
                     await closing  # a checkpoint never knows of a step that is not written down
                     await self._save(stats.version)
             await publishing
+            await self.gate.advance(stats.version)
             publishing = self._start(self._publish(stats.version))
         await publishing
 
@@ -176,7 +177,6 @@ class Controller:
         async with self.placement.turn("handover"):
             stats = await self.publisher.publish(version)
             self.journal.publish(stats.seconds)
-            await self.gate.publish(version)
             if self._is_due(self.config.evaluation.every_steps, version):
                 self._evaluation = self._start(self._evaluate(version))
 

@@ -4,9 +4,8 @@ the age of every trained token.
 Owns: admission, the order of consumption, the bound, and the numbers of groups and rows. Does not
 own: rewards or rollouts.
 
-Words: P groups make a step, S is the largest staleness, v is the last *published* version. A group
-is *open* from its admission until the version its step produced is published, or until it is
-dropped.
+Words: P groups make a step, S is the largest staleness, v is the trainer's version. A group is
+*open* from its admission until its step has made a version, or until it is dropped.
 
 Invariant (the bound): with `late="wait"`, every trained token was written by a version at least
 (trainer version at use) - S.
@@ -20,8 +19,11 @@ overtaken for ever.
 
 With `late="mask"` a group that is not ready is overtaken, so u may exceed v + q // P; its tokens
 older than u - S then get zero loss weight (`BatchRow.oldest_version`), and the bound holds per
-trained token again. S = 0 makes the loop synchronous: the next group is admitted only after the
-publish.
+trained token again. S = 0 makes the loop synchronous: no replica starts a group before it serves
+the version of the step before.
+
+Groups are admitted when a version is made, not when it has been published: replicas have their
+requests and hold them until they flip, so none waits for the controller when it does.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Gate:
     """Admits groups and hands them out for training.
 
     Example, S=1, P=2, nothing trained yet: groups 0 and 1 are admitted for step 0, groups 2 and 3
-    for step 1, a fifth waits. When the trainer has consumed 0 and 1 and version 1 is published, two
-    more may enter.
+    for step 1, a fifth waits. When the trainer has made version 1 out of 0 and 1, two more may
+    enter.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Gate:
         self.next_row_id = next_row_id
         self._waiting: dict[int, Group] = {}  # admitted, not consumed; insertion order
         self._settled: set[int] = set()
-        self._consumed: list[Group] = []  # consumed, their version not yet published
+        self._consumed: list[Group] = []  # consumed, their version not yet made
         self._drops_in_row: Counter[str] = Counter()
         self._changed = asyncio.Condition()
 
@@ -142,11 +144,11 @@ class Gate:
                 self._consumed.append(group)
             return groups
 
-    async def publish(self, version: int) -> None:
-        """`version` is live in the generators: the slots of the step that made it are free."""
+    async def advance(self, version: int) -> None:
+        """The trainer has made `version`: the slots of that step's groups are free."""
         async with self._changed:
             assert version == self.version + 1, (version, self.version)
-            assert len(self._consumed) >= self._groups_per_step, "published before its batch"
+            assert len(self._consumed) >= self._groups_per_step, "made before its batch"
             del self._consumed[: self._groups_per_step]
             self.version = version
             self._changed.notify_all()

@@ -14,7 +14,7 @@ from llamarl.dispatch import Dispatch
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated
 from llamarl.planner.clock import run
-from llamarl.types import Request, Sampling
+from llamarl.types import Purpose, Request, Sampling
 from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
 
@@ -224,6 +224,24 @@ def test_a_replica_that_flips_slowly_holds_nobody_and_follows_with_the_newest(
     assert slow_s < usual_s + 100 * 1.0 * 1.1
     assert num_flips == 101
     assert num_slow_flips < 30
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_replicas_have_their_requests_when_they_flip(max_staleness: int, tmp_path: Path) -> None:
+    replica = FakeReplica(0, length=lambda request: 4, flip_s=1.0)
+    is_early = []
+    submit = replica.submit
+
+    async def watched(requests: list[Request]) -> None:
+        training = [request for request in requests if request.purpose is Purpose.TRAIN]
+        is_early.extend(r.min_version > replica.version for r in training if r.min_version)
+        await submit(requests)
+
+    replica.submit = watched  # type: ignore[method-assign]
+    loop = Loop(num_steps=20, max_staleness=max_staleness, replicas={0: replica})
+    run(loop.run(tmp_path))
+    assert all(is_early)
+    assert len(is_early) >= 4 * 2 * (20 - max_staleness - 1)
 
 
 def test_a_replica_that_computes_something_else_is_named_within_a_few_steps(

@@ -58,7 +58,7 @@ async def settle(gate: Gate, groups: list[Group]) -> None:
         await gate.settle(group)
 
 
-def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_publish() -> None:
+def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_version() -> None:
     async def scenario() -> None:
         gate, prompts = make_gate(max_staleness=1, groups_per_step=2), make_backlog()
         groups = await gate.admit(prompts)
@@ -66,8 +66,8 @@ def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_publis
         assert [group.row_ids for group in groups[:2]] == [(0, 1, 2), (3, 4, 5)]
         await settle(gate, groups)
         assert ids(await gate.take(2, 2)) == [0, 1]
-        await must_wait(gate.admit(prompts))  # consumed, but not yet published
-        await gate.publish(1)
+        await must_wait(gate.admit(prompts))  # consumed, their version is not made
+        await gate.advance(1)
         assert ids(await asyncio.wait_for(gate.admit(prompts), 1)) == [4, 5]
 
     asyncio.run(scenario())
@@ -190,7 +190,7 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
                 if late == "wait":
                     assert group.min_version >= version - max_staleness
             consumed += batch
-            await gate.publish(version + 1)
+            await gate.advance(version + 1)
             num_open -= groups_per_step
         if late == "wait":
             assert ids(consumed) == sorted(ids(consumed))
@@ -215,7 +215,7 @@ def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
         await settle(gate, groups)
         await gate.take(2, 2)
         gate.allocate_rows(5)  # an evaluation's
-        await gate.publish(1)
+        await gate.advance(1)
         await gate.admit(prompts)
         state = {**gate.state(), **prompts.state()}
         if is_killed_twice:  # before all of the open prompts were admitted again

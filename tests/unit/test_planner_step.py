@@ -78,8 +78,7 @@ TRAIN_S = GROUPS * ROLLOUTS * (PROMPT_TOKENS + LENGTH - 1) * COSTS.token_s + COS
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
-    # The publish's canary starts first, so the rollouts of a step begin one decode step later.
-    write_s = (LENGTH + 1) * COSTS.decode_step_s
+    write_s = LENGTH * COSTS.decode_step_s  # from the flip on: the requests are there already
     publish_s = COSTS.write_s + COSTS.check_s
     step = simulate(make_config(max_staleness=0), TINY, COSTS)
     assert step.step_s == pytest.approx(write_s + GATHER_S + TRAIN_S + publish_s, rel=1e-6)
