@@ -105,7 +105,6 @@ class Load:
     busy_shares: dict[str, float] = field(default_factory=dict)
     wait_shares: dict[str, float] = field(default_factory=dict)
     end_s: float = 0.0
-    flipped_s: float = 0.0
 
     def waited_s(self) -> float:
         """Seconds in which any executor waited."""
@@ -209,21 +208,23 @@ class IdleTrainer(Idle):
 
 class IdleReplica(Idle):
     """Waits with a free slot and an empty queue from the moment the controller learnt that there
-    is work, at the earliest when it last had nothing to do or a replica flipped, until requests
-    come."""
+    is work which the replica's version allows, at the earliest from its flip, until it comes."""
 
     def __init__(self, load: Load, replica: Any, max_running: int) -> None:
         super().__init__(load)
         self._replica, self._max_running = replica, max_running
+        self._flipped_s = 0.0
 
     def arrive(self, method: str, args: tuple[Any, ...]) -> None:
         clock = cast(CostClock, asyncio.get_running_loop())
-        if method == "submit" and len(self._replica._ends) < self._max_running:
-            self._waited(max(clock.busy_since_s, self._load.flipped_s), "replica")
+        if method != "submit" or len(self._replica._ends) >= self._max_running:
+            return
+        if any(request.min_version <= self._replica.version for request in args[0]):
+            self._waited(max(clock.busy_since_s, self._flipped_s), "replica")
 
     def leave(self, method: str, result: Any) -> None:
-        if method == "flip":  # the last one of a publish opens the gate
-            self._load.flipped_s = asyncio.get_running_loop().time()
+        if method == "flip":
+            self._flipped_s = asyncio.get_running_loop().time()
 
 
 class IdleScorer(Idle):
