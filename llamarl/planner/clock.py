@@ -40,7 +40,9 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
         self._selector.select = jump  # type: ignore[attr-defined]
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         future = super().run_in_executor(executor, func, *args)
         self._threads.add(future)
         future.add_done_callback(self._threads.discard)
