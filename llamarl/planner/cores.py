@@ -2,7 +2,8 @@
 
 Owns: how long work takes that shares processors. Does not own: how much work there is (`costs.py`).
 Invariant: work done follows from the loop's clock alone, so it may be looked at, and cut short, at
-any time.
+any time. What follows a job begins when the job was to end, so in real time the delays of timers do
+not add up.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ class Cores:
         self._num_cores = num_cores
         self._shared_speed = shared_speed
         self._jobs: dict[Job, None] = {}  # of shared processors
+        self._due_s: float | None = None  # when the job was to end whose `then` is being called
+
+    def time(self) -> float:
+        """The loop's time; during the call at a job's end, when it was to end."""
+        return asyncio.get_running_loop().time() if self._due_s is None else self._due_s
 
     def start(self, seconds: float, then: Callable[[], None], weight: int = 1) -> Job:
         """Begin a job; `then` is called at its end."""
         self._advance()
-        job = Job(seconds, then, weight, asyncio.get_running_loop().time())
+        job = Job(seconds, then, weight, self.time())
         if self._num_cores:
             self._jobs[job] = None
         self._schedule(job)
@@ -57,7 +63,7 @@ class Cores:
         if self._num_cores:
             self._advance()
             return job.done_s
-        return asyncio.get_running_loop().time() - job.since_s
+        return max(0.0, self.time() - job.since_s)
 
     def cut(self, job: Job, total_s: float) -> None:
         """Let a running job end once `total_s` of it are done."""
@@ -66,27 +72,30 @@ class Cores:
 
     def _advance(self) -> None:
         """Count what has been done on shared processors since this was last called."""
-        now_s, speed = asyncio.get_running_loop().time(), self._speed()
+        now_s, speed = self.time(), self._speed()
         for job in self._jobs:
-            job.done_s += (now_s - job.since_s) * speed
-            job.since_s = now_s
+            job.done_s += max(0.0, now_s - job.since_s) * speed
+            job.since_s = max(now_s, job.since_s)
 
     def _schedule(self, job: Job) -> None:
         """A job is new or ends earlier; on shared processors the ends of all have moved."""
-        speed = self._speed()
+        loop, now_s, speed = asyncio.get_running_loop(), self.time(), self._speed()
         for each in self._jobs or (job,):
             if each.timer is not None:
                 each.timer.cancel()
             rest_s = max(0.0, each.total_s - self.done_s(each)) / speed
-            each.timer = asyncio.get_running_loop().call_later(rest_s, self._end, each)
+            each.timer = loop.call_at(now_s + rest_s, self._end, each)
 
     def _end(self, job: Job) -> None:
+        assert job.timer is not None
+        self._due_s = job.timer.when()
         if self._num_cores:
             self._advance()
             del self._jobs[job]
             if self._jobs:
                 self._schedule(job)
         job.then()
+        self._due_s = None
 
     def _speed(self) -> float:
         num_working = sum(job.weight for job in self._jobs)

@@ -1,15 +1,15 @@
 """A generator replica without a model.
 
 Owns: continuous batching over slots, version spans, flips between steps, all in modelled time. Does
-not own: durations (`costs.py`) or lengths (`workload.py`). Invariant: its queue and its rules of
-starting are the embedded engine's, and it advances from event to event (a rollout stops, a request
-or a flip arrives), never token by token.
+not own: who runs (`slots.py`), durations (`costs.py`) or lengths (`workload.py`). Invariant: its
+queue and its rules of starting are the embedded engine's, and it advances from event to event (a
+prompt's last rollout stops, slots become free for what waits, a request or a flip arrives), never
+token by token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
@@ -21,6 +21,7 @@ from llamarl.planner.cores import Cores, Job
 from llamarl.planner.costs import Costs
 from llamarl.planner.executors import ModelledStorage
 from llamarl.planner.receiving import Receiving, travel
+from llamarl.planner.slots import Piece, Slot, Slots
 from llamarl.planner.timeline import Timeline
 from llamarl.planner.workload import Workload
 from llamarl.types import FinishReason, Request, Row, VersionSpan
@@ -29,15 +30,6 @@ KINDS = ("weights", "kv")
 NOTHING = nothing_written()
 Partials = dict[int, tuple[VersionSpan, ...]]
 """Row id -> what a cut rollout has written: any replica may resume it, as from storage."""
-
-
-class _Slot:
-    """A running rollout: it began at decode step `start`, with `context` tokens cached."""
-
-    def __init__(self, request: Request, start: int, context: int, before: int) -> None:
-        self.request, self.start, self.context, self.before = request, start, context, before
-        self.total = 0  # response tokens at which it stops
-        self.is_cut = False
 
 
 class ModelledReplica(Receiving):
@@ -65,10 +57,9 @@ class ModelledReplica(Receiving):
         self._max_context = config.generator.max_context_tokens
         self._recomputes = config.generator.kv_after_flip == "recompute"
         self._queue = Queue()
-        self._ends: list[tuple[int, int, _Slot]] = []  # a heap: (decode step, row id, rollout)
-        self._steps = 0  # decode steps done
-        self._context = 0  # tokens in the KV caches of what runs
-        self._chunk: tuple[Job, int] | None = None  # decode steps under way, and how many
+        self._slots = Slots(costs)
+        self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
+        self._num_pieces = 0  # of the stretch, counted as done
         self._flips: list[tuple[int, int]] = []  # (decode steps done then, version)
         self._prefixes: OrderedDict[tuple[int, ...], int] = OrderedDict()  # prompt -> version
         self._must_recompute = False
@@ -84,14 +75,14 @@ class ModelledReplica(Receiving):
         self._open.update(request.cohort for request in requests)
         for request in requests:
             self._queue.add(Waiting(request=request, written=NOTHING))
-        if len(self._ends) < self._max_running:
-            self._interrupt()
+        self._interrupt()
 
     async def collect(self) -> list[Row]:
         """As the real one, but it does not answer without rows: heartbeats take no time."""
         await travel(self._costs)
         await self._has_news.wait()
         await asyncio.sleep(GATHER_S)
+        self._catch_up()
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
         await self._cores.work(self._costs.store_row_s * len(stopped))
@@ -103,23 +94,23 @@ class ModelledReplica(Receiving):
         wanted = set(row_ids)
         for waiting in self._queue.remove(wanted):
             self._stop(waiting.request, (), FinishReason.ABORTED)
-        for end in [end for end in self._ends if end[1] in wanted]:
-            self._ends.remove(end)
-            self._context -= end[2].context + self._steps - end[2].start
-            self._stop(end[2].request, self._spans(end[2]), FinishReason.ABORTED)
-        heapq.heapify(self._ends)
+        self._interrupt()
+        for slot in self._slots.remove(wanted):
+            self._stop(slot.request, self._spans(slot), FinishReason.ABORTED)
 
     # Between two steps
 
     def _interrupt(self) -> None:
         """Something waits for the next moment between two steps."""
-        if self._chunk is not None:
-            job, num_steps = self._chunk
-            rows, done_s = len(self._ends), self._cores.done_s(job)
-            fewer = self._costs.steps_within(rows, self._context, done_s, num_steps)
-            if fewer < num_steps:
-                self._chunk = job, fewer
-                self._cores.cut(job, self._costs.decode_s(rows, self._context, fewer))
+        if self._stretch is not None:
+            self._catch_up()
+            job, pieces = self._stretch
+            done = pieces[: self._num_pieces]
+            since_s = done[-1].done_s if done else 0.0
+            piece = self._slots.cut(since_s, self._cores.done_s(job), pieces[len(done)])
+            if piece != pieces[-1]:
+                self._stretch = job, [*done, piece]
+                self._cores.cut(job, piece.done_s)
         elif not self._is_busy:
             self._is_busy = True
             asyncio.get_running_loop().call_soon(self._go_on)
@@ -136,31 +127,34 @@ class ModelledReplica(Receiving):
         if reason != "requests" or self.version < 0:
             return self._wait_for(reason)
         starting = self._starting()
-        num_prefilled = self._context if self._must_recompute else 0
+        num_prefilled = self._slots.context if self._must_recompute else 0
         self._must_recompute = False
         num_prefilled += sum(self._start(waiting.request) for waiting in starting)
-        if not self._ends:
+        if not self._slots:
             return self._wait_for("requests")
         self.end_idle()
         self._busy(self._costs.prefill_s(num_prefilled), self._decode, "prefill")
 
     def _starting(self) -> list[Waiting]:
-        free = self._max_running - len(self._ends)
-        if not free or free < min(self._max_running // START_SHARE, len(self._queue)):
+        free = self._max_running - len(self._slots)
+        if free < self._fewest_free():
             return []
         return self._queue.take(self.version, free)
+
+    def _fewest_free(self) -> int:
+        """Slots that must be free for rollouts to start."""
+        return max(1, min(self._max_running // START_SHARE, len(self._queue)))
 
     def _start(self, request: Request) -> int:
         """Give the rollout a slot; returns the tokens to be prefilled for it."""
         before = sum(span.num_tokens for span in self._partials.get(request.row_id, ()))
         prompt = len(request.prompt_ids)
-        slot = _Slot(request, self._steps, prompt + before - 1, before)
+        slot = Slot(request, self._slots.steps, prompt + before - 1, before)
         length = min(self._workload.length(request.seed), request.sampling.max_tokens)
         slot.total = max(min(length, self._max_context - prompt), before + 1)
         if request.segment_tokens and slot.total > before + request.segment_tokens:
             slot.total, slot.is_cut = before + request.segment_tokens, True
-        heapq.heappush(self._ends, (self._steps + slot.total - before, request.row_id, slot))
-        self._context += slot.context
+        self._slots.add(slot)
         is_known = not before and self._prefixes.get(request.prompt_ids) == self.version
         self._prefixes[request.prompt_ids] = self.version
         self._prefixes.move_to_end(request.prompt_ids)
@@ -169,36 +163,54 @@ class ModelledReplica(Receiving):
         return 0 if is_known else slot.context
 
     def _decode(self) -> None:
-        """Steps up to the next rollout's end, in one piece."""
-        if self._commands or not self._ends:
+        """Steps in one piece, up to an end that somebody waits for: a prompt's last rollout, a cut
+        one, or the one that makes room for those that wait."""
+        if self._commands or not self._slots:
             return self._go_on()
-        num_steps = self._ends[0][0] - self._steps
-        seconds = self._costs.decode_s(len(self._ends), self._context, num_steps)
-        self._chunk_began_s = asyncio.get_running_loop().time()
-        job = self._cores.start(seconds, self._decoded, self._weight)
-        self._chunk = job, num_steps
+        most_left = -1
+        if self._queue.has_startable(self.version):
+            most_left = self._max_running - self._fewest_free()
+        num_ended: Counter[object] = Counter()
+
+        def is_last(slot: Slot, num_left: int) -> bool:
+            num_ended[slot.cohort] += 1
+            is_whole = num_ended[slot.cohort] == self._open[slot.cohort]
+            return is_whole or slot.is_cut or num_left <= most_left
+
+        pieces = self._slots.plan(is_last)
+        self._began_s = self._cores.time()
+        self._stretch = self._cores.start(pieces[-1].done_s, self._decoded, self._weight), pieces
+        self._num_pieces = 0
 
     def _decoded(self) -> None:
-        assert self._chunk is not None
-        num_steps, self._chunk = self._chunk[1], None
-        now_s = asyncio.get_running_loop().time()
-        self._timeline.record(self.name, "decode", self._chunk_began_s, now_s)
-        self._steps += num_steps
-        self._context += num_steps * len(self._ends)
-        while self._ends and self._ends[0][0] <= self._steps:
-            slot = heapq.heappop(self._ends)[2]
-            self._context -= slot.context + self._steps - slot.start
-            at_limit = slot.total >= slot.request.sampling.max_tokens
-            reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
-            self._stop(
-                slot.request, self._spans(slot), FinishReason.SEGMENT if slot.is_cut else reason
-            )
+        assert self._stretch is not None
+        steps, self._stretch = self._stretch[1][-1].steps, None
+        self._timeline.record(self.name, "decode", self._began_s, self._cores.time())
+        self._advance(steps)
         self._go_on()
 
-    def _spans(self, slot: _Slot) -> tuple[VersionSpan, ...]:
+    def _catch_up(self) -> None:
+        """Count what has been decoded by now."""
+        if self._stretch is None:
+            return
+        job, pieces = self._stretch
+        done_s = self._cores.done_s(job)
+        while self._num_pieces + 1 < len(pieces) and pieces[self._num_pieces].done_s <= done_s:
+            self._num_pieces += 1
+        if self._num_pieces:
+            self._advance(pieces[self._num_pieces - 1].steps)
+
+    def _advance(self, steps: int) -> None:
+        for slot in self._slots.advance(steps):
+            at_limit = slot.total >= slot.request.sampling.max_tokens
+            reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
+            reason = FinishReason.SEGMENT if slot.is_cut else reason
+            self._stop(slot.request, self._spans(slot), reason)
+
+    def _spans(self, slot: Slot) -> tuple[VersionSpan, ...]:
         """What the rollout has written: the flips since its start cut it into versions."""
         written = list(self._partials.pop(slot.request.row_id, ()))
-        end = self._steps
+        end = self._slots.steps
         newest: list[VersionSpan] = []
         for step, version in reversed(self._flips):
             first = max(step, slot.start)
@@ -232,22 +244,23 @@ class ModelledReplica(Receiving):
             self._has_news.set()
 
     def _flipped(self, version: int) -> int:
-        self._flips.append((self._steps, version))
+        self._flips.append((self._slots.steps, version))
         self._must_recompute = self._recomputes
-        return len(self._ends)
+        return len(self._slots)
 
     def _forget(self, kind: str) -> None:
-        if kind == "kv" and not self._ends:
+        self._catch_up()
+        if kind == "kv" and not self._slots:
             self._prefixes.clear()
 
     # Time
 
     def _busy(self, seconds: float, then: Callable[[], None], name: str) -> None:
         """Occupy the compute thread."""
-        start_s = asyncio.get_running_loop().time()
+        start_s = self._cores.time()
 
         def end() -> None:
-            now_s = asyncio.get_running_loop().time()
+            now_s = self._cores.time()
             self._timeline.record(self.name, name, start_s, now_s)
             then()
 
@@ -257,7 +270,7 @@ class ModelledReplica(Receiving):
             then()
 
     def _wait_for(self, reason: str) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._cores.time()
         if self._idle is None or self._idle[0] != reason:
             self.end_idle()
             self._idle = reason, now_s
@@ -266,6 +279,6 @@ class ModelledReplica(Receiving):
     def end_idle(self) -> None:
         """Record what was waited for until now."""
         if self._idle is not None:
-            now_s = asyncio.get_running_loop().time()
+            now_s = self._cores.time()
             self._timeline.record(self.name, self._idle[0], self._idle[1], now_s, "wait")
             self._idle = None
