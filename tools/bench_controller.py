@@ -34,8 +34,6 @@ from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts, measure
 from controller_bench.simulation import Load, Shape, run
 
-from llamarl.config import ClusterConfig
-
 COSTS_WITHOUT_MEASURING = MessageCosts(
     call_s=5e-4, sent_byte_s=5e-9, received_byte_s=5e-9, ranks_s=1e-3, num_actors=0
 )
@@ -47,11 +45,6 @@ def simulate(shape: Shape, costs: MessageCosts) -> Load:
         return runner.run(run(shape, costs))
 
 
-def num_pings(shape: Shape, step_s: float) -> float:
-    """The controller pings the first rank of each executor now and then."""
-    return (shape.num_replicas + 8) * step_s / (ClusterConfig().silence_s / 4)
-
-
 def results(shape: Shape, costs: MessageCosts, load: Load) -> dict[str, object]:
     """Shares, and what they are made of, per step."""
     waits: dict[str, float] = defaultdict(float)
@@ -59,8 +52,7 @@ def results(shape: Shape, costs: MessageCosts, load: Load) -> dict[str, object]:
         waits[who] += (end_s - start_s) / load.num_steps
     num_rollouts = shape.num_rollouts * load.num_steps
     step_s = load.elapsed_s / load.num_steps
-    pings = num_pings(shape, step_s)
-    busy_s = (load.cpu_s + load.message_s) / load.num_steps + pings * costs.call_s
+    busy_s = (load.cpu_s + load.message_s) / load.num_steps
     calls: Counter[str] = Counter()
     for name, count in load.calls.items():
         calls[name] = round(count / load.num_steps)
@@ -71,8 +63,7 @@ def results(shape: Shape, costs: MessageCosts, load: Load) -> dict[str, object]:
         "step_s": step_s,
         "own_cpu_s": load.cpu_s / load.num_steps,
         "message_cpu_s": load.message_s / load.num_steps,
-        "ping_cpu_s": pings * costs.call_s,
-        "calls": {**calls, "ping": round(pings)},
+        "calls": dict(calls),
         "bytes": {name: count // load.num_steps for name, count in load.num_bytes.most_common()},
         "waits_s": dict(waits),
         "busy_shares": load.busy_shares,

@@ -14,6 +14,7 @@ Outcomes come back the same way, together; the first failure at once, and what c
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import pickle
@@ -68,7 +69,9 @@ class ExecutorActor(Actor):
         try:
             redirect_output(logs_folder, self._where)
             self._spans = Spans(self._where, spans_folder)
+            gc.disable()  # imports make next to no garbage: looking for it is a fifth of their time
             maker = resolve(factory)
+            gc.enable()
             self._executor = maker(rank=rank, num_ranks=num_ranks, spans=self._spans, **kwargs)
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             return [failure(error, self._where, rank)]
@@ -113,6 +116,7 @@ class ExecutorActor(Actor):
             outcome = await attempt(self._executor, self._where, self._rank, ("close", (), {}))
         if self._spans is not None:
             self._spans.close()
+        gc.freeze()  # else the interpreter's end looks at all that was imported: most of a second
         return outcome
 
     @concurrent_endpoint
@@ -159,6 +163,7 @@ class Methods:
     """Turns attribute access into calls on all ranks; travels to other processes.
 
     `lost` exists only in the controller: there a process that fell silent ends pending calls too.
+    So does `hear`, which is called at every answer: who answers need not be asked whether it lives.
     """
 
     def __init__(
@@ -167,11 +172,13 @@ class Methods:
         roster: Roster,
         is_first: bool,
         lost: asyncio.Future[None] | None = None,
+        hear: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._roster = roster
         self._is_first = is_first
         self._lost = lost
+        self._hear = hear
         self._root: Any = None
 
     def __reduce__(self) -> Any:
@@ -187,6 +194,7 @@ class Methods:
             size = self._roster.num_ranks
             answers = send(self._root, (method, args, kwargs), size, size, self._is_first)
             results = await results_by_rank(self._name, answers, size, self._lost)
+            self._hear()
             return results[0] if self._is_first else results
 
         return call
@@ -200,9 +208,18 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
         yield future
 
 
-async def until_silent(actor: Any, silence_s: float) -> None:
-    """Return once the event loop of `actor` answers nothing for `silence_s`; never if it ends."""
+async def until_silent(
+    actor: Any, silence_s: float, heard_s: Callable[[], float] = lambda: -math.inf
+) -> None:
+    """Return once the event loop of `actor` answers nothing for `silence_s`; never if it ends.
+
+    It is asked only after a quarter of that time without an answer; `heard_s` is when the last one
+    came, on this loop's clock.
+    """
+    loop = asyncio.get_running_loop()
     while True:
+        while (pause_s := heard_s() + silence_s / 4 - loop.time()) > 0:
+            await asyncio.sleep(pause_s)
         (pong,) = send(actor.ping)
         # Waiting in pieces: after a pause of this process itself, answers that lie waiting are
         # read before the verdict.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 import uuid
 from asyncio import FIRST_COMPLETED
@@ -72,6 +73,7 @@ class MonarchGroup:
         # The result None means stopped on purpose.
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lost.add_done_callback(mark_retrieved)
+        self._heard_s = -math.inf  # when a call was answered last
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
         self._parts: list[Part] = []
@@ -97,8 +99,8 @@ class MonarchGroup:
             for rank in range(self.num_ranks)
         ]
         self._watchers += [asyncio.create_task(self._watch_host(part)) for part in self._parts]
-        self.first = Methods(self.name, roster, True, self._lost)
-        self.every = Methods(self.name, roster, False, self._lost)
+        self.first = Methods(self.name, roster, True, self._lost, self._hear)
+        self.every = Methods(self.name, roster, False, self._lost, self._hear)
         told = (self.name, *executor, (spans_folder, self._logs_folder))
         pids = await asyncio.gather(
             *(
@@ -187,7 +189,7 @@ class MonarchGroup:
             return self._lose(rank, f"its constructor took over {START_LIMIT_S:g} s")
         # Each rank looks after the next, so that the controller need not ping them all.
         (word,) = (
-            [asyncio.create_task(until_silent(actor, silence_s))]
+            [asyncio.create_task(until_silent(actor, silence_s, lambda: self._heard_s))]
             if rank == 0
             else send(self._roster.one(rank - 1).look_after, rank, silence_s)
         )
@@ -201,6 +203,9 @@ class MonarchGroup:
             word.cancel()
         error = end.exception()
         self._lose(rank, last_line(error) if error is not None else "it left its endless call")
+
+    def _hear(self) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
 
     async def _watch_pids(self, part: Part) -> None:
         """Report a rank lost if its process is gone and Monarch, now and then, says nothing."""

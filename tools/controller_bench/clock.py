@@ -31,6 +31,7 @@ class CostClock(VirtualClockLoop):
         self._ended_s = 0.0
         self._sent: list[Callable[[], None]] = []
         self._free_ns = 0
+        self.set_exception_handler(_fail)
 
     def time(self) -> float:
         return self._now_s
@@ -81,3 +82,8 @@ class CostClock(VirtualClockLoop):
         sent, self._sent = self._sent, []
         for arrive in sent:
             arrive()
+
+
+def _fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An error of the bench itself ends it: else it would go on and count too little."""
+    raise SystemExit(f"{context['message']}: {context.get('exception')!r}")

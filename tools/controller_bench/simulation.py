@@ -60,6 +60,7 @@ EQUAL_SHARE = 0.0
 # Of a step, so that it lasts about `step_s` and neither side waits long for the other.
 DECODE_SHARE, TRAIN_SHARE = 0.0065 / 20, 0.88
 HEARTBEAT_S = GeneratorConfig().heartbeat_s
+PING_S = ClusterConfig().silence_s / 4
 NAMES = [  # of Llama 3.1 405B
     f"model.layers.{layer}.{name}.weight"
     for layer in range(126)
@@ -123,6 +124,7 @@ class Charged:
     ) -> None:
         self._name, self._executor = name, executor
         self._costs, self._load, self._idle = costs, load, idle
+        self._answered_s = 0.0
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def call(*args: Any) -> Any:
@@ -143,6 +145,10 @@ class Charged:
                 answer = pickle.dumps(result)
             result, num_received = pickle.loads(answer), len(answer)
             self._load.num_bytes[key] += num_received
+            num_pings = int((clock.time() - self._answered_s) / PING_S)  # of a silent process
+            self._load.calls["ping"] += num_pings
+            clock.charge(num_pings * self._costs.call_s)
+            self._answered_s = clock.time()
             clock.charge(self._costs.seconds(0, num_received) - self._costs.call_s / 2)
             return result
 
@@ -217,7 +223,7 @@ class IdleReplica(Idle):
 
     def arrive(self, method: str, args: tuple[Any, ...]) -> None:
         clock = cast(CostClock, asyncio.get_running_loop())
-        if method != "submit" or len(self._replica._ends) >= self._max_running:
+        if method != "submit" or self._replica.num_running >= self._max_running:
             return
         if any(request.min_version <= self._replica.version for request in args[0]):
             self._waited(max(clock.busy_since_s, self._flipped_s), "replica")

@@ -1,0 +1,48 @@
+"""When an executor is asked whether it lives, and when it counts as silent; on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from llamarl.cluster.actors import until_silent
+from llamarl.planner.clock import run
+
+SILENCE_S = 60.0
+
+
+class FakeActor:
+    """An actor whose `ping` is a Monarch endpoint: it answers at once until `hangs_at_s`."""
+
+    def __init__(self, hangs_at_s: float) -> None:
+        self.hangs_at_s = hangs_at_s
+        self.ping = self
+        self.asked_s: list[float] = []
+
+    def stream(self) -> Iterator[FakeActor]:
+        yield self
+
+    def as_asyncio(self) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        self.asked_s.append(loop.time())
+        pong = loop.create_future()
+        if loop.time() < self.hangs_at_s:
+            pong.set_result(None)
+        return pong
+
+
+def test_who_answers_calls_is_not_asked_and_is_missed_as_soon_as_anybody() -> None:
+    async def silent_s(calls_s: list[float], hangs_at_s: float) -> tuple[float, list[float]]:
+        actor, loop = FakeActor(hangs_at_s), asyncio.get_running_loop()
+        answered = [s for s in calls_s if s < hangs_at_s]
+        await until_silent(
+            actor, SILENCE_S, lambda: max([s for s in answered if s <= loop.time()], default=-1e9)
+        )
+        return loop.time(), actor.asked_s
+
+    end_s, asked_s = run(silent_s([10.0 * i for i in range(100)], hangs_at_s=605.0))
+    assert asked_s == [615.0], "the only silence was at the end"
+    assert end_s <= 605.0 + SILENCE_S
+    end_s, asked_s = run(silent_s([], hangs_at_s=100.0))
+    assert asked_s == [15.0 * i for i in range(8)]
+    assert 100.0 < end_s <= 100.0 + SILENCE_S
