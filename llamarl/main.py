@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import gc
 import logging
 import os
 import sys
@@ -101,7 +102,10 @@ PLAN_OPTIONS = {  # name of the option and of its value, what it does
 def main() -> None:
     """Entry point of the `llamarl` command."""
     with whole_process():
-        _main()
+        try:
+            _main()
+        finally:
+            gc.freeze()  # else the interpreter's end looks at all that was imported
 
 
 def _main() -> None:
