@@ -13,6 +13,8 @@ PIP_INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-chec
 # One thread per process: on few cores, more threads than cores is many times slower.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Hundreds of processes are started: none should compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart   fine-tune a small checkpoint by asynchronous RL on this CPU"

@@ -7,18 +7,19 @@ import socket
 import traceback
 from multiprocessing.connection import wait
 
+# One server does the imports, every process is a fork of it.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.distributed.imports"])
+
 
 class Ranks:
     """`num_ranks` processes that run one coroutine function after another."""
 
     def __init__(self, num_ranks):
-        # One server imports torch, every rank is a fork of it.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.training"])
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, there), daemon=True)
+            here, there = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(rank, num_ranks, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
