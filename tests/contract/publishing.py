@@ -1,7 +1,7 @@
 """The two ends of a publish in real processes: trainer ranks, generator replicas, the publisher."""
 
 import asyncio
-import multiprocessing
+import math
 import threading
 import time
 import traceback
@@ -12,12 +12,14 @@ import torch
 
 from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
+from llamarl.weights import fingerprint
 from llamarl.weights.arena import Arena
 from llamarl.weights.layout import Box, ParameterLayout
 from llamarl.weights.mapped import Opened
 from llamarl.weights.publish import Publisher
 from llamarl.weights.writer import Writer
 from tests.allocation import LargestAllocation
+from tests.distributed.ranks import FORKS
 
 SHAPES = {
     "embed": (203, 96),
@@ -27,10 +29,11 @@ SHAPES = {
     "norm": (96,),
     "down": (96, 300),
     "scale": (),
-    "wide": (2048, 600),
+    "wide": (1024, 300),
 }
-LARGEST_BYTES = 4 * 2048 * 600
+LARGEST_BYTES = 4 * math.prod(SHAPES["wide"])
 BUCKET_BYTES = 1 << 18
+TILE_ELEMENTS = 1 << 14  # so that the parameters, small as they are here, have several tiles
 KINDS = {  # of a replica: dtype, ranks
     "fused": (torch.float32, 1),
     "cast": (torch.bfloat16, 1),
@@ -207,7 +210,8 @@ def generator_layout(kind):
         place("embed", (mine(203)[0], 0), (mine(203)[1], 96))
         place("norm", (0,), (96,))
         place("scale", (), ())
-        place("wide", (mine(2048)[0], 0), (mine(2048)[1], 600))
+        num_rows, num_columns = SHAPES["wide"]
+        place("wide", (mine(num_rows)[0], 0), (mine(num_rows)[1], num_columns))
         name = str(dtype).removeprefix("torch.")
         layouts.append(
             (
@@ -288,7 +292,7 @@ class GeneratorRanks:
             with self._step:
                 if not self._is_still:
                     self._look()
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def _look(self):
         self._num_reads += 1
@@ -385,6 +389,7 @@ def outcome(call, *args):
 
 def serve(make, args, pipe):
     torch.set_num_threads(1)
+    fingerprint.TILE_ELEMENTS = TILE_ELEMENTS
     target = make(*args)
     while True:
         name, args = pipe.recv()
@@ -399,10 +404,8 @@ class Remote:
     """An object in a process of its own; calls go one by one."""
 
     def __init__(self, make, *args):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.training"])
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=serve, args=(make, args, there), daemon=True)
+        self._pipe, there = FORKS.Pipe()
+        self._process = FORKS.Process(target=serve, args=(make, args, there), daemon=True)
         self._process.start()
         there.close()
         self._lock = threading.Lock()

@@ -21,6 +21,7 @@ from llamarl.cluster.process import MARK
 from llamarl.config import ClusterConfig
 from llamarl.executors.storage import StorageExecutor
 from tests.distributed.executors import Gathering, Probe, StuckInClose
+from tests.signals import hear_ctrl_c
 
 LIMIT_S = 30.0
 ROOT = str(Path(__file__).parents[2])
@@ -292,6 +293,7 @@ async def controller(tmp_path: Path, mode: str):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": ROOT},
+        preexec_fn=hear_ctrl_c,
     )
     assert process.stdout is not None
     try:

@@ -158,7 +158,7 @@ def test_the_help_names_the_commands() -> None:
     assert "evaluate" in done.stdout
 
 
-def test_a_full_disk_at_the_end_is_one_line_and_leaves_the_checkpoint(
+def test_a_full_disk_at_the_end_is_one_line_leaves_the_checkpoint_and_can_be_made_up_for(
     llamarl: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
@@ -172,6 +172,13 @@ def test_a_full_disk_at_the_end_is_one_line_and_leaves_the_checkpoint(
     again = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}", "checkpoint.resume=auto")
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["rollouts_trained"] == 2 * 4 * 8
+    # Now that it is finished, no other run takes its place.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    third = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
+    assert third.returncode == 2
+    assert "run_dir must be a new folder" in third.stderr
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    assert after == before
 
 
 def test_a_failure_shows_its_own_traceback_once(llamarl: Command, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.signals import hear_ctrl_c
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
 SMALL = [
@@ -26,7 +27,7 @@ SMALL = [
     "trainer.groups_per_part=4",
     "trainer.lr=5e-4",
     "trainer.warmup_steps=0",
-    "evaluation.max_prompts=48",
+    "evaluation.max_prompts=16",
     "evaluation.every_steps=0",
 ]
 SUMMARY_KEYS = {
@@ -84,6 +85,7 @@ def start(*arguments: str) -> Command:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"},
+        preexec_fn=hear_ctrl_c,
     )
     return Command(process, mark)
 
@@ -108,51 +110,127 @@ def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 9
     raise AssertionError(f"step {step} was not reached")
 
 
+KEEPING = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
+
+
+@dataclass
+class Ended:
+    """A command that was ended on purpose; `state` is the checkpoint that it leaves."""
+
+    code: int
+    out: str
+    err: str
+    family: list[int]
+    left: list[int]
+    state: dict[str, Any]
+
+
+def end(command: Command, family: list[int], run_dir: Path) -> Ended:
+    code, out, err = finish(command, 30.0)
+    return Ended(code, out, err, family, command.wait_until_gone(5.0), newest_state(run_dir))
+
+
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A finished run over Monarch: two trainer ranks that send their weights as messages, two
-    storage units, two replicas."""
-    folder = tmp_path_factory.mktemp("run")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def interrupted(run_dir: Path) -> Ended:
+    """A run over Monarch that lost a replica and a reward process, and later gets ctrl-c."""
+    command = train(run_dir, *KEEPING, "num_steps=400", "generator.num_replicas=2")
+    wait_for_step(command, run_dir, 2)
+    family = command.family()
+    (worker,) = [pid for pid in family if is_reward_worker(pid)]
+    os.kill(worker, signal.SIGKILL)
+    os.kill(executors(command, "generator-0")[0], signal.SIGKILL)
+    wait_for_step(command, run_dir, 5)
+    command.process.send_signal(signal.SIGINT)
+    return end(command, family, run_dir)
+
+
+@pytest.fixture(scope="module")
+def without_trainer(run_dir: Path, interrupted: Ended) -> Ended:
+    """The run resumed, whose trainer is killed in the midst of the second save."""
+    version = interrupted.state["version"]
+    command = train(run_dir, *KEEPING, "num_steps=400", "checkpoint.resume=auto")
+    wait_for_step(command, run_dir, version + 2)
+    (trainer,) = executors(command, "trainer")
+    wait_for_save(command, run_dir, version + 4)
+    os.kill(trainer, signal.SIGKILL)
+    return end(command, [trainer], run_dir)
+
+
+@pytest.fixture(scope="module")
+def finished(run_dir: Path, without_trainer: Ended) -> Path:
+    """The folder of the run, resumed again and finished: with two trainer ranks that send their
+    weights as messages, two storage units, two replicas."""
     command = train(
-        folder,
-        "num_steps=6",
+        run_dir,
+        *KEEPING,
+        f"num_steps={without_trainer.state['version'] + 2}",
+        "checkpoint.resume=auto",
         "trainer.num_ranks=2",
         "experience.num_storage_units=2",
         "generator.num_replicas=2",
         "weights=collective",
-        "checkpoint.every_steps=3",
-        "experience.archive_tokens=true",
     )
     code, out, err = finish(command)
     assert code == 0, err + out
     assert "held-out accuracy" in out
     assert "try next" in out
     assert command.wait_until_gone(5.0) == []
-    return folder
+    return run_dir
 
 
-def test_a_run_leaves_everything_it_promises(run_dir: Path) -> None:
-    summary = json.loads((run_dir / "summary.json").read_text())
+def test_a_run_spares_a_replica_and_a_reward_process_and_ctrl_c_ends_it(
+    interrupted: Ended,
+) -> None:
+    assert interrupted.code == 130
+    assert len(interrupted.family) >= 7  # controller, 5 executors, a reward worker
+    assert "the reward process ended by itself (signal SIGKILL)" in interrupted.err
+    assert "lost executor generator-0" in interrupted.out
+    assert interrupted.err.splitlines()[-1] == "llamarl: interrupted"
+    assert "Traceback" not in interrupted.err
+    assert interrupted.left == []
+
+
+def test_a_run_without_its_trainer_ends_with_its_name(without_trainer: Ended) -> None:
+    assert without_trainer.code == 1
+    assert "lost executor trainer" in without_trainer.err
+    assert "ExceptionGroup" not in without_trainer.err
+    assert without_trainer.left == []
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(
+    interrupted: Ended, without_trainer: Ended, finished: Path
+) -> None:
+    goes_on(finished, interrupted.state, without_trainer.state)
+
+
+def test_a_run_leaves_everything_it_promises(finished: Path, without_trainer: Ended) -> None:
+    num_steps = without_trainer.state["version"] + 2
+    summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) == SUMMARY_KEYS
-    assert summary["steps"] == 6
-    assert summary["rollouts_trained"] == 6 * 8 * 8
+    assert summary["steps"] == num_steps
+    assert summary["rollouts_trained"] == num_steps * 8 * 8
     assert summary["staleness_max"] <= 1
     assert 0.9 < summary["ratio_mean"] < 1.1
     assert set(summary["executors"]) >= {"generator", "trainer", "scorer", "storage"}
     assert "reference" not in summary["executors"], "AIPO has no KL term: nothing to refer to"
     for name in ("config.yaml", "command.txt", "environment.json", "trace.json", "metrics.jsonl"):
-        assert (run_dir / name).stat().st_size > 0
-    assert json.loads((run_dir / "environment.json").read_text())["packages"]["torch"]
-    assert list((run_dir / "tensorboard").iterdir())
-    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    assert names == {"step-00000003", "step-00000006"}
-    assert [path.name for path in run_dir.glob(".*")] == [".lock"], "where ranks met is gone"
+        assert (finished / name).stat().st_size > 0
+    assert json.loads((finished / "environment.json").read_text())["packages"]["torch"]
+    assert list((finished / "tensorboard").iterdir())
+    names = {path.name for path in (finished / "checkpoints").iterdir()}
+    assert names == {f"step-{number:08d}" for number in (num_steps - 2, num_steps)}
+    assert [path.name for path in finished.glob(".*")] == [".lock"], "where ranks met is gone"
 
 
-def test_every_rollout_has_exactly_one_fate(run_dir: Path) -> None:
+def test_every_rollout_has_exactly_one_fate(finished: Path) -> None:
     lines = [
         json.loads(line)
-        for path in (run_dir / "archive").glob("rollouts-*.jsonl")
+        for path in (finished / "archive").glob("rollouts-*.jsonl")
         for line in path.read_text().splitlines()
     ]
     ids = [line["row_id"] for line in lines]
@@ -167,15 +245,15 @@ def test_every_rollout_has_exactly_one_fate(run_dir: Path) -> None:
             assert 0 <= line["version"] - line["spans"][0][0] <= 1
 
 
-def test_both_storage_units_hold_rows(run_dir: Path) -> None:
-    sizes = [path.stat().st_size for path in (run_dir / "archive").glob("rollouts-*.jsonl")]
+def test_both_storage_units_hold_rows(finished: Path) -> None:
+    sizes = [path.stat().st_size for path in (finished / "archive").glob("rollouts-*.jsonl")]
     assert len(sizes) == 2
     assert min(sizes) > 0
 
 
-def test_metrics_name_what_the_readme_names(run_dir: Path) -> None:
+def test_metrics_name_what_the_readme_names(finished: Path) -> None:
     tags: set[str] = set()
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+    for line in (finished / "metrics.jsonl").read_text().splitlines():
         tags |= set(json.loads(line))
     assert {
         "reward/mean",
@@ -196,18 +274,18 @@ def test_metrics_name_what_the_readme_names(run_dir: Path) -> None:
     } <= tags
 
 
-def test_the_trace_is_one_timeline_of_all_processes(run_dir: Path) -> None:
-    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+def test_the_trace_is_one_timeline_of_all_processes(finished: Path) -> None:
+    events = json.loads((finished / "trace.json").read_text())["traceEvents"]
     names = {e["args"]["name"] for e in events if e.get("name") == "process_name"}
     expected = {"controller", "generator-0", "generator-1", "trainer-0", "trainer-1", "scorer-0"}
     assert expected <= names
     assert {"decode", "accumulate", "publish", "score"} <= {e["name"] for e in events}
 
 
-def test_the_export_answers_in_transformers_as_it_did_in_the_run(run_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "export", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
-    lines = (RECIPE / "held_out.jsonl").read_text().splitlines()[:48]
+def test_the_export_answers_in_transformers_as_it_did_in_the_run(finished: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(finished / "export")
+    lines = (RECIPE / "held_out.jsonl").read_text().splitlines()[:16]
     num_right = 0
     for line in lines:
         row = json.loads(line)
@@ -216,8 +294,8 @@ def test_the_export_answers_in_transformers_as_it_did_in_the_run(run_dir: Path) 
         text = tokenizer.decode(out[ids.shape[1] :], skip_special_tokens=True)
         has_stopped = out[-1].item() == tokenizer.eos_token_id
         num_right += has_stopped and text.endswith(f"Answer: {row['answer']}")
-    after = json.loads((run_dir / "summary.json").read_text())["accuracy_after"]
-    assert num_right / 48 == pytest.approx(after, abs=1e-9)
+    after = json.loads((finished / "summary.json").read_text())["accuracy_after"]
+    assert num_right / 16 == pytest.approx(after, abs=1e-9)
 
 
 def read_archive(run_dir: Path) -> list[dict[str, Any]]:
@@ -246,17 +324,15 @@ def prompts_open(state: dict[str, Any]) -> list[list[int]]:
     return [tokenizer(text).input_ids for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)],
-    ids=["ctrl-c", "killed"],
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["ctrl-c", "killed"]
 )
 def test_ended_runs_leave_no_process_and_go_on_where_they_were(
     number: int, code: int, tmp_path: Path
 ) -> None:
     """A signal in the midst of a run, then kill -9 of the resumed run in the midst of a save."""
-    overrides = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
-    command = train(tmp_path, *overrides, "num_steps=400")
+    command = train(tmp_path, *KEEPING, "num_steps=400")
     wait_for_step(command, tmp_path, 3)
     assert len(command.family()) >= 6  # controller, 4 executors, a reward worker
     command.process.send_signal(number)
@@ -265,29 +341,34 @@ def test_ended_runs_leave_no_process_and_go_on_where_they_were(
     assert len(err.splitlines()) == (number == signal.SIGINT), err
     assert command.wait_until_gone(10.0) == []
     first = newest_state(tmp_path)
-    command = train(tmp_path, *overrides, "num_steps=400", "checkpoint.resume=auto")
+    command = train(tmp_path, *KEEPING, "num_steps=400", "checkpoint.resume=auto")
     wait_for_save(command, tmp_path, first["version"] + 4)
     command.process.send_signal(signal.SIGKILL)
     command.process.wait()
     assert command.wait_until_gone(10.0) == []
     second = newest_state(tmp_path)
-    assert second["version"] == first["version"] + 2
     num_steps = second["version"] + 2
-    command = train(tmp_path, *overrides, f"num_steps={num_steps}", "checkpoint.resume=auto")
+    command = train(tmp_path, *KEEPING, f"num_steps={num_steps}", "checkpoint.resume=auto")
     code, out, err = finish(command)
     assert code == 0, err + out
+    goes_on(tmp_path, first, second)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["rollouts_trained"] == num_steps * 8 * 8
+
+
+def goes_on(run_dir: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Asserts that a run ended after these two checkpoints, and finished, did nothing twice."""
+    assert second["version"] == first["version"] + 2
     # What was open at a checkpoint is asked first, in its order; then the stream goes on.
     for state in (first, second):
         assert len(state["pending"]) == 8, "the groups of one step were open"
-        assert prompts_trained(tmp_path, state["next_row_id"])[:8] == prompts_open(state)
+        assert prompts_trained(run_dir, state["next_row_id"])[:8] == prompts_open(state)
     # Of steps that were lost nothing is left: every step, row and line stands there once.
-    ids = [line["row_id"] for line in read_archive(tmp_path)]
+    ids = [line["row_id"] for line in read_archive(run_dir)]
     assert len(ids) == len(set(ids))
-    metrics = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     steps = [line["step"] for line in metrics if "reward/mean" in line]
-    assert steps == list(range(1, num_steps + 1))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["rollouts_trained"] == num_steps * 8 * 8
+    assert steps == list(range(1, second["version"] + 3))
 
 
 def newest_state(run_dir: Path) -> dict[str, Any]:
@@ -342,23 +423,6 @@ def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -
     code, _, err = finish(command, 30.0)
     assert code == 1
     assert f"lost executor {role}" in err
-    assert "ExceptionGroup" not in err
-    assert command.wait_until_gone(5.0) == []
-
-
-def test_a_run_spares_a_replica_and_a_reward_process_but_not_its_trainer(tmp_path: Path) -> None:
-    command = train(tmp_path, "num_steps=400", "generator.num_replicas=2")
-    wait_for_step(command, tmp_path, 2)
-    (worker,) = [pid for pid in command.family() if is_reward_worker(pid)]
-    os.kill(worker, signal.SIGKILL)
-    os.kill(executors(command, "generator-0")[0], signal.SIGKILL)
-    wait_for_step(command, tmp_path, 7)
-    os.kill(executors(command, "trainer")[0], signal.SIGKILL)
-    code, out, err = finish(command, 30.0)
-    assert code == 1
-    assert "the reward process ended by itself (signal SIGKILL)" in err
-    assert "lost executor generator-0" in out
-    assert "lost executor trainer" in err
     assert "ExceptionGroup" not in err
     assert command.wait_until_gone(5.0) == []
 
@@ -420,15 +484,6 @@ def test_the_run_goes_on_after_a_replica_stood_still_for_a_while(
     rows = [row for row in read_archive(tmp_path) if row["fate"] == "trained"]
     assert len(rows) == len({row["row_id"] for row in rows}) == 25 * 8 * 8
     assert command.wait_until_gone(5.0) == []
-
-
-def test_a_finished_run_is_not_run_over(run_dir: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != ".lock"}
-    code, _, err = finish(train(run_dir, "num_steps=2"))
-    assert code == 2
-    assert "run_dir must be a new folder" in err
-    after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != ".lock"}
-    assert after == before
 
 
 def executors(command: Command, role: str) -> list[int]:
