@@ -138,7 +138,7 @@ def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) 
     share = trace.equal_share(config.sampling.rollouts_per_prompt)
     workload = make_workload(config, lengths=trace.lengths, equal_share=share)
     costs = replace(trace.costs, num_cores=len(cores(most)))
-    timeline = asyncio.run(run(config, architecture, costs, workload, num_steps))
+    timeline = asyncio.run(run(config, costs, architecture, workload, num_steps))
     return forecast(timeline, SETTLING_STEPS).step_s
 
 

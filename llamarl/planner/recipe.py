@@ -116,7 +116,8 @@ def figures(forecast: Forecast) -> dict[str, Any]:
         found["speedup"] = forecast.decomposition.speedup
         found["speedup_factors"] = forecast.decomposition.factors
     if forecast.split is not None:
-        found["split"] = asdict(forecast.split)
+        found["split"] = asdict(replace(forecast.split, step=None))
+        del found["split"]["step"]
     if forecast.measured_step_s is not None:
         found["step_measured_s"] = forecast.measured_step_s
     return found

@@ -24,7 +24,7 @@ from llamarl.inputs import Inputs
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
-from llamarl.planner import clock
+from llamarl.planner import clock, fraction
 from llamarl.planner.cores import Cores
 from llamarl.planner.costs import Costs
 from llamarl.planner.executors import (
@@ -55,20 +55,42 @@ def simulate(
     first `num_skipped` (default: until the gate's run-ahead has passed through).
 
     `lengths` (tokens of rollouts) and `equal_share` (of groups with equal rewards) default to what
-    config.plan assumes. Evaluation, checkpoints and export are left out.
+    config.plan assumes. Evaluation, checkpoints and export are left out. Of a large cluster a
+    fraction is simulated (`fraction.py`).
     """
     workload = make_workload(config, lengths=lengths, equal_share=equal_share)
     steps = config.plan.num_steps if num_steps is None else num_steps
-    timeline = clock.run(run(config, architecture, costs, workload, steps))
-    return forecast(timeline, num_skipped or settling_steps(config, steps))
+    k = fraction.divisor(config, costs)
+    timeline = clock.run(run(*fraction.take(config, costs, k), architecture, workload, steps))
+    step = forecast(timeline, num_skipped or settling_steps(config, steps))
+    return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s)
 
 
 async def run(
-    config: Config, architecture: Architecture, costs: Costs, workload: Workload, num_steps: int
+    config: Config, costs: Costs, architecture: Architecture, workload: Workload, num_steps: int
 ) -> Timeline:
-    """Run the controller with modelled executors on whatever clock the present loop has.
+    """Run the controller with modelled executors on whatever clock the present loop has."""
+    timeline = Timeline()
+    executors = model_executors(config, costs, workload, timeline)
+    journal = cast(Journal, Diary(timeline))
+    await drive(config, architecture, executors, workload, num_steps, journal)
+    for group in executors.generators.values():
+        group.first.end_idle()
+    timeline.forget_last_step()
+    return timeline
 
-    One step more than is told of: the last one ends with a checkpoint, which is really written.
+
+async def drive(
+    config: Config,
+    architecture: Architecture,
+    executors: Executors,
+    workload: Workload,
+    num_steps: int,
+    journal: Journal,
+) -> None:
+    """Run the controller with these executors.
+
+    One step more than asked for: the last one ends with a checkpoint, which is really written.
     """
     config = replace(
         config,
@@ -76,8 +98,6 @@ async def run(
         checkpoint=CheckpointConfig(export=False),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
-    timeline = Timeline()
-    executors = model_executors(config, costs, workload, timeline)
     inputs = Inputs(
         checkpoint="",
         tokenizer_folder="",
@@ -95,19 +115,15 @@ async def run(
             executors,
             run_dir=run_dir,
             state={},
-            journal=cast(Journal, Diary(timeline)),
+            journal=journal,
             spans=Spans("controller", None),
         )
         await publisher.connect()
         try:
             await controller.run()
         finally:
-            for group in executors.generators.values():
-                group.first.end_idle()
             await dispatch.close()
             await publisher.close()
-    timeline.forget_last_step()
-    return timeline
 
 
 def model_executors(

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
 from llamarl.planner.costs import Costs
+from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation import fewest_steps, simulate
 
 CostsOf = Callable[[Config, Architecture], Costs]
@@ -107,10 +108,12 @@ class Split:
 @dataclass(frozen=True, kw_only=True)
 class BestSplit:
     """`best_share` is theta* = a / (a + c), from the GPU time that both sides were busy with in a
-    simulation of the recipe; `candidates` were simulated, the best one first."""
+    simulation of the recipe; `candidates` were simulated, the best one first, whose step is
+    `step`."""
 
     best_share: float
     candidates: tuple[Split, ...]
+    step: StepForecast | None
 
 
 def best_split(
@@ -133,22 +136,25 @@ def best_split(
     a = forecast.busy_shares["trainer"] * config.trainer.num_ranks
     c = forecast.busy_shares["generator"] * num_generator_ranks
     share = a / (a + c)
-    candidates = []
+    found: list[tuple[Split, StepForecast]] = []
     for candidate in nearby_splits(config, num_gpus, share, num_neighbours):
         if candidate == config or fits(candidate):
-            step_s = forecast.step_s
+            step = forecast
             if candidate != config:
                 costs = costs_of(candidate, architecture)
-                step_s = simulate(candidate, architecture, costs, num_steps=num_steps).step_s
-            candidates.append(
-                Split(
-                    num_trainer_ranks=candidate.trainer.num_ranks,
-                    num_replicas=candidate.generator.num_replicas,
-                    step_s=step_s,
-                )
+                step = simulate(candidate, architecture, costs, num_steps=num_steps)
+            split = Split(
+                num_trainer_ranks=candidate.trainer.num_ranks,
+                num_replicas=candidate.generator.num_replicas,
+                step_s=step.step_s,
             )
-    candidates.sort(key=lambda split: split.step_s)
-    return BestSplit(best_share=share, candidates=tuple(candidates))
+            found.append((split, step))
+    found.sort(key=lambda pair: pair[1].step_s)
+    return BestSplit(
+        best_share=share,
+        candidates=tuple(split for split, _ in found),
+        step=found[0][1] if found else None,
+    )
 
 
 def nearby_splits(

@@ -191,7 +191,9 @@ def _overlapped(
         trainer=replace(trainer, num_ranks=num_ranks),
         placement=replace(config.placement, colocated=False, offload="file"),
     )
-    best = best_split(apart, architecture, costs_of, num_neighbours=1).candidates[0]
+    found = best_split(apart, architecture, costs_of, num_neighbours=1)
+    best, step = found.candidates[0], found.step
+    assert step is not None
     split = replace(
         apart,
         trainer=replace(apart.trainer, num_ranks=best.num_trainer_ranks),
@@ -201,7 +203,7 @@ def _overlapped(
         f"the same, asynchronous on {best.num_trainer_ranks} GPUs for the trainer and "
         f"{best.num_replicas * generator.num_ranks} for generators"
     )
-    return _run(words, split, architecture, costs_of)
+    return Variant(words=words, config=split, step=step)
 
 
 def _unquantized(config: Config, architecture: Architecture) -> Config:

@@ -119,7 +119,7 @@ def test_the_gate_bounds_staleness_and_the_same_arguments_give_the_same_times() 
 def test_colocated_sides_are_never_busy_at_once() -> None:
     config = make_config(max_staleness=1, spread=0.5, placement=PlacementConfig(colocated=True))
     costs = replace(COSTS, moves_s={"trainer weights": 0.1, "generator kv": 0.2})
-    timeline = clock.run(run(config, TINY, costs, make_workload(config), 4))
+    timeline = clock.run(run(config, costs, TINY, make_workload(config), 4))
     ours = [bar for bar in timeline.bars["generator-0"] if bar[2] == "decode"]
     theirs = [bar for bar in timeline.bars["trainer"] if bar[2] == "accumulate"]
     assert ours
@@ -191,7 +191,7 @@ def test_a_replay_in_real_time_takes_what_was_forecast() -> None:
     costs = replace(COSTS, decode_step_s=0.004, token_s=1.5e-4)
     expected_s = simulate(config, TINY, costs, num_steps=5).step_s
     start_s = time.monotonic()
-    timeline = asyncio.run(run(config, TINY, costs, make_workload(config), 5))
+    timeline = asyncio.run(run(config, costs, TINY, make_workload(config), 5))
     assert time.monotonic() - start_s < 10
     found_s = forecast(timeline, settling_steps(config, 5)).step_s
     assert found_s == pytest.approx(expected_s, rel=0.2)
