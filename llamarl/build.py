@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ EXECUTORS = {
     "reference": "llamarl.executors.reference:ReferenceExecutor",
     "scorer": "llamarl.executors.scorer:ScorerExecutor",
     "storage": "llamarl.executors.storage:StorageExecutor",
+    "collector": "llamarl.executors.collector:CollectorExecutor",
 }
 
 
@@ -54,6 +56,7 @@ class Executors:
     scorer: ExecutorGroup
     trainer: ExecutorGroup | None
     reference: ExecutorGroup | None
+    collectors: list[ExecutorGroup] = field(default_factory=list)
 
 
 async def spawn_executors(
@@ -98,11 +101,14 @@ async def spawn_executors(
         spawns.append(spawn("reference", _reference(config, inputs, shared)))
     scorer, *others = await asyncio.gather(*spawns)
     await asyncio.gather(*(group.every.start() for group in (*units, scorer, *others)))
-    generators, rest = others[: len(replicas)], others[len(replicas) :]
+    generators = dict(zip(replicas, others, strict=False))
+    rest = others[len(replicas) :]
+    collectors = await _spawn_collectors(spawn, config, generators) if trains else []
     return Executors(
-        vital=[*units, scorer, *rest],
+        vital=[*units, scorer, *rest, *collectors],
         storage=storage,
-        generators=dict(zip(replicas, generators, strict=True)),
+        generators=generators,
+        collectors=collectors,
         scorer=scorer,
         trainer=rest[0] if rest else None,
         reference=rest[1] if len(rest) > 1 else None,
@@ -121,8 +127,7 @@ def build_controller(
 ) -> tuple[Controller, Publisher, Dispatch]:
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty."""
     assert executors.trainer is not None
-    generators = {index: group.first for index, group in executors.generators.items()}
-    dispatch = Dispatch(generators, executors.storage)
+    dispatch = make_dispatch(executors)
     ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
     gate = _gate(config, state)
     canary = Canary(
@@ -168,6 +173,17 @@ def build_controller(
         spans=spans,
     )
     return controller, publisher, dispatch
+
+
+def make_dispatch(executors: Executors) -> Dispatch:
+    """One Generator of all replicas."""
+    groups = executors.generators.items()
+    return Dispatch(
+        {index: group.first for index, group in groups},
+        executors.storage,
+        collectors=[group.first for group in executors.collectors],
+        watches={index: group.watch for index, group in groups},
+    )
 
 
 def _publisher(
@@ -233,6 +249,19 @@ async def _spawn(
 ) -> ExecutorGroup:
     factory = EXECUTORS[name.partition("-")[0]]
     return await cluster.spawn(name, factory, kwargs, len(places[name]), places[name])
+
+
+async def _spawn_collectors(
+    spawn: Callable[..., Awaitable[ExecutorGroup]],
+    config: Config,
+    generators: dict[int, ExecutorGroup],
+) -> list[ExecutorGroup]:
+    """Each hears from an equal share of the replicas."""
+    shares: list[dict[int, Any]] = [{} for _ in range(config.generator.num_collectors)]
+    for index, group in generators.items() if shares else ():
+        shares[index % len(shares)][index] = group.first
+    spawns = (spawn(f"collector-{i}", {"generators": share}) for i, share in enumerate(shares))
+    return await asyncio.gather(*spawns)
 
 
 def _generator(

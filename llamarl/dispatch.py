@@ -4,7 +4,9 @@ Owns: the live replicas, what runs on each, and what happens to a dead one's wor
 bound (`staleness.py`) or the weights. Invariant: every request submitted comes out of `collect`
 exactly once, or `collect` raises; a lost replica's requests start again elsewhere.
 
-The dispatcher is itself a Generator, so the controller sees one however many there are.
+Replicas are asked one by one which rollouts stopped; or, where there are hundreds, collectors ask
+them, and the dispatcher hears from those. It is itself a Generator, so the controller sees one
+however many there are.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from llamarl.cluster.errors import GroupLost
-from llamarl.protocols import Generator, Storage
+from llamarl.protocols import Collector, Generator, Storage
 from llamarl.types import Request, Row
 
 log = logging.getLogger(__name__)
@@ -56,11 +59,21 @@ class Dispatch:
     that is further behind is chosen only if all are.
     """
 
-    def __init__(self, generators: dict[int, Generator], storage: Storage) -> None:
+    def __init__(
+        self,
+        generators: dict[int, Generator],
+        storage: Storage,
+        collectors: Sequence[Collector] = (),
+        watches: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+    ) -> None:
+        """`collectors` hear from all `generators`; `watches` then raise once a replica is lost."""
         self.replicas = {index: Replica(generator) for index, generator in generators.items()}
         self._storage = storage
+        self._collectors = collectors
+        self._watches = watches or {}
         self._rows: asyncio.Queue[list[Row] | BaseException] = asyncio.Queue()
-        self._collectors: dict[int, asyncio.Task[None]] = {}
+        self._listeners: dict[int, asyncio.Task[None]] = {}  # by replica
+        self._hearing: list[asyncio.Task[None]] = []  # one of each collector
         self._burials: set[asyncio.Future[None]] = set()
 
     async def submit(self, requests: list[Request]) -> None:
@@ -85,8 +98,12 @@ class Dispatch:
 
     async def _hand_over(self, index: int, requests: list[Request]) -> None:
         """One call for all that goes to a replica."""
-        if index not in self._collectors:
-            self._collectors[index] = asyncio.create_task(self._collect_from(index))
+        if not self._hearing:
+            self._hearing = [
+                asyncio.create_task(self._hear_from(each)) for each in self._collectors
+            ]
+        if index not in self._listeners:
+            self._listeners[index] = asyncio.create_task(self._listen(index))
         try:
             await self.replicas[index].generator.submit(requests)
         except GroupLost as error:
@@ -123,7 +140,7 @@ class Dispatch:
 
     async def close(self) -> None:
         """Stop listening to the replicas."""
-        tasks = [*self._collectors.values(), *self._burials]
+        tasks = [*self._listeners.values(), *self._hearing, *self._burials]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -145,26 +162,47 @@ class Dispatch:
         num_behind = max(0, min_version - replica.version)
         return num_behind > 1, replica.load * (1 + BEHIND_SHARE * num_behind), index
 
-    async def _collect_from(self, index: int) -> None:
+    async def _listen(self, index: int) -> None:
+        """Hear from a replica until it is lost; if a collector does, only of its loss."""
         replica = self.replicas[index]
         try:
-            while True:
-                rows = await replica.generator.collect()
-                known = [row for row in rows if replica.release(row.row_id)]
-                if known:
-                    self._rows.put_nowait(known)
+            if self._collectors:
+                await self._watches[index]()
+            while not self._collectors:
+                self._hear(index, await replica.generator.collect())
         except GroupLost as error:
             await self._bury(index, error)
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
+    async def _hear_from(self, collector: Collector) -> None:
+        try:
+            while True:
+                for index, told in await collector.collect():
+                    if isinstance(told, GroupLost):
+                        self.lost(index, told)
+                    elif isinstance(told, Exception):
+                        raise told
+                    else:
+                        self._hear(index, told)
+        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
+            self._rows.put_nowait(error)
+
+    def _hear(self, index: int, rows: list[Row]) -> None:
+        """Rows stopped on a replica. One that was given up may still tell of some, through its
+        collector: they have started again."""
+        replica = self.replicas.get(index)
+        known = [row for row in rows if replica and replica.release(row.row_id)]
+        if known:
+            self._rows.put_nowait(known)
+
     async def _bury(self, index: int, error: Exception) -> None:
         replica = self.replicas.pop(index, None)
         if replica is None:
             return
-        collector = self._collectors.pop(index, None)
-        if collector is not None and collector is not asyncio.current_task():
-            collector.cancel()  # a replica that was only slow must not tell of these rollouts too
+        listener = self._listeners.pop(index, None)
+        if listener is not None and listener is not asyncio.current_task():
+            listener.cancel()  # a replica that was only slow must not tell of these rollouts too
         log.warning("%s; its %d rollouts start again elsewhere", error, len(replica.running))
         requests = [replace(request, resume=False) for request in replica.running.values()]
         try:

@@ -30,13 +30,13 @@ from llamarl.build import (
     build_controller,
     build_evaluator,
     make_backlog,
+    make_dispatch,
     spawn_executors,
 )
 from llamarl.cluster import Cluster, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.dispatch import Dispatch
 from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.inputs import Inputs, read_inputs, read_planned_architecture
@@ -162,8 +162,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
 
 
 async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
-    generators = {index: group.first for index, group in executors.generators.items()}
-    dispatch = Dispatch(generators, executors.storage)
+    dispatch = make_dispatch(executors)
     ledger = Ledger(loop_stages(has_reference=False))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger)
     assert evaluator is not None

@@ -3,10 +3,10 @@
 Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what
 runs behind it (`executors/`). Invariant: at most six methods each, all asynchronous.
 
-One executor may be several ranks. Methods of Generator, Trainer, Scorer, Reference, Storage and
-Tenant answer once for the whole executor. Sender and Receiver, the two ends of a weight publish,
-answer with a list, one entry per rank. A generator is a Receiver, and a Sender too: it passes on
-what it received to the other replicas of its host.
+One executor may be several ranks. Methods of Generator, Collector, Trainer, Scorer, Reference,
+Storage and Tenant answer once for the whole executor. Sender and Receiver, the two ends of a weight
+publish, answer with a list, one entry per rank. A generator is a Receiver, and a Sender too: it
+passes on what it received to the other replicas of its host.
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ class Generator(Protocol):
 
     async def abort(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
+
+
+class Collector(Protocol):
+    """Hears from many replicas for the dispatcher, which then gets few messages for all of them."""
+
+    async def collect(self) -> list[tuple[int, list[Row] | Exception]]:
+        """What replicas told since the last call: (replica, rows that stopped there), or what its
+        `collect` raised; that replica is asked no more. Waits for the first news."""
 
 
 class Trainer(Protocol):

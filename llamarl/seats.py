@@ -45,10 +45,18 @@ def assign(config: Config) -> dict[str, list[Seat]]:
 
 
 def companions(config: Config) -> dict[str, list[Seat]]:
-    """The seats of what computes no tensors: the scorer, and storage units host by host."""
-    units = range(config.experience.num_storage_units)
-    storage = {f"storage-{i}": [Seat(host=i % config.cluster.size, gpu=None)] for i in units}
-    return storage | {"scorer": [Seat(host=0, gpu=None)]}
+    """The seats of what computes no tensors: the scorer, and host by host storage units and
+    collectors."""
+    counts = {
+        "storage": config.experience.num_storage_units,
+        "collector": config.generator.num_collectors,
+    }
+    spread = {
+        f"{name}-{i}": [Seat(host=i % config.cluster.size, gpu=None)]
+        for name, count in counts.items()
+        for i in range(count)
+    }
+    return spread | {"scorer": [Seat(host=0, gpu=None)]}
 
 
 def seats_per_host(config: Config) -> int:

@@ -13,6 +13,7 @@ Glossary
     admitted, settled, consumed
                 the way of a group: its rollouts are asked for; they are scored and worth training
                 on (else it is dropped); it is handed to the trainer.
+    advance     a step has made a version: its groups' slots are free, others are admitted.
     part        whole groups of a step that are trained before the others have arrived.
     Batch       the rows of one (part of an) optimizer step and their place on ranks and
                 micro-batches. Metadata only.
@@ -22,8 +23,10 @@ Glossary
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
     column      one array per row of the store; storage unit: a process that holds some rows.
-    executor    the processes of one role: generator, trainer, scorer, reference, storage.
+    executor    the processes of one role: generator, trainer, scorer, reference, storage,
+                collector.
     replica     one generator engine; it has one or more ranks.
+    collector   a process that hears from many replicas which rollouts stopped.
     seat        the host and the GPU that one rank has.
     layout      which rank holds which box of which parameter; plan: the copies between two layouts;
                 route: a plan and what carries it; part: parameters that are published together.

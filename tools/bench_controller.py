@@ -1,7 +1,7 @@
 """What the controller costs at the scale of thousands of GPUs.
 
     python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
-        [--rollouts 16384] [--staleness 1] [--actors 16] [--profile]
+        [--rollouts 16384] [--collectors 1] [--staleness 1] [--actors 16] [--profile]
 
 First the CPU time of a message is measured on real Monarch actors in processes of their own, which
 a worker daemon serves: a linear model per call and per byte; and what a call on 16 ranks costs, as
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=256)
     parser.add_argument("--trainer-ranks", type=int, default=2048)
     parser.add_argument("--rollouts", type=int, default=16384, help="in a step, 16 of each prompt")
+    parser.add_argument("--collectors", type=int, default=1)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--actors", type=int, default=16, help="0: assume what messages cost")
     parser.add_argument("--profile", action="store_true", help="where the CPU time goes")
@@ -88,6 +89,7 @@ def main() -> None:
         num_replicas=arguments.replicas,
         num_trainer_ranks=arguments.trainer_ranks,
         num_groups=arguments.rollouts // 16,
+        num_collectors=arguments.collectors,
         max_staleness=arguments.staleness,
     )
     costs = COSTS_WITHOUT_MEASURING

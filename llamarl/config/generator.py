@@ -79,6 +79,9 @@ class GeneratorConfig:
     the engine offers. AIPO takes mu from this quantised sampler."""
     kv_after_flip: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
+    num_collectors: int = 0
+    """Processes that ask the replicas which rollouts stopped, and tell the controller of all
+    together; worth one where there are hundreds of replicas. 0: the controller asks each."""
     heartbeat_s: float = 30.0
     """Longest time until a replica tells which rollouts have stopped, or that none has; of a prompt
     whose rollouts have all stopped it tells at once."""
@@ -98,6 +101,12 @@ class GeneratorConfig:
         )
         require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("generator.kv_after_flip", self.kv_after_flip, ("keep", "recompute"))
+        require(
+            self.num_collectors >= 0,
+            "generator.num_collectors",
+            "be at least 0",
+            self.num_collectors,
+        )
         require(self.heartbeat_s > 0, "generator.heartbeat_s", "be above 0", self.heartbeat_s)
 
 

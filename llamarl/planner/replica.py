@@ -70,6 +70,11 @@ class ModelledReplica(Receiving):
 
     # Generator
 
+    @property
+    def num_running(self) -> int:
+        """Rollouts in slots."""
+        return len(self._slots)
+
     async def submit(self, requests: list[Request]) -> None:
         await travel(self._costs)
         self._open.update(request.cohort for request in requests)

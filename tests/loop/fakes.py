@@ -108,6 +108,14 @@ class FakeReplica(FakeTenant):
                 task.cancel()
             raise GroupLost(f"generator-{self.index} died")
 
+    async def watch(self) -> None:
+        """As an executor group's: raises once the replica is lost."""
+        if self.dies_at_s is None:
+            await asyncio.Event().wait()
+        else:
+            await asyncio.sleep(self.dies_at_s - asyncio.get_running_loop().time())
+            raise GroupLost(f"generator-{self.index} died")
+
     async def submit(self, requests: list[Request]) -> None:
         self._check_alive()
         for request in requests:

@@ -32,9 +32,11 @@ from llamarl.data.batch import make_batch
 from llamarl.data.requests import make_requests
 from llamarl.dispatch import Dispatch
 from llamarl.evaluate import Evaluator
+from llamarl.executors.collector import CollectorExecutor
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.metrics.span import Spans
 from llamarl.placement import Disaggregated, Placement
+from llamarl.protocols import Generator
 from llamarl.staleness import Gate
 from llamarl.types import Prompt, Request, Row, Sampling
 from llamarl.weights.publish import Publisher
@@ -61,6 +63,21 @@ def heavy_tail(request: Request) -> int:
     return rng.randint(1, 4) * (40 if rng.random() < 0.03 else 1)
 
 
+def make_dispatch(
+    replicas: dict[int, FakeReplica], storage: FakeStorage, num_collectors: int
+) -> Dispatch:
+    """Over these replicas, heard through so many collectors."""
+    shares: list[dict[int, Generator]] = [{} for _ in range(num_collectors)]
+    for index, replica in replicas.items() if shares else ():
+        shares[index % num_collectors][index] = replica
+    collectors = [
+        CollectorExecutor(rank=0, num_ranks=1, spans=Spans("collector", None), generators=share)
+        for share in shares
+    ]
+    watches = {index: replica.watch for index, replica in replicas.items()}
+    return Dispatch(dict(replicas), storage, collectors, watches)
+
+
 @dataclass(kw_only=True)
 class Loop:
     """One run; change what a test is about, then `await loop.run()`."""
@@ -75,6 +92,7 @@ class Loop:
     max_drops_in_row: int = 2000
     evaluate_every: int = 0
     num_held_out: int = 0
+    num_collectors: int = 0
     length: Callable[[Request], int] = heavy_tail
     replicas: dict[int, FakeReplica] = field(default_factory=dict)
     scorer: FakeScorer = field(default_factory=FakeScorer)
@@ -110,7 +128,7 @@ class Loop:
         for replica in replicas.values():
             replica.written = self.written
         spans = Spans("controller", None)
-        dispatch = Dispatch(dict(replicas), self.storage)
+        dispatch = make_dispatch(replicas, self.storage, self.num_collectors)
         ledger = Ledger(loop_stages(has_reference=False))
         self.gate = Gate(
             max_staleness=self.max_staleness,

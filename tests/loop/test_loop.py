@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.cluster.errors import GroupLost
 from llamarl.dispatch import Dispatch
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated
 from llamarl.planner.clock import run
-from llamarl.types import Purpose, Request, Sampling
+from llamarl.types import Purpose, Request, Row, Sampling
 from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
-from tests.loop.loop import Loop, heavy_tail
+from tests.loop.loop import Loop, heavy_tail, make_dispatch
 
 HARD = {"drop_share": 0.2, "fail_share": 0.02}
 
@@ -165,13 +166,16 @@ def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_wi
     assert run(main()) == [[], [0], [1, 3, 5], [2, 4, 6]]
 
 
-def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None:
+@pytest.mark.parametrize("num_collectors", [0, 1])
+def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more(
+    num_collectors: int,
+) -> None:
     async def main() -> list[int]:
         slow = FakeReplica(0, length=lambda request: 1, token_s=5.0)
         replicas = {0: slow, 1: FakeReplica(1, length=lambda request: 1)}
         for replica in replicas.values():
             await replica.flip(0, 0)
-        dispatch = Dispatch(dict(replicas), FakeStorage())
+        dispatch = make_dispatch(replicas, FakeStorage(), num_collectors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
         dispatch.lost(0, TimeoutError("flip took too long"))
@@ -183,6 +187,66 @@ def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() ->
         return [row.row_id for row in rows]
 
     assert run(main()) == [7]
+
+
+def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_for_it() -> None:
+    async def main() -> tuple[list[int], float]:
+        hung = FakeReplica(0, length=lambda request: 1, token_s=1e6)
+        hung.watch = lost_after_10_s  # type: ignore[method-assign]
+        replicas = {0: hung, 1: FakeReplica(1, length=lambda request: 1)}
+        for replica in replicas.values():
+            await replica.flip(0, 0)
+        dispatch = make_dispatch(replicas, FakeStorage(), num_collectors=1)
+        requests = [
+            Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=1), seed=0)
+            for i in (7, 8)
+        ]
+        await dispatch.submit(requests)
+        assert dispatch.replicas[0].running
+        rows = [row.row_id for row in await dispatch.collect()]
+        while len(rows) < 2:
+            rows += [row.row_id for row in await dispatch.collect()]
+        await dispatch.close()
+        return sorted(rows), asyncio.get_running_loop().time()
+
+    async def lost_after_10_s() -> None:
+        await asyncio.sleep(10.0)
+        raise GroupLost("generator-0", 0, "silent")
+
+    rows, end_s = run(main())
+    assert rows == [7, 8]
+    assert 10.0 < end_s < 11.0
+
+
+@pytest.mark.parametrize("num_collectors", [1, 2])
+def test_collectors_tell_of_every_rollout_once_whoever_dies(
+    num_collectors: int, tmp_path: Path
+) -> None:
+    replicas = {
+        i: FakeReplica(i, length=heavy_tail, dies_at_s=1.0 if i == 2 else None) for i in range(3)
+    }
+    loop = Loop(num_steps=60, replicas=replicas, num_collectors=num_collectors)
+    run(loop.run(tmp_path))
+    rows = Counter(row.row_id for batch in loop.trainer.batches for row in batch.rows)
+    assert set(rows.values()) == {1}
+    assert len(rows) == 60 * 4 * 2
+    assert {row.replica for row in loop.written.values()} == {0, 1, 2}
+    assert Counter(fate["fate"] for fate in loop.storage.fates.values())["trained"] == len(rows)
+
+
+def test_an_error_of_an_engine_ends_the_run_through_a_collector_too(tmp_path: Path) -> None:
+    replica = FakeReplica(0, length=heavy_tail)
+    collect = replica.collect
+
+    async def broken() -> list[Row]:
+        await collect()
+        raise ArithmeticError("the engine broke")
+
+    replica.collect = broken  # type: ignore[method-assign]
+    loop = Loop(replicas={0: replica}, num_collectors=1)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    assert "the engine broke" in str(first_error(caught.value))
 
 
 def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> None:

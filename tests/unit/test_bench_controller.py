@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,21 @@ COSTS = MessageCosts(call_s=1e-3, sent_byte_s=0.0, received_byte_s=0.0, ranks_s=
 SHAPE = Shape(num_replicas=4, num_trainer_ranks=16, num_groups=16, num_steps=5)
 
 
-def test_a_small_run_has_the_calls_that_its_shape_demands_and_pays_for_each() -> None:
-    load = simulate(SHAPE, COSTS)
-    found = results(SHAPE, COSTS, load)
+@pytest.mark.parametrize(("num_collectors", "who"), [(0, "generator"), (2, "collector")])
+def test_a_small_run_has_the_calls_that_its_shape_demands_and_pays_for_each(
+    num_collectors: int, who: str
+) -> None:
+    shape = replace(SHAPE, num_collectors=num_collectors)
+    load = simulate(shape, COSTS)
+    found = results(shape, COSTS, load)
     steps = load.num_steps
     assert steps == SHAPE.num_steps - SHAPE.max_staleness - 1
     for method in ("generator.offer", "trainer.write", "generator.fingerprint", "generator.flip"):
         assert load.calls[method] == 4 * steps, "one of each replica and version"
     assert load.calls["trainer.step"] == steps
+    assert [call for call in load.calls if call.endswith("collect")] == [f"{who}.collect"]
     num_groups = 16 * steps
-    assert 0 < load.calls["generator.collect"] <= num_groups + 4 * steps, "by group, and canaries"
+    assert 0 < load.calls[f"{who}.collect"] <= num_groups + 4 * steps, "by group, and canaries"
     assert load.message_s == pytest.approx(sum(load.calls.values()) * 1e-3, rel=0.1)
     assert 0 < found["controller_wait_share"] < 0.1
     assert found["controller_core_share"] > load.message_s / load.elapsed_s

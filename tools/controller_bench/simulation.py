@@ -41,6 +41,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.plan import PlanConfig
+from llamarl.executors.collector import CollectorExecutor
 from llamarl.experience.store import Store
 from llamarl.inputs import Inputs
 from llamarl.jobs import GC_THRESHOLDS
@@ -83,6 +84,7 @@ class Shape:
     num_groups: int = 1024
     rollouts_per_group: int = 16
     max_staleness: int = 1
+    num_collectors: int = 1
     num_steps: int = 5
     step_s: float = 20.0
 
@@ -137,7 +139,9 @@ class Charged:
             clock.send(partial(self._idle.arrive, method, args))
             start_s = clock.time()
             result = await clock.model(self._serve(method, args))
-            if method == "collect":  # modelled replicas do not answer without rows
+            if (
+                method == "collect" and self._name == "generator"
+            ):  # modelled replicas do not answer without rows
                 heartbeats = int((clock.time() - start_s) / HEARTBEAT_S)
                 self._load.calls["generator.heartbeat"] += heartbeats
                 clock.charge(heartbeats * self._costs.call_s)
@@ -257,6 +261,7 @@ def make_config(shape: Shape) -> Config:
             device="cuda",
             num_replicas=shape.num_replicas,
             num_ranks=shape.ranks_per_replica,
+            num_collectors=shape.num_collectors,
             max_running=64,
             max_context_tokens=4096,
         ),
@@ -372,6 +377,20 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
     def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> ModelledGroup:
         return ModelledGroup(name, Charged(name, group.first, costs, load, idle))
 
+    num_collectors = config.generator.num_collectors
+    collectors = [
+        CollectorExecutor(
+            rank=0,
+            num_ranks=1,
+            spans=Spans("collector", None),
+            generators={
+                index: group.first
+                for index, group in modelled.generators.items()
+                if index % num_collectors == number
+            },
+        )
+        for number in range(num_collectors)
+    ]
     assert modelled.trainer is not None
     unit = cast(Any, modelled.storage)._units[0]
     return replace(
@@ -388,6 +407,10 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
             )
             for index, group in modelled.generators.items()
         },
+        collectors=[
+            ModelledGroup("collector", Charged("collector", each, costs, load, Idle(load)))
+            for each in collectors
+        ],
         scorer=charged("scorer", modelled.scorer, IdleScorer(load, scored_s), costs),
         trainer=charged("trainer", modelled.trainer, IdleTrainer(load, scored_s), on_ranks),
     )

@@ -1,0 +1,84 @@
+"""A collector in a process of its own: who it hears from lives, dies or fails elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from llamarl.cluster import GroupLost, make_cluster
+from llamarl.config import ClusterConfig
+from llamarl.executors.collector import CollectorExecutor
+from llamarl.types import FinishReason, Row
+
+
+class Writing:
+    """A replica that stops a rollout every 20 ms, and fails after `num_rows`."""
+
+    def __init__(self, *, rank: int, num_ranks: int, spans: Any, first: int, num_rows: int) -> None:
+        self._rows = iter(range(first, first + num_rows))
+
+    async def collect(self) -> list[Row]:
+        await asyncio.sleep(0.02)
+        try:
+            row_id = next(self._rows)
+        except StopIteration:
+            raise ArithmeticError("the engine broke") from None
+        row = Row(
+            row_id=row_id,
+            num_prompt_tokens=1,
+            num_tokens=1,
+            spans=(),
+            finish_reason=FinishReason.STOP,
+        )
+        return [row]
+
+
+def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Path) -> None:
+    async def main() -> None:
+        cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(tmp_path))
+        try:
+            async with asyncio.timeout(60.0):
+                await scenario(cluster)
+        finally:
+            await cluster.stop()
+
+    async def scenario(cluster: Any) -> None:
+        first = {0: 0, 1: 10_000, 2: 20_000}
+        num_rows = {0: 100_000, 1: 100_000, 2: 5}
+        groups = await asyncio.gather(
+            *(
+                cluster.spawn(
+                    f"generator-{i}", Writing, {"first": first[i], "num_rows": num_rows[i]}
+                )
+                for i in first
+            )
+        )
+        generators = {i: group.first for i, group in enumerate(groups)}
+        collector = await cluster.spawn(
+            "collector-0", CollectorExecutor, {"generators": generators}
+        )
+        rows: dict[int, list[int]] = {i: [] for i in first}
+        errors: dict[int, Exception] = {}
+        num_answers, is_killed = 0, False
+        while len(errors) < 2 or len(rows[1]) < 200:
+            for index, told in await collector.first.collect():
+                if isinstance(told, Exception):
+                    assert index not in errors
+                    errors[index] = told
+                else:
+                    rows[index] += [row.row_id for row in told]
+            num_answers += 1
+            if len(rows[0]) >= 10 and not is_killed:
+                is_killed = True
+                os.kill(groups[0].pids[0], signal.SIGKILL)
+        for i, found in rows.items():
+            assert found == list(range(first[i], first[i] + len(found))), "each once, in order"
+        assert len(rows[2]) == 5
+        assert isinstance(errors[0], GroupLost)
+        assert isinstance(errors[2], ArithmeticError)
+        assert num_answers < sum(map(len, rows.values())) / 3, "together, not one by one"
+
+    asyncio.run(main())
