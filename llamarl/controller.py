@@ -4,7 +4,7 @@ Owns: the stages and their order. Does not own: how anything is done; every coll
 built. Invariant: stages share nothing but the gate (who may start, who is next) and the ledger
 (what is ready); an exception in any stage ends all of them.
 
-    admit -> generate -> collect -> score, infer -> settle -> train -> publish -> admit
+    admit -> generate -> collect -> score, infer -> settle -> train -> advance, publish -> admit
 """
 
 from __future__ import annotations
