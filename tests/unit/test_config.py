@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
+import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config import Config
-from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
+from llamarl.main import CONF_FOLDER, SCHEMAS
+from tests.unit.composing import compose_file, compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent for path in ROOT.glob("recipes/*/run.yaml"))
@@ -23,10 +23,7 @@ GROUPS = [(path.parent.name, path.stem) for path in sorted(CONF_FOLDER.glob("*/*
 
 
 def make_config(*overrides: str) -> Config:
-    for (group, name), node in SCHEMAS.items():
-        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_FOLDER)):
-        return to_config(compose("config", list(overrides)))
+    return compose_file(CONF_FOLDER, "config", overrides)
 
 
 GPUS = ["generator.device=cuda", "trainer.device=cuda"]
@@ -41,10 +38,15 @@ def test_every_choice_composes(group: str, choice: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_every_recipe_composes(recipe: Path) -> None:
-    command = [sys.executable, "-m", "llamarl", "train", f"--config-dir={recipe}", "--cfg", "job"]
+    assert compose_recipe(recipe, [f"recipe_dir='{recipe}'"]).recipe_dir == str(recipe)
+
+
+def test_the_command_line_prints_the_composed_config() -> None:
+    command = [sys.executable, "-m", "llamarl", "train", f"--config-dir={RECIPES[0]}"]
+    command += ["--cfg", "job", "trainer.lr=0.125"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "checkpoint" in done.stdout
+    assert yaml.safe_load(done.stdout)["trainer"]["lr"] == 0.125
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from llamarl.build import make_backlog
 from llamarl.inputs import read_inputs, read_planned_architecture
-from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
+from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
@@ -139,11 +137,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
 
 
 def read(recipe: Path, overrides: list[str]) -> object:
-    for (group, name), node in SCHEMAS.items():
-        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
-    with initialize_config_dir(version_base="1.3", config_dir=str(recipe)):
-        fixed = [f"hydra.searchpath=[file://{CONF_FOLDER}]", "run_dir=x", f"recipe_dir='{recipe}'"]
-        config = to_config(compose("run", [*fixed, *overrides]))
+    config = compose_recipe(recipe, [f"recipe_dir='{recipe}'", *overrides])
     return config, read_inputs(config)
 
 
@@ -156,11 +150,15 @@ def recipe(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_recipe_has_no_mistake_yet(recipe: Path) -> None:
+    _, inputs = read(recipe, [])
+    assert len(inputs.prompts) == 20
+
+
 @pytest.mark.parametrize(("damage", "overrides", "words"), CASES.values(), ids=CASES.keys())
 def test_a_mistake_is_named_in_one_line(
     damage: Damage, overrides: list[str], words: str, recipe: Path
 ) -> None:
-    read(recipe, [])
     damage(recipe)
     with pytest.raises(ValueError, match=words) as caught:
         read(recipe, overrides)

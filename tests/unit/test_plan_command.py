@@ -27,7 +27,7 @@ from llamarl.planner.report import WIDTH as REPORT_WIDTH
 from llamarl.planner.report import render_report
 from llamarl.planner.split import BestSplit, Split
 from llamarl.planner.variants import Decomposition, Variant
-from tests.unit.test_readme import compose_recipe
+from tests.unit.composing import compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
-from llamarl.config import Config
-from llamarl.main import COMMANDS, CONF_FOLDER, SCHEMAS, to_config
+from llamarl.main import COMMANDS
 from tests.test_house import FILES, RANK, room
+from tests.unit.composing import compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -81,15 +79,6 @@ def test_make_commands_name_targets(page: Path) -> None:
     assert found
     for arguments in found:
         assert arguments[0] in targets
-
-
-def compose_recipe(folder: Path, overrides: list[str]) -> Config:
-    """What the command line makes of a recipe, in this process; every check runs."""
-    for (group, name), node in SCHEMAS.items():
-        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
-    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-        conf = f"hydra.searchpath=[file://{CONF_FOLDER}]"
-        return to_config(compose("run", [conf, "run_dir=x", *overrides]))
 
 
 def test_llamarl_commands_compose(workplace: Path) -> None:

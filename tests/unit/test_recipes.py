@@ -16,7 +16,8 @@ from llamarl.planner.published import published_figures
 from llamarl.planner.recipe import forecast_recipe
 from llamarl.planner.report import render_report
 from llamarl.seats import assign
-from tests.unit.test_readme import FENCED, compose_recipe
+from tests.unit.composing import compose_recipe
+from tests.unit.test_readme import FENCED
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -38,6 +39,7 @@ LEAST_FREE = 0.05  # of a GPU's memory
 PAGES = [*(ROOT / "recipes" / name / "README.md" for name in MOST_GPUS), ROOT / "README.md"]
 
 
+@lru_cache
 def config_of(name: str, *overrides: str) -> Config:
     folder = ROOT / "recipes" / name
     return compose_recipe(folder, [f"recipe_dir='{folder}'", *overrides])
