@@ -1,9 +1,11 @@
-"""What every test wants of the interpreter: that it leaves the imports alone.
+"""What all tests share: an interpreter that leaves the imports alone, commands that have done them.
 
-Looking for garbage among them took a third of the collection, and time in every test after it.
+Looking for garbage among the imports took a third of the collection, and time in every test.
 """
 
 import gc
+
+import pytest
 
 gc.set_threshold(100_000, 50, 100)
 
@@ -11,3 +13,13 @@ gc.set_threshold(100_000, 50, 100)
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Runs `llamarl` commands without importing anew."""
+    from tests.e2e.forks import Forks
+
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()

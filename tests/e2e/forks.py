@@ -1,6 +1,7 @@
 """`llamarl` commands as processes of their own, forked off one that has done the imports.
 
-Those take most of the time of a short run. What a command does is the same: the arguments go to
+Those take most of the time of a short run; one such process serves all tests of a session (the
+fixture `forks`). What a command does is the same: the arguments go to
 `main`, output to pipes of its own, and the exit code comes back.
 """
 
@@ -37,15 +38,17 @@ class Forks:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `llamarl` with these arguments to its end."""
+    def run(self, *arguments: str, where: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `llamarl` with these arguments, in the folder `where` or here, to its end."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         out, err = self._folder / "out", self._folder / "err"
         watch = threading.Timer(LIMIT_S, self.close)
         watch.start()
         try:
-            self._server.stdin.write(json.dumps([str(out), str(err), arguments]) + "\n")
+            self._server.stdin.write(
+                json.dumps([str(where or "."), str(out), str(err), arguments]) + "\n"
+            )
             self._server.stdin.flush()
             answer = self._server.stdout.readline()
         finally:
@@ -68,9 +71,10 @@ def serve() -> list[str]:
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     gc.freeze()
     for line in sys.stdin:
-        out, err, arguments = json.loads(line)
+        where, out, err, arguments = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            os.chdir(where)
             for fd, path in ((0, os.devnull), (1, out), (2, err)):
                 os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), fd)
             return list(arguments)

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,13 +29,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("forks"))
-    yield forks
-    forks.close()
-
-
 @pytest.fixture
 def llamarl(forks: Forks) -> Command:
     """Runs a command on a recipe with overrides."""
@@ -55,19 +48,24 @@ def archive(run_dir: Path) -> list[dict[str, object]]:
     "overrides",
     [
         ["algorithm=grpo", "experience.archive_tokens=true"],
-        ["sampling.segment_tokens=8", "staleness.late=mask", "staleness.max_staleness=2"],
-        ["staleness.max_staleness=0", "algorithm=gspo", "trainer.compute_dtype=bfloat16"],
-        ["generator.kv_after_flip=recompute", "generator.dtype=bfloat16", "algorithm=dapo"],
-        ["generator.quantization=int8", "generator.num_replicas=2", "weights.shadow=host"],
-        ["weights.shadow=bucket", "weights.bucket_bytes=300000", "algorithm=cispo"],
+        [
+            *("sampling.segment_tokens=8", "staleness.late=mask", "staleness.max_staleness=2"),
+            *("weights.shadow=bucket", "weights.bucket_bytes=300000", "algorithm=cispo"),
+        ],
+        [
+            *("staleness.max_staleness=0", "algorithm=gspo", "trainer.compute_dtype=bfloat16"),
+            *("generator.kv_after_flip=recompute", "generator.dtype=bfloat16"),
+        ],
+        [
+            *("generator.quantization=int8", "generator.num_replicas=2", "weights.shadow=host"),
+            "algorithm=dapo",
+        ],
     ],
     ids=[
         "grpo with a reference",
-        "segments and masks",
-        "on-policy gspo",
-        "recompute in bf16",
+        "segments, masks, part by part",
+        "on-policy gspo in bf16",
         "int8",
-        "part by part",
     ],
 )
 def test_variants_run(overrides: list[str], llamarl: Command, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config import Config
 from llamarl.main import CONF_FOLDER, SCHEMAS
+from tests.e2e.forks import Forks
 from tests.unit.composing import compose_file, compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,10 +42,8 @@ def test_every_recipe_composes(recipe: Path) -> None:
     assert compose_recipe(recipe, [f"recipe_dir='{recipe}'"]).recipe_dir == str(recipe)
 
 
-def test_the_command_line_prints_the_composed_config() -> None:
-    command = [sys.executable, "-m", "llamarl", "train", f"--config-dir={RECIPES[0]}"]
-    command += ["--cfg", "job", "trainer.lr=0.125"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
+    done = forks.run("train", f"--config-dir={RECIPES[0]}", "--cfg", "job", "trainer.lr=0.125")
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["trainer"]["lr"] == 0.125
 

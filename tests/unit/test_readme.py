@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from llamarl.main import COMMANDS
+from tests.e2e.forks import Forks
 from tests.test_house import FILES, RANK, room
 from tests.unit.composing import compose_recipe
 
@@ -43,18 +41,6 @@ def commands(page: Path, word: str) -> list[list[str]]:
         if without_variables.startswith(f"{word} "):
             found.append(shlex.split(without_variables)[1:])
     return found
-
-
-def llamarl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "llamarl", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +80,13 @@ def test_llamarl_commands_compose(workplace: Path) -> None:
         compose_recipe(workplace / recipe, overrides)
 
 
-def test_the_readmes_own_recipe_runs_and_leaves_what_it_promises(workplace: Path) -> None:
+def test_the_readmes_own_recipe_runs_and_leaves_what_it_promises(
+    workplace: Path, forks: Forks
+) -> None:
     lines = [line for line in commands(README, "llamarl") if "cluster=inline" in line]
     assert [OWN_RECIPE in line for line in lines] == [True]
     small = ["trainer.groups_per_step=4", "evaluation.max_prompts=8"]
-    done = llamarl(workplace, *lines[0], *small)
+    done = forks.run(*lines[0], *small, where=workplace)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (workplace / "runs").iterdir()
     (listing,) = [body for body in blocks(TEXT) if body.startswith("config.yaml")]
