@@ -7,6 +7,7 @@ fingerprints (`fingerprint.py`). Invariant: standard library only, because the c
 from __future__ import annotations
 
 import functools
+import zlib
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -30,16 +31,21 @@ class Fingerprints(dict[str, int]):
             self[name] = (self.get(name, 0) + value) % MODULUS
 
     def __reduce__(self) -> Any:
-        return _unpack, ("\n".join(self), array("Q", self.values()))
+        return _unpack, (_packed(tuple(self)), array("Q", self.values()))
 
 
-def _unpack(names: str, values: array[int]) -> Fingerprints:
-    return Fingerprints(zip(_split(names), values, strict=True) if values else ())
+def _unpack(names: bytes, values: array[int]) -> Fingerprints:
+    return Fingerprints(zip(_unpacked(names), values, strict=True) if values else ())
 
 
-@functools.lru_cache(maxsize=64)  # all replicas have the same
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(names.split("\n"))
+@functools.lru_cache(maxsize=64)  # all replicas have the same names, and those are much alike
+def _packed(names: tuple[str, ...]) -> bytes:
+    return zlib.compress("\n".join(names).encode())
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(names: bytes) -> tuple[str, ...]:
+    return tuple(zlib.decompress(names).decode().split("\n"))
 
 
 def compare(
