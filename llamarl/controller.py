@@ -127,8 +127,7 @@ class Controller:
                     await self._settle(group)
 
     async def _settle(self, group: Group) -> None:
-        reason = self.judge(group)
-        if reason is None:
+        if (reason := self.judge(group)) is None:
             return await self.gate.settle(group)
         self.journal.drop(group, reason)
         await self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
@@ -156,7 +155,8 @@ class Controller:
                     await closing  # a checkpoint never knows of a step that is not written down
                     await self._save(stats.version)
             await publishing
-            await self.gate.advance(stats.version)
+            if stats.version < self.config.num_steps:  # else nobody needs more groups
+                await self.gate.advance(stats.version)
             publishing = self._start(self._publish(stats.version))
         await publishing
 
