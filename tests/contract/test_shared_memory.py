@@ -1,7 +1,6 @@
 """Arena and writer in one process: order of calls, refusals, lifetime of the memory."""
 
 import contextlib
-import multiprocessing
 import os
 import pathlib
 import threading
@@ -17,6 +16,7 @@ from llamarl.weights.layout import Box, ParameterLayout, Route
 from llamarl.weights.mapped import MappedOutlet
 from llamarl.weights.plan import plan
 from llamarl.weights.writer import Writer
+from tests.distributed.ranks import FORKS
 
 SHAPE = (6, 4)
 
@@ -262,9 +262,8 @@ def own_an_arena(pipe):
 
 
 def test_a_killed_owner_leaves_nothing_behind() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    owner = spawn.Process(target=own_an_arena, args=(there,), daemon=True)
+    here, there = FORKS.Pipe()
+    owner = FORKS.Process(target=own_an_arena, args=(there,), daemon=True)
     owner.start()
     there.close()
     offer, target = here.recv()

@@ -73,7 +73,7 @@ def test_every_version_arrives_bit_by_bit_while_the_live_weights_are_read(
         asyncio.run(run(kind))
 
 
-@pytest.mark.parametrize("num_publishes", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_publishes", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -> None:
     async def run():

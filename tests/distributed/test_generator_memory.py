@@ -20,14 +20,14 @@ def test_a_generator_takes_its_memory_along_and_brings_it_back_unchanged(ranks, 
     folder = tmp_path / "checkpoint"
     make_checkpoint(
         folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=64, num_hidden_layers=4, max_position_embeddings=1024,
+        num_key_value_heads=8, head_dim=64, num_hidden_layers=2, max_position_embeddings=1024,
     )  # fmt: skip
     (seen,) = ranks(1).run(leave_twice, str(folder), str(tmp_path), shadow)
     lines = (tmp_path / "generator-0.jsonl").read_text().splitlines()[1:]
     moves = [move for move in map(json.loads, lines) if move["name"] == "offload"]
     left = [sum(move["bytes"] for move in moves[i : i + 2]) for i in (0, 2)]
     assert [move["kind"] for move in moves] == BOTH * 2
-    assert min(left) > 150e6
+    assert min(left) > 75e6
     for shrunk, num_bytes in zip(seen["shrunk"], left, strict=True):
         assert shrunk >= 0.8 * num_bytes
     assert seen["addresses"][0] == seen["addresses"][1]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.executors.lockstep import Lockstep
+from tests.distributed.ranks import FORKS
 
 NUM_CALLS = 32
 
@@ -170,10 +171,9 @@ class Ranks:
     """Both processes."""
 
     def __init__(self, folder: Path, scenario: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.answers = context.Queue()
+        self.answers = FORKS.Queue()
         self.processes = [
-            context.Process(target=run_rank, args=(rank, folder, scenario, self.answers))
+            FORKS.Process(target=run_rank, args=(rank, folder, scenario, self.answers))
             for rank in range(2)
         ]
         for process in self.processes:

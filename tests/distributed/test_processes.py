@@ -164,9 +164,14 @@ def test_stop_kills_what_does_not_close(
     assert "closing stuck took over" in caplog.text
 
 
-def test_a_call_pending_at_stop_ends(tmp_path: Path) -> None:
+def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_pending_ones(
+    tmp_path: Path,
+) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
+        with pytest.raises(RemoteError, match="cannot pickle"):
+            await group.first.return_unpicklable()
+        assert await group.first.echo(1) == 1
         call = asyncio.create_task(group.first.forever())
         await asyncio.sleep(0.1)
         await cluster.stop()
@@ -176,16 +181,6 @@ def test_a_call_pending_at_stop_ends(tmp_path: Path) -> None:
             await group.first.echo(1)
         with pytest.raises(RuntimeError, match="stopped"):
             await cluster.spawn("late", Probe, {})
-
-    run(tmp_path, scenario)
-
-
-def test_a_result_that_does_not_pickle_is_an_error_of_the_call(tmp_path: Path) -> None:
-    async def scenario(cluster: Cluster) -> None:
-        group = await cluster.spawn("storage", Probe, {})
-        with pytest.raises(RemoteError, match="cannot pickle"):
-            await group.first.return_unpicklable()
-        assert await group.first.echo(1) == 1
 
     run(tmp_path, scenario)
 
@@ -201,22 +196,6 @@ def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
         if turn == 0:
             before = len(os.listdir("/proc/self/fd"))
     assert len(os.listdir("/proc/self/fd")) <= before + 2
-
-
-def test_light_executors_load_no_torch_and_all_get_their_threads(tmp_path: Path) -> None:
-    async def scenario(cluster: Cluster) -> None:
-        storage, probe, heavy = await asyncio.gather(
-            cluster.spawn("storage", ImportingStorage, {}),
-            cluster.spawn("probe", Probe, {}),
-            cluster.spawn("heavy", Gathering, {}),
-        )
-        assert await storage.first.modules(["torch", "numpy"]) == ["numpy"]
-        variables = await probe.first.environment()
-        assert variables["OMP_NUM_THREADS"] == "1"
-        assert variables["GLOO_SOCKET_IFNAME"] == "lo"
-        assert await heavy.first.num_threads() == 1
-
-    run(tmp_path, scenario)
 
 
 class ImportingStorage(StorageExecutor):
@@ -371,11 +350,20 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
+def test_executors_load_no_torch_unasked_get_their_threads_and_listen_on_loopback_only(
+    tmp_path: Path,
+) -> None:
     async def scenario(cluster: Cluster) -> None:
-        trainer, storage = await asyncio.gather(
-            cluster.spawn("trainer", Gathering, {}, 2), cluster.spawn("storage", Probe, {})
+        trainer, storage, light = await asyncio.gather(
+            cluster.spawn("trainer", Gathering, {}, 2),
+            cluster.spawn("storage", Probe, {}),
+            cluster.spawn("light", ImportingStorage, {}),
         )
+        assert await light.first.modules(["torch", "numpy"]) == ["numpy"]
+        variables = await storage.first.environment()
+        assert variables["OMP_NUM_THREADS"] == "1"
+        assert variables["GLOO_SOCKET_IFNAME"] == "lo"
+        assert await trainer.every.num_threads() == [1, 1]
         assert await trainer.every.join(str(tmp_path / "meeting")) == [2.0, 2.0]
         pids = [os.getpid(), *processes_with_mark()]
         assert {*trainer.pids, *storage.pids} <= set(pids)

@@ -310,8 +310,15 @@ thread.join()
 """
 
 
-@pytest.mark.parametrize("state", ["idle", "hang"])
-@pytest.mark.parametrize("end", ["kill", "end"])
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [
+        ("hang", "kill"),
+        ("idle", "end"),
+        pytest.param("idle", "kill", marks=pytest.mark.slow),
+        pytest.param("hang", "end", marks=pytest.mark.slow),
+    ],
+)
 def test_no_worker_outlives_a_parent_that_is_killed_or_forgets_to_close(state, end):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, TASK, state, end], stdout=subprocess.PIPE, text=True

@@ -363,7 +363,7 @@ def test_differences_are_those_of_the_present_weights_and_change_nothing(ranks, 
         assert difference == pytest.approx(by_hand, abs=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_that_leaves_its_device_learns_the_same_and_takes_its_memory_along(
     ranks, tmp_path, num_ranks
 ):

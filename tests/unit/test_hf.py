@@ -465,7 +465,7 @@ def test_loading_and_saving_hold_the_model_and_at_most_one_more_tensor(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     changes = {
-        "vocab_size": 16_384,
+        "vocab_size": 8192,
         "hidden_size": 512,
         "intermediate_size": 4096,
         "num_attention_heads": 8,
