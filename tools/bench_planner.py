@@ -6,10 +6,12 @@ Costs are read off a run's spans, but for what its controller and messages take,
 that the run's own step comes out.
 
 Replay: the controller runs in real time with modelled executors that sleep for durations read off
-a finished run, and is compared with the same on a virtual clock (`max_error_replay`). Live: costs
-are read off one run of the quickstart recipe, then runs with other settings, which nothing was
-fitted on, are compared with their simulation (`max_error_live`). Settings take turns within a
-repeat, each repeat begins with a calibration run of its own; errors compare medians over repeats.
+a finished run, and is compared with the same on a virtual clock (`max_error_replay`): once with all
+of them in the controller's process, once with each in its own, where messages are real and the
+forecast has what the shortest call took. Live: costs are read off one run of the quickstart recipe,
+then runs with other settings, which nothing was fitted on, are compared with their simulation
+(`max_error_live`). Settings take turns within a repeat, each repeat begins with a calibration run
+of its own; errors compare medians over repeats.
 
 Runs train with a learning rate of 0: the policy stays, so lengths and rewards of the calibration
 run are those of the others. Use a quiet machine: whatever else computes shares its processors.
@@ -24,12 +26,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from planner_bench import processes
 
 from llamarl.config import Config
 from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
@@ -41,8 +45,9 @@ from llamarl.planner.calibration import (
     measured_step_s,
     read_trace,
 )
+from llamarl.planner.costs import Costs
 from llamarl.planner.simulation import forecast, run, simulate
-from llamarl.planner.workload import make_workload
+from llamarl.planner.workload import Workload, make_workload
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -76,6 +81,12 @@ class Comparison:
     @property
     def error(self) -> float:
         return abs(self.predicted_s / self.measured_s - 1)
+
+    def __str__(self) -> str:
+        return (
+            f"predicted {self.predicted_s:6.3f} s  measured {self.measured_s:6.3f} s  "
+            f"error {self.error:.1%}"
+        )
 
 
 def load(overrides: tuple[str, ...]) -> Config:
@@ -117,13 +128,15 @@ def configure(trace: Trace, name: str) -> Config:
     return replace(config, plan=replace(config.plan, prompt_tokens=trace.prompt_tokens))
 
 
-def predict(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> float:
+def predict(
+    trace: Trace, costs: Costs, name: str, architecture: Architecture, num_steps: int
+) -> float:
     """The simulated mean step of a setting, over the same steps as are measured."""
-    config, most = configure(trace, name), LIVE[name][1]
+    config = configure(trace, name)
     step = simulate(
         config,
         architecture,
-        replace(trace.costs, num_cores=len(cores(most))),
+        costs,
         lengths=trace.lengths,
         equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
         num_steps=num_steps,
@@ -132,14 +145,38 @@ def predict(trace: Trace, name: str, architecture: Architecture, num_steps: int)
     return step.step_s
 
 
-def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> float:
-    """The same in real time."""
-    config, most = configure(trace, name), LIVE[name][1]
+def costs_on(trace: Trace, name: str) -> Costs:
+    """The run's costs on the processors of a setting."""
+    return replace(trace.costs, num_cores=len(cores(LIVE[name][1])))
+
+
+def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> Comparison:
+    """Forecast and replay, all executors in this process."""
+    config, costs = configure(trace, name), costs_on(trace, name)
+    timeline = asyncio.run(run(config, costs, architecture, workload_of(trace, config), num_steps))
+    predicted_s = predict(trace, costs, name, architecture, num_steps)
+    return Comparison(predicted_s, forecast(timeline, SETTLING_STEPS).step_s)
+
+
+def replay_apart(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> Comparison:
+    """Forecast and replay, each executor in a process of its own, on a processor of its own:
+    sleeping takes none."""
+    config, costs = configure(trace, name), replace(trace.costs, num_cores=0, row_s=0.0)
+    workload = workload_of(trace, config)
+    with tempfile.TemporaryDirectory() as logs:
+        ends_s, message_s = asyncio.run(
+            processes.replay(config, costs, architecture, workload, num_steps, Path(logs))
+        )
+    costs = replace(costs, message_s=message_s)
+    predicted_s = predict(trace, costs, name, architecture, num_steps)
+    measured_s = (ends_s[-1] - ends_s[SETTLING_STEPS - 1]) / (num_steps - SETTLING_STEPS)
+    return Comparison(predicted_s, measured_s)
+
+
+def workload_of(trace: Trace, config: Config) -> Workload:
+    """The rollouts of the run, for a setting."""
     share = trace.equal_share(config.sampling.rollouts_per_prompt)
-    workload = make_workload(config, lengths=trace.lengths, equal_share=share)
-    costs = replace(trace.costs, num_cores=len(cores(most)))
-    timeline = asyncio.run(run(config, costs, architecture, workload, num_steps))
-    return forecast(timeline, SETTLING_STEPS).step_s
+    return make_workload(config, lengths=trace.lengths, equal_share=share)
 
 
 def main() -> None:
@@ -151,8 +188,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     architecture = read_architecture(RECIPE / "checkpoint")
-    predicted: dict[str, list[float]] = {name: [] for name in args.settings}
-    measured: dict[str, list[float]] = {name: [] for name in args.settings}
+    found: dict[str, list[Comparison]] = defaultdict(list)
+
+    def note(repeat: int, key: str, each: Comparison) -> None:
+        found[key].append(each)
+        print(f"repeat {repeat}  {key:<36}{each}", flush=True)
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.runs or Path(temporary)
         for repeat in range(args.repeats):
@@ -164,43 +205,35 @@ def main() -> None:
                     size = load(()).sampling.rollouts_per_prompt
                     trace = read_trace(run_dir, size, num_cores=len(cores(0)))
                     trace = fit_overhead(trace, configure(trace, FITTED), architecture)
-                predicted[name].append(predict(trace, name, architecture, args.steps))
-                measured[name].append(measured_step_s(run_dir))
-                print(
-                    f"repeat {repeat}  {name:<14}predicted {predicted[name][-1]:6.3f} s"
-                    f"  measured {measured[name][-1]:6.3f} s",
-                    flush=True,
-                )
-        replays = {
-            name: Comparison(
-                predict(trace, name, architecture, args.steps),
-                replay(trace, name, architecture, args.steps),
-            )
-            for name in REPLAYED
-        }
-    live = {
-        name: Comparison(median(predicted[name]), median(measured[name]))
-        for name in args.settings
-        if name != FITTED
+                predicted_s = predict(trace, costs_on(trace, name), name, architecture, args.steps)
+                note(repeat, f"live {name}", Comparison(predicted_s, measured_step_s(run_dir)))
+            for name in REPLAYED:
+                each = replay(trace, name, architecture, args.steps)
+                note(repeat, f"replay {name}", each)
+                each = replay_apart(trace, name, architecture, args.steps)
+                note(repeat, f"replay, processes {name}", each)
+    middles = {key: middle(each) for key, each in found.items()}
+    del middles[f"live {FITTED}"]
+    errors = {
+        kind: max((each.error for key, each in middles.items() if key.startswith(kind)), default=0)
+        for kind in ("replay", "live")
     }
-    figures = {
-        "max_error_replay": max(each.error for each in replays.values()),
-        "max_error_live": max((each.error for each in live.values()), default=None),
-        "repeats": args.repeats,
-        "steps": args.steps,
-        "load_average": os.getloadavg()[2],
-    }
-    for kind, found in (("replay", replays), ("live", live)):
-        for name, each in found.items():
-            figures[f"{kind} {name}"] = [each.predicted_s, each.measured_s]
-            print(
-                f"{kind:<8}{name:<14}predicted {each.predicted_s:6.3f} s  measured "
-                f"{each.measured_s:6.3f} s  error {each.error:.1%}"
-            )
-    print(f"max_error_replay {figures['max_error_replay']:.1%}")
-    print(f"max_error_live {figures['max_error_live'] or 0:.1%}")
+    figures: dict[str, object] = {f"max_error_{kind}": error for kind, error in errors.items()}
+    figures |= {"repeats": args.repeats, "steps": args.steps, "load_average": os.getloadavg()[2]}
+    for key, each in middles.items():
+        figures[key] = [each.predicted_s, each.measured_s]
+        print(f"{key:<36}{each}")
+    for kind, error in errors.items():
+        print(f"max_error_{kind} {error:.1%}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def middle(repeats: list[Comparison]) -> Comparison:
+    """Medians over repeats, of forecasts and of measurements."""
+    return Comparison(
+        median(each.predicted_s for each in repeats), median(each.measured_s for each in repeats)
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What `tools/bench_planner.py` runs beside the planner itself."""

@@ -1,0 +1,174 @@
+"""Executors that sleep, each in a process of its own.
+
+Owns: the modelled executors as classes that a cluster spawns, and their wiring. Does not own: what
+they do (`llamarl/planner`). Invariant: the controller, its messages and the processes are those of
+a run; only computing is replaced by sleeping. What a process would read from another one's memory
+in a simulation (rollouts, for the trainer) it makes up.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from llamarl.build import Executors
+from llamarl.canary import NUM_TOKENS
+from llamarl.cluster import make_cluster
+from llamarl.config import Config
+from llamarl.experience.store import Store
+from llamarl.metrics.journal import Journal
+from llamarl.models.architecture import Architecture
+from llamarl.planner.cores import Cores
+from llamarl.planner.costs import Costs
+from llamarl.planner.executors import (
+    ModelledGroup,
+    ModelledScorer,
+    ModelledStorage,
+    ModelledTrainer,
+)
+from llamarl.planner.replica import ModelledReplica
+from llamarl.planner.simulation import drive
+from llamarl.planner.timeline import Timeline
+from llamarl.planner.workload import Workload
+from llamarl.types import FinishReason, Row, StepStats
+
+HOST = "host 0"
+NUM_CALLS = 200  # timed for `message_s`
+
+
+class Rows(dict[int, Row]):
+    """Rollouts that another process wrote: only canaries' lengths are ever asked for."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self._prompt_tokens = workload.prompt_tokens
+
+    def __missing__(self, row_id: int) -> Row:
+        return Row(
+            row_id=row_id,
+            num_prompt_tokens=self._prompt_tokens,
+            num_tokens=NUM_TOKENS,
+            spans=(),
+            finish_reason=FinishReason.LENGTH,
+        )
+
+
+class SleepingStorage(ModelledStorage):
+    """A storage unit in its process."""
+
+    def __init__(self, *, costs: Costs, workload: Workload, **place: Any) -> None:
+        super().__init__(costs, Cores(), Timeline())
+        self.rows = Rows(workload)
+
+    async def answer(self) -> None:
+        """The shortest call."""
+
+
+class SleepingReplica(ModelledReplica):
+    """A replica in its process."""
+
+    def __init__(
+        self, *, index: int, config: Config, costs: Costs, workload: Workload, **place: Any
+    ) -> None:
+        super().__init__(
+            index,
+            config,
+            costs,
+            workload,
+            hosts=(HOST,),
+            cores=Cores(),
+            timeline=Timeline(),
+            partials={},
+            storage=SleepingStorage(costs=costs, workload=workload),
+        )
+
+
+class SleepingTrainer(ModelledTrainer):
+    """The trainer in its process."""
+
+    def __init__(self, *, config: Config, costs: Costs, workload: Workload, **place: Any) -> None:
+        super().__init__(
+            config,
+            costs,
+            SleepingStorage(costs=costs, workload=workload),
+            host=HOST,
+            cores=Cores(),
+            timeline=Timeline(),
+        )
+
+
+class SleepingScorer(ModelledScorer):
+    """The scorer in its process."""
+
+    def __init__(self, *, config: Config, costs: Costs, workload: Workload, **place: Any) -> None:
+        super().__init__(config, costs, workload, Cores(), Timeline())
+
+
+class Diary:
+    """What is asked of the journal: when steps end."""
+
+    def __init__(self) -> None:
+        self.step_ends_s: list[float] = []
+
+    def drop(self, group: object, reason: str) -> None: ...
+
+    def evaluation(self, evaluation: object) -> None: ...
+
+    def publish(self, seconds: float) -> None: ...
+
+    async def step(self, stats: StepStats, groups: object) -> None:
+        self.step_ends_s.append(time.monotonic())
+
+
+async def replay(
+    config: Config,
+    costs: Costs,
+    architecture: Architecture,
+    workload: Workload,
+    num_steps: int,
+    logs_folder: Path,
+) -> tuple[list[float], float]:
+    """When the steps ended, and what the shortest call took, both in seconds.
+
+    Of `costs` the durations of executors are slept; messages and the controller take what they do.
+    """
+    costs = replace(costs, message_s=0.0, row_s=0.0)
+    cluster = make_cluster(config.cluster, spans_folder=None, logs_folder=str(logs_folder))
+
+    async def spawn(name: str, kind: type, **more: Any) -> ModelledGroup:
+        kwargs = {"config": config, "costs": costs, "workload": workload, **more}
+        return ModelledGroup(name, (await cluster.spawn(name, kind, kwargs)).first)
+
+    try:
+        storage = await spawn("storage-0", SleepingStorage)
+        replicas = range(config.generator.num_replicas)
+        executors = Executors(
+            vital=[],
+            storage=Store([storage.first]),
+            generators={
+                i: await spawn(f"generator-{i}", SleepingReplica, index=i) for i in replicas
+            },
+            scorer=await spawn("scorer", SleepingScorer),
+            trainer=await spawn("trainer", SleepingTrainer),
+            reference=None,
+        )
+        message_s = await _time_call(storage.first)
+        diary = Diary()
+        journal = cast(Journal, diary)
+        await drive(config, architecture, executors, workload, num_steps, journal)
+        return diary.step_ends_s[:num_steps], message_s
+    finally:
+        await cluster.stop()
+
+
+async def _time_call(storage: Any) -> float:
+    """Median seconds of the shortest call."""
+    seconds = []
+    for _ in range(NUM_CALLS):
+        start_s = time.monotonic()
+        await storage.answer()
+        seconds.append(time.monotonic() - start_s)
+    return median(seconds)
