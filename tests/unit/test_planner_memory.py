@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -202,7 +201,8 @@ KNOBS = {
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(KNOBS)), st.data())
 def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) -> None:
-    small, large = sorted(data.draw(st.sampled_from(KNOBS[knob])) for _ in range(2))
+    pairs = st.lists(st.sampled_from(KNOBS[knob]), min_size=2, max_size=2, unique=True)
+    small, large = sorted(data.draw(pairs))
     transport = data.draw(st.sampled_from(["shared_memory", "collective"]))
     totals = []
     for value in (small, large):
@@ -216,10 +216,9 @@ def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) 
             config = replace(config, **{section: part})
         ranks = forecast_memory(config, architecture).ranks
         totals.append({rank.executor: rank.total_bytes for rank in ranks})
-        by_kind = Counter({r.executor: sum(r.bytes_by_kind.values()) for r in ranks})
-        assert by_kind == totals[-1]
         assert upper_bound_bytes(config, architecture) >= totals[-1]["host"]
     assert all(totals[0][side] <= totals[1][side] for side in totals[0])
+    assert totals[0] != totals[1]
 
 
 @settings(max_examples=5, deadline=None)

@@ -186,6 +186,38 @@ def test_processes_share_processors() -> None:
     assert clock.run(ends()) == pytest.approx([3, 3, 6])
 
 
+LATE_S = 1e-3
+
+
+class LateClockLoop(clock.VirtualClockLoop):
+    """Every timer fires LATE_S after it was due, as on a real clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        select = self._selector.select
+
+        def jump_late(timeout: float | None) -> Any:
+            events = select(timeout)
+            if timeout:
+                self._now_s += LATE_S
+            return events
+
+        self._selector.select = jump_late
+
+
+def test_late_timers_do_not_add_up() -> None:
+    config = make_config(max_staleness=0, spread=0.8)
+    costs = replace(COSTS, decode_step_s=0.002, decode_row_s=1e-4)
+    expected_s = simulate(config, TINY, costs, num_steps=5).step_s
+    with asyncio.Runner(loop_factory=LateClockLoop) as runner:
+        timeline = runner.run(run(config, costs, TINY, make_workload(config), 5))
+    found_s = forecast(timeline, settling_steps(config, 5)).step_s
+    num_others = (
+        10  # timers that somebody waits for beside those of decoding, of which there are 50
+    )
+    assert expected_s < found_s < expected_s + num_others * LATE_S
+
+
 def test_a_replay_in_real_time_takes_what_was_forecast() -> None:
     config = make_config(spread=0.5)
     costs = replace(COSTS, decode_step_s=0.004, token_s=1.5e-4)
