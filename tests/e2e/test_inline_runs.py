@@ -231,7 +231,17 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "words"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+# One of each kind that the default set has: the others are refused in the same places.
+SLOW = {"no prompts", "context", "too long", "top-p", "parts", "task"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, case in BAD_INPUTS.items()
+    ],
+)
 def test_bad_input_is_one_clear_line(
     overrides: list[str], words: str, llamarl: Command, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def forecast() -> Forecast:
                 Split(num_trainer_ranks=288, num_replicas=28, step_s=38.0),
                 Split(num_trainer_ranks=256, num_replicas=32, step_s=40.0),
             ),
+            step=step(38.0),
         ),
     )
 
