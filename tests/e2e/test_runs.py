@@ -489,13 +489,17 @@ def test_the_run_goes_on_after_a_replica_stood_still_for_a_while(
 def executors(command: Command, role: str) -> list[int]:
     """Pids of a role's processes, without those they started."""
     mark = re.compile(rf"LLAMARL_GROUP=[^\0]*/{role}(\0|$)")
-    pids = [pid for pid in command.family() if mark.search(environ(pid))]
+    pids = [pid for pid in command.family() if mark.search(told_of(pid, "environ"))]
     return [pid for pid in pids if not is_reward_worker(pid)]
 
 
 def is_reward_worker(pid: int) -> bool:
-    return b"llamarl.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return "llamarl.rewards.worker" in told_of(pid, "cmdline")
 
 
-def environ(pid: int) -> str:
-    return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+def told_of(pid: int, file: str) -> str:
+    """What /proc says of a process; nothing if it has ended meanwhile, as short-lived ones do."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
+    except OSError:
+        return ""
