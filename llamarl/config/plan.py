@@ -23,5 +23,6 @@ class PlanConfig:
     def __post_init__(self) -> None:
         require(self.prompt_tokens >= 1, "plan.prompt_tokens", "be at least 1", self.prompt_tokens)
         require(self.median_tokens >= 1, "plan.median_tokens", "be at least 1", self.median_tokens)
-        require(self.spread >= 0, "plan.spread", "be at least 0", self.spread)
+        is_finite = 0 <= self.spread < float("inf")
+        require(is_finite, "plan.spread", "be at least 0 and finite", self.spread)
         require(self.num_steps >= 3, "plan.num_steps", "be at least 3", self.num_steps)

@@ -45,6 +45,7 @@ from llamarl.models.parallelize import _split as split
 from llamarl.models.transformer import Layer, Transformer
 
 META = torch.device("meta")
+MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a straight line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,35 @@ class Activations:
 def forecast_activations(config: Config, architecture: Architecture) -> Activations:
     """Of a micro-batch that is as full as it can be: of `trainer.tokens_per_micro_batch` tokens, or
     one rollout of the whole context if that is longer."""
+    num_tokens = config.trainer.tokens_per_micro_batch
+    if num_tokens <= MOST_TOKENS:
+        return _activations(config, architecture, num_tokens)
+    half, whole = (_activations(config, architecture, n) for n in (MOST_TOKENS // 2, MOST_TOKENS))
+    return Activations(
+        **{
+            name: _extrapolate(getattr(half, name), value, num_tokens)
+            for name, value in vars(whole).items()
+        }
+    )
+
+
+def forecast_inference(config: Config, architecture: Architecture) -> int:
+    """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
+    num_tokens = config.trainer.tokens_per_micro_batch
+    if num_tokens <= MOST_TOKENS:
+        return _inference(config, architecture, num_tokens)
+    half, whole = (_inference(config, architecture, n) for n in (MOST_TOKENS // 2, MOST_TOKENS))
+    return _extrapolate(half, whole, num_tokens)
+
+
+def _extrapolate(half_bytes: int, whole_bytes: int, num_tokens: int) -> int:
+    """What `num_tokens` tokens need, from what a half of MOST_TOKENS and all of them do."""
+    more = (num_tokens - MOST_TOKENS) / (MOST_TOKENS - MOST_TOKENS // 2)
+    return whole_bytes + round(more * max(0, whole_bytes - half_bytes))
+
+
+def _activations(config: Config, architecture: Architecture, num_tokens: int) -> Activations:
+    """Of a micro-batch of so many tokens."""
     trainer = config.trainer
     longest = config.generator.max_context_tokens - 1  # the last token is not fed
     kernel = attention_kernel(config, architecture)
@@ -77,7 +107,7 @@ def forecast_activations(config: Config, architecture: Architecture) -> Activati
             trainer.tensor_parallel,
             kernel,
         )
-        for lengths in fullest_packings(trainer.tokens_per_micro_batch, longest, kernel)
+        for lengths in fullest_packings(num_tokens, longest, kernel)
     ]
     num_more = architecture.num_layers - 2
     widened = 0
@@ -91,8 +121,7 @@ def forecast_activations(config: Config, architecture: Architecture) -> Activati
     )
 
 
-def forecast_inference(config: Config, architecture: Architecture) -> int:
-    """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
+def _inference(config: Config, architecture: Architecture, num_tokens: int) -> int:
     trainer, longest = config.trainer, config.generator.max_context_tokens - 1
     kernel = attention_kernel(config, architecture)
     return max(
@@ -105,7 +134,7 @@ def forecast_inference(config: Config, architecture: Architecture) -> int:
             kernel,
             is_trained=False,
         ).head_peak
-        for lengths in fullest_packings(trainer.tokens_per_micro_batch, longest, kernel)
+        for lengths in fullest_packings(num_tokens, longest, kernel)
     )
 
 

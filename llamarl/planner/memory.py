@@ -221,8 +221,7 @@ def _advice(
         if not _concerns(name, before.executor, config):
             continue
         try:
-            changed = change(config)
-            after_all = list(_ranks(changed, architecture))
+            changed, after_all = _change(config, architecture, change, before.executor, name)
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
         text = f"{name}={attrgetter(name)(changed)}"
@@ -236,6 +235,19 @@ def _advice(
             found.append((share, f"{text}: {gib} on the fullest {before.executor}, {fits}"))
     for _, line in sorted(found)[:MAX_ADVICE]:
         yield line
+
+
+def _change(
+    config: Config, architecture: Architecture, change: Change, executor: str, name: str
+) -> tuple[Config, list[RankMemory]]:
+    """The recipe with the change, which is made again where that goes on helping, until the
+    executor fits; and its ranks."""
+    for _ in range(MOST_HALVINGS if name in HALVED else 1):
+        config = change(config)
+        ranks = list(_ranks(config, architecture))
+        if all(rank.fits for rank in ranks if rank.executor == executor):
+            break
+    return config, ranks
 
 
 def _concerns(name: str, executor: str, config: Config) -> bool:
@@ -276,6 +288,8 @@ def _scale(name: str, factor: float) -> tuple[str, Change]:
     return name, change
 
 
+HALVED = ("trainer.tokens_per_micro_batch", "generator.max_running", "generator.kv_cache_bytes")
+MOST_HALVINGS = 8
 CHANGES: tuple[tuple[str, Change], ...] = (
     _set("trainer.activation_checkpointing", "selective"),
     _set("trainer.activation_checkpointing", "full"),

@@ -178,10 +178,12 @@ def _overlapped(
     config: Config, baseline: Variant, architecture: Architecture, costs_of: CostsOf
 ) -> Variant:
     """The baseline's degree and batch sizes, on the best split of the GPUs, as far ahead as the
-    recipe."""
+    recipe; the baseline itself if each side would need all GPUs."""
     num_gpus = baseline.config.trainer.num_ranks
     generator, trainer = baseline.config.generator, baseline.config.trainer
     unit = max(generator.num_ranks, trainer.tensor_parallel)
+    if num_gpus < 2 * unit:
+        return replace(baseline, words=f"the same: {num_gpus} GPUs of degree {unit} do not split")
     num_ranks = max(1, num_gpus // 2 // unit) * unit
     apart = replace(
         config,

@@ -59,6 +59,7 @@ def make_workload(
     if lengths is None:
         rng = np.random.default_rng(config.seed)
         draws = rng.normal(math.log(config.plan.median_tokens), config.plan.spread, NUM_DRAWN)
-        lengths = np.round(np.exp(draws)).astype(int).tolist()
+        logarithms = np.minimum(draws, math.log(config.sampling.max_tokens))
+        lengths = np.round(np.exp(logarithms)).astype(int).tolist()
     cut = tuple(min(max(1, int(n)), config.sampling.max_tokens) for n in lengths)
     return Workload(lengths=cut, prompt_tokens=config.plan.prompt_tokens, equal_share=equal_share)

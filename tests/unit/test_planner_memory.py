@@ -27,8 +27,13 @@ from llamarl.generation.quantized import make_scratch
 from llamarl.models.attention import make_packing
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.transformer import Transformer
-from llamarl.planner import fit
-from llamarl.planner.activations import Watch, forecast_activations, fullest_packings
+from llamarl.planner import activations, fit
+from llamarl.planner.activations import (
+    Watch,
+    forecast_activations,
+    forecast_inference,
+    fullest_packings,
+)
 from llamarl.planner.fit import check_fit, upper_bound_bytes
 from llamarl.planner.generator_memory import kv_cache_bytes, quantized_bytes
 from llamarl.planner.memory import forecast_memory, fullest
@@ -127,6 +132,34 @@ def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str
     gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
     peak = planned.saved_bytes + max(planned.logits_bytes, planned.block_bytes)
     assert peak <= watch.live.peak_bytes <= peak + gradients
+
+
+@pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
+def test_activations_of_many_tokens_follow_from_those_of_fewer(
+    kernel_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = replace(CUDA_TRAINER, compute_dtype=kernel_dtype, tokens_per_micro_batch=20001)
+    config = on_gpus(trainer=trainer)
+    passed = forecast_activations(config, LLAMA)
+    reference = forecast_inference(config, LLAMA)
+    monkeypatch.setattr(activations, "MOST_TOKENS", 5000)
+    derived = forecast_activations(config, LLAMA)
+    for name, num_bytes in vars(passed).items():
+        assert getattr(derived, name) == pytest.approx(num_bytes, rel=0.02), name
+    assert forecast_inference(config, LLAMA) == pytest.approx(reference, rel=0.02)
+
+
+def test_a_far_too_large_budget_is_told_what_fits() -> None:
+    large = replace(CUDA_TRAINER, tokens_per_micro_batch=4_000_000)
+    architecture = replace(LLAMA, num_layers=32, hidden_size=1024, intermediate_size=4096)
+    forecast = forecast_memory(on_gpus(trainer=large), architecture)
+    assert not forecast.fits
+    advice = next(line for line in forecast.advice if "tokens_per_micro_batch" in line)
+    assert advice.endswith(", fits")
+    fitting = int(advice.partition(":")[0].partition("=")[2])
+    assert forecast_memory(
+        on_gpus(trainer=replace(large, tokens_per_micro_batch=fitting)), architecture
+    ).fits
 
 
 def test_the_fullest_packings_are_full_and_padded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -308,6 +309,33 @@ def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
     assert math.prod(found.factors.values()) == pytest.approx(found.speedup)
     reads = [hardware_costs(v.config, TINY).decode_read_s for v in found.stages.values()]
     assert reads[0] == reads[1] > reads[2]
+
+
+def test_a_baseline_on_all_gpus_is_not_split() -> None:
+    config = make_gpu_config()
+    whole = replace(
+        synchronous(config),
+        trainer=replace(config.trainer, num_ranks=4),
+        generator=replace(config.generator, num_replicas=1, num_ranks=4, quantization="none"),
+    )
+    step = simulate(whole, TINY, COSTS, num_steps=3)
+    found = decompose(
+        replace(config, trainer=replace(config.trainer, num_ranks=2)),
+        TINY,
+        lambda config, architecture: COSTS,
+        baseline=Variant(words="by hand", config=whole, step=step),
+    )
+    assert found is not None
+    assert found.factors["overlap"] == 1
+    assert "4 GPUs of degree 4 do not split" in found.stages["overlap"].words
+
+
+def test_lengths_stay_whatever_their_spread() -> None:
+    for spread in (0.0, 3.0, 1e6):
+        config = make_config(spread=spread)
+        lengths = make_workload(config).lengths
+        assert 1 <= min(lengths) <= max(lengths) <= config.sampling.max_tokens
+    assert Counter(lengths).keys() == {1, config.sampling.max_tokens}
 
 
 @pytest.mark.slow
