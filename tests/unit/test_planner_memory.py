@@ -139,7 +139,7 @@ def test_activations_of_many_tokens_follow_from_those_of_fewer(
     kernel_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = replace(CUDA_TRAINER, compute_dtype=kernel_dtype, tokens_per_micro_batch=20001)
-    config = on_gpus(trainer=trainer)
+    config = on_gpus(trainer=trainer, generator=replace(CUDA_GENERATOR, max_context_tokens=100))
     passed = forecast_activations(config, LLAMA)
     reference = forecast_inference(config, LLAMA)
     monkeypatch.setattr(activations, "MOST_TOKENS", 5000)
