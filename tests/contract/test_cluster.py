@@ -21,8 +21,12 @@ Scenario = Callable[[Cluster], Awaitable[None]]
 
 
 @pytest.fixture(params=["inline", "monarch"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
+def run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Scenario], None]:
     """Runs a scenario on a fresh cluster and stops it."""
+    if request.param == "monarch":  # no rank dies here, whose loss an error would have to wait for
+        monkeypatch.setattr("llamarl.cluster.actors.LOSS_GRACE_S", 0.05)
 
     async def with_cluster(scenario: Scenario) -> None:
         cluster = make_cluster(
