@@ -214,10 +214,10 @@ def main() -> None:
                 note(repeat, f"replay, processes {name}", each)
     middles = {key: middle(each) for key, each in found.items()}
     del middles[f"live {FITTED}"]
-    errors = {
-        kind: max((each.error for key, each in middles.items() if key.startswith(kind)), default=0)
-        for kind in ("replay", "live")
-    }
+    errors: dict[str, float] = defaultdict(float)
+    for key, each in middles.items():
+        kind = "replay" if key.startswith("replay") else "live"
+        errors[kind] = max(errors[kind], each.error)
     figures: dict[str, object] = {f"max_error_{kind}": error for kind, error in errors.items()}
     figures |= {"repeats": args.repeats, "steps": args.steps, "load_average": os.getloadavg()[2]}
     for key, each in middles.items():

@@ -85,7 +85,8 @@ class StepForecast:
     """The steady state of a simulated run; shares are of the step time.
 
     `busy_shares` go by executor ("generator": the mean over replicas), `wait_shares` by executor
-    and what it waits for ("generator requests", "trainer batch").
+    and what it waits for ("generator requests", "trainer batch"). What was simulated is a
+    `divisor`-th of the cluster (`fraction.py`); figures are of the whole.
     """
 
     step_s: float
@@ -96,6 +97,7 @@ class StepForecast:
     trained_tokens_per_s: float
     publish_s: float
     timeline: tuple[Activity, ...] = ()
+    divisor: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,11 @@ def _parts(
     yield ""
     yield _step_table(config, forecast)
     yield f"waits as planned: {_shares(forecast.step.wait_shares)}"
+    if forecast.step.divisor > 1:
+        yield (
+            f"simulated: 1/{forecast.step.divisor} of the cluster with 1/{forecast.step.divisor} "
+            f"of the rollouts, which takes as long (llamarl/planner/fraction.py)"
+        )
     if forecast.step.publish_s > 1.1 * forecast.publish.seconds:
         yield (
             f"the last replica has a version after {forecast.step.publish_s:.1f} s: flips take "

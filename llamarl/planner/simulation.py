@@ -63,7 +63,7 @@ def simulate(
     k = fraction.divisor(config, costs)
     timeline = clock.run(run(*fraction.take(config, costs, k), architecture, workload, steps))
     step = forecast(timeline, num_skipped or settling_steps(config, steps))
-    return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s)
+    return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s, divisor=k)
 
 
 async def run(

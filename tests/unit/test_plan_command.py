@@ -162,7 +162,7 @@ def forecast() -> Forecast:
             lower_bound_s=2.03,
             seconds=7.53,
         ),
-        step=step(40.0),
+        step=step(40.0, divisor=16),
         variants={"sync": step(110.0), "sync, colocated": step(120.0)},
         decomposition=Decomposition(baseline=baseline, stages=stages),
         split=BestSplit(
@@ -185,6 +185,7 @@ def test_the_report_says_what_does_not_fit_and_what_the_gain_is_made_of() -> Non
         "to change: trainer.activation_checkpointing=full: fits",
         "in host memory - 94.0",
         "waits as planned: trainer batch 40%",
+        "simulated: 1/16 of the cluster with 1/16 of the rollouts",
         "best 288 28 38.0",
         "our reconstruction",
         "3.00x = overlap 1.50 x batch sizes and parallel degree 1.60 x precision 1.25",
