@@ -8,6 +8,10 @@ a new route (a new rendezvous) leads to the replica again.
 Messages end in a trailer that says which message of which part of which version it is, and whether
 the source goes on: a source whose version became stale says so in place of the next message, and
 the group stays good.
+
+Over gloo a message has one byte behind it, and one comes back once it is received. Both ends wait
+for their byte first: gloo tells of a lost connection who waits for something that has not begun to
+arrive, but not who is in the middle of sending or receiving.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -77,25 +82,34 @@ class Group:
         gloo._timeout = self._timeout
         return dist.ProcessGroupGloo(store, index, size, gloo)
 
-    def send(self, memory: Tensor, rank: int, tag: int) -> Any:
+    def send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send `memory` to target `rank`; `finish` waits for it."""
-        return self._group.send([memory], self._index["target", rank], tag)
+        peer = self._index["target", rank]
+        if self.device.type == "cuda":
+            return [self._group.send([memory], peer, tag)]
+        receipt = self._group.recv([torch.empty(1)], peer, tag)
+        sending = (self._group.send([each], peer, tag) for each in (memory, torch.empty(1)))
+        return [receipt, *sending]
 
     def receive(self, memory: Tensor, rank: int, tag: int) -> None:
         """Fill `memory` with a message of source `rank`. RuntimeError if the group broke."""
-        self.finish(self._group.recv([memory], self._index["source", rank], tag))
+        peer = self._index["source", rank]
+        message = self._group.recv([memory], peer, tag)
+        if self.device.type == "cuda":
+            return self.finish([message])
+        end = self._group.recv([torch.empty(1)], peer, tag)
+        self.finish([end, message])
+        self.finish([self._group.send([torch.empty(1)], peer, tag)])
 
-    def finish(self, work: Any) -> None:
+    def finish(self, works: Sequence[Any]) -> None:
         """Wait for a message. RuntimeError if the other end is gone, or took too long."""
-        if self.device.type == "cpu":
-            work.wait()
-            return
         deadline_s = time.monotonic() + self._timeout.total_seconds()
-        while not work.is_completed():
-            if self._is_given_up or time.monotonic() > deadline_s:
-                raise RuntimeError(f"a message took longer than {self._timeout}")
-            time.sleep(POLL_S)
-        work.wait()
+        for work in works:
+            while self.device.type == "cuda" and not work.is_completed():
+                if self._is_given_up or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"a message took longer than {self._timeout}")
+                time.sleep(POLL_S)
+            work.wait()
 
     def give_up(self) -> None:
         """End the group: what waits in it fails, here and at the other ranks."""
@@ -103,12 +117,11 @@ class Group:
         if self.device.type == "cuda":
             self._group.abort()
             return
-        # gloo has no call for it, but closes all connections of a group when a wait runs out.
-        peer = next(index for index in self._index.values() if index != self._group.rank())
-        try:
-            self._group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
+        # gloo has no call for it, but closes all connections of a group when a wait runs out; over
+        # one that is closed already nothing waits.
+        for peer in set(self._index.values()) - {self._group.rank()}:
+            with suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
 
 class CollectiveOutlet:
@@ -133,7 +146,8 @@ class CollectiveOutlet:
             mine = [copy for copy in copies if copy.target_rank == rank]
             by_rank[rank] = messages(mine, self._route.bucket_bytes)
         left = {rank: len(made) for rank, made in by_rank.items() if made}
-        buffers, pending = [Tensor(), Tensor()], [None, None]
+        buffers = [Tensor(), Tensor()]
+        pending: list[list[Any]] = [[], []]
         try:
             for turn, (rank, index, message) in enumerate(in_turns(by_rank)):
                 side = turn % 2  # one is being sent while the other is packed
@@ -155,18 +169,18 @@ class CollectiveOutlet:
         self._is_broken = True
         self.group.give_up()
 
-    def _send(self, memory: Tensor, rank: int, tag: int) -> Any:
+    def _send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
         try:
             return self.group.send(memory, rank, tag)
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _finish(self, pending: list[Any], side: int) -> None:
-        work, pending[side] = pending[side], None
-        if work is None or self._is_broken:
+    def _finish(self, pending: list[list[Any]], side: int) -> None:
+        works, pending[side] = pending[side], []
+        if self._is_broken:
             return
         try:
-            self.group.finish(work)
+            self.group.finish(works)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -187,8 +201,7 @@ class CollectiveOutlet:
                 message = by_rank[rank][index]
                 memory = _room(Tensor(), message, self.group.device)
                 sealed = _seal(memory, message, (version, part, index, 0))
-                work = self._send(sealed, rank, _tag(version, part, index))
-                self._finish([work], 0)
+                self._finish([self._send(sealed, rank, _tag(version, part, index))], 0)
 
 
 class CollectiveInlet:

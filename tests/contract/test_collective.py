@@ -1,18 +1,22 @@
 """The collective transport when one end is silent, gone or late; both ends in this process."""
 
 import os
+import signal
 import subprocess
 import threading
 import time
+from threading import Event
 
 import pytest
 import torch
 
 from llamarl.weights.arena import Arena
+from llamarl.weights.collective import Group
 from llamarl.weights.errors import TargetLost
 from llamarl.weights.layout import Box, ParameterLayout, Route
 from llamarl.weights.plan import plan
 from llamarl.weights.writer import Writer
+from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0
 
@@ -138,3 +142,50 @@ def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
     hanging.join()
     assert time.monotonic() - started_s < TIMEOUT_S
     assert len(outcome) == 1
+
+
+NUM_BYTES = 1 << 28  # takes longer than it takes to stop its other end
+
+
+def carry(route, side, memory=None, is_ready=None):
+    """One message over a group of its own, from rank 0 to rank 0."""
+    memory = torch.zeros(NUM_BYTES, dtype=torch.uint8) if memory is None else memory
+    group = Group(route, side, 0, torch.device("cpu"), timeout_s=60.0)
+    if is_ready is not None:
+        is_ready.set()
+    if side == "target":
+        group.receive(memory, 0, tag=1)
+    else:
+        group.finish(group.send(memory, 0, tag=1))
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_the_death_of_the_other_end_amid_a_message_is_noticed_at_once(ends, side) -> None:
+    route, memory, is_ready = ends.route(), torch.ones(NUM_BYTES, dtype=torch.uint8), Event()
+    other = "target" if side == "source" else "source"
+    victim = FORKS.Process(target=carry, args=(route, other))
+    victim.start()
+    outcome = []
+
+    def live():
+        try:
+            carry(route, side, memory, is_ready)
+        except RuntimeError as error:
+            outcome.append(error)
+
+    living = threading.Thread(target=live)
+    living.start()
+    try:
+        assert is_ready.wait(30.0)
+        time.sleep(0.02)
+        os.kill(victim.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+    finally:
+        victim.kill()
+        victim.join()
+    started_s = time.monotonic()
+    living.join()
+    assert time.monotonic() - started_s < 10.0
+    assert len(outcome) == 1, "the message had passed before its other end died"
+    if side == "target":
+        assert 0 < int(memory.count_nonzero()) < NUM_BYTES, "it was not amid the message"
