@@ -63,7 +63,7 @@ def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Pa
         rows: dict[int, list[int]] = {i: [] for i in first}
         errors: dict[int, Exception] = {}
         num_answers, is_killed = 0, False
-        while len(errors) < 2 or len(rows[1]) < 200:
+        while len(errors) < 2 or len(rows[1]) < 60:
             for index, told in await collector.first.collect():
                 if isinstance(told, Exception):
                     assert index not in errors
