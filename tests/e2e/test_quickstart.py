@@ -44,7 +44,7 @@ def test_the_quickstart_learns_asynchronously_for_every_seed(seed: int, tmp_path
     assert summary["mixed_version_share"] > 0
     assert summary["staleness_max"] <= 1
     assert summary["tokens_during_publish"] > 0
-    assert attestation_share(tmp_path) < 0.05  # BENCHMARKS.md has the figure: it grows with load
+    assert attestation_share(tmp_path) < 0.02
     if seed == 0:
         accuracy = greedy_accuracy(tmp_path / "export")
         assert accuracy == pytest.approx(summary["accuracy_after"], abs=0.002)
