@@ -12,14 +12,18 @@ def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
     """Learning rate of optimizer step `step` (0 is the first) in a run of `num_steps`.
 
     Warm-up: lr * (step + 1) / warmup_steps while step < warmup_steps. Then constant, or with
-    progress p = 0 at the first step after warm-up and 1 at the last step, lr times
-    m + (1 - m) * (1 - p) (linear) or m + (1 - m) * (1 + cos(pi p)) / 2 (cosine), m = min_lr_share.
+
+        p = (step - warmup_steps) / (num_steps - warmup_steps)        m = min_lr_share
+
+    lr times m + (1 - m) * (1 - p) (linear) or m + (1 - m) * (1 + cos(pi p)) / 2 (cosine). As in
+    transformers, p is 0 at the first step after warm-up and would be 1 one step after the last: a
+    step at learning rate 0 costs a batch and a publish and teaches nothing.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    last = num_steps - 1
-    progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
+    num_falling = max(1, num_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / num_falling)
     shape = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_share + (1 - config.min_lr_share) * shape)

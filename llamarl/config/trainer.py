@@ -52,9 +52,10 @@ class TrainerConfig:
     warmup_steps: int = 0
     """Steps over which the learning rate grows linearly to `lr`."""
     schedule: str = "constant"
-    """After warm-up: constant | linear | cosine, down to `lr * min_lr_share` at the last step."""
+    """After warm-up: constant | linear | cosine, which fall towards `lr * min_lr_share` and would
+    reach it one step after the last, so that no step runs at learning rate 0."""
     min_lr_share: float = 0.0
-    """Share of `lr` left at the end of a linear or cosine schedule."""
+    """Share of `lr` that a linear or cosine schedule falls towards."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm."""
 
