@@ -26,7 +26,8 @@ class Costs:
         micro_batch_s + max(n * token_s + sum(l^2) * square_s, hidden_s)
 
     where `hidden_s` is the traffic that can go on behind arithmetic; `forward_share` of the
-    arithmetic is the forward pass. `write_s` brings a version from the trainer to one replica per
+    arithmetic is the forward pass. A prefill, and a pass of the reference, grow with tokens and
+    squares of lengths alike. `write_s` brings a version from the trainer to one replica per
     host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s` (by executor and
     kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
     passes between an optimizer step and the next passes beside messages and storage; `row_s` is
@@ -40,6 +41,7 @@ class Costs:
     decode_flops_s: float = 0.0
     prefill_call_s: float = 0.0
     prefill_token_s: float = 0.0
+    prefill_square_s: float = 0.0
     flip_s: float = 0.0
     part_s: float = 0.0
     micro_batch_s: float = 0.0
@@ -55,6 +57,7 @@ class Costs:
     score_call_s: float = 0.0
     score_row_s: float = 0.0
     infer_token_s: float = 0.0
+    infer_square_s: float = 0.0
     store_row_s: float = 0.0
     message_s: float = 0.0
     turnaround_s: float = 0.0
@@ -93,9 +96,18 @@ class Costs:
                 high = middle
         return low + 1
 
-    def prefill_s(self, num_tokens: int) -> float:
-        """One prefill of so many tokens."""
-        return self.prefill_call_s + num_tokens * self.prefill_token_s if num_tokens else 0.0
+    def prefill_s(self, lengths: list[int]) -> float:
+        """One prefill of sequences with these lengths."""
+        if not any(lengths):
+            return 0.0
+        squares = sum(length * length for length in lengths)
+        tokens_s = sum(lengths) * self.prefill_token_s
+        return self.prefill_call_s + tokens_s + squares * self.prefill_square_s
+
+    def infer_s(self, lengths: list[int]) -> float:
+        """The reference's pass over rollouts with these lengths, prompt included."""
+        squares = sum(length * length for length in lengths)
+        return sum(lengths) * self.infer_token_s + squares * self.infer_square_s
 
     def arithmetic_s(self, lengths: list[int]) -> float:
         """Forward and backward of rollouts with these lengths, prompt included, on one rank."""

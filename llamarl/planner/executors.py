@@ -93,28 +93,36 @@ class ModelledScorer:
 
 
 class ModelledReference:
-    """protocols.Reference on one rank."""
+    """protocols.Reference for all ranks, on `device`, which the trainer computes on too."""
 
     def __init__(
-        self, costs: Costs, storage: ModelledStorage, cores: Cores, timeline: Timeline
+        self,
+        config: Config,
+        costs: Costs,
+        storage: ModelledStorage,
+        *,
+        device: Cores,
+        timeline: Timeline,
     ) -> None:
         self._costs, self._storage = costs, storage
-        self._cores, self._timeline = cores, timeline
+        self._device, self._timeline = device, timeline
+        self._weight = config.trainer.num_ranks
         self._turn = asyncio.Lock()
 
     async def infer(self, row_ids: list[int]) -> None:
         await travel(self._costs)
         rows = [self._storage.rows[row_id] for row_id in row_ids]
-        num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in rows)
+        lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
         async with self._turn:
             start_s = asyncio.get_running_loop().time()
-            await self._cores.work(num_tokens * self._costs.infer_token_s)
+            await self._device.work(self._costs.infer_s(lengths), self._weight)
             end_s = asyncio.get_running_loop().time()
             self._timeline.record("reference", "infer", start_s, end_s)
 
 
 class ModelledTrainer:
     """protocols.Trainer, Sender and Tenant for all ranks: the slowest one paces each micro-batch.
+    It computes on `device`; what goes beside that takes `cores`.
 
     As the real one it leaves out rows without a gradient, and can write the version before its
     present one, from a snapshot.
@@ -128,10 +136,11 @@ class ModelledTrainer:
         *,
         host: str,
         cores: Cores,
+        device: Cores,
         timeline: Timeline,
     ) -> None:
         self._config, self._costs, self._storage = config, costs, storage
-        self._cores, self._timeline, self._host = cores, timeline, host
+        self._cores, self._device, self._timeline, self._host = cores, device, timeline, host
         self._weight = config.trainer.num_ranks
         has_bucket = config.weights.shadow == "bucket"
         self._parts = ("first", "rest") if has_bucket else ("rest",)
@@ -250,7 +259,7 @@ class ModelledTrainer:
 
     async def _compute(self, seconds: float, name: str) -> None:
         start_s = asyncio.get_running_loop().time()
-        await self._cores.work(seconds, self._weight)
+        await self._device.work(seconds, self._weight)
         self._idle_since_s = asyncio.get_running_loop().time()
         self._timeline.record("trainer", name, start_s, self._idle_since_s)
 

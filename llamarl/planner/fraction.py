@@ -53,7 +53,8 @@ def take(config: Config, costs: Costs, k: int) -> tuple[Config, Costs]:
         generator=replace(generator, num_replicas=generator.num_replicas // k),
     )
     # One scorer and one reference serve all: what is left of them is so much slower.
-    slower = {name: getattr(costs, name) * k for name in ("score_row_s", "infer_token_s")}
+    names = ("score_row_s", "infer_token_s", "infer_square_s")
+    slower = {name: getattr(costs, name) * k for name in names}
     return part, replace(costs, **slower)
 
 

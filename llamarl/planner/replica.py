@@ -132,13 +132,13 @@ class ModelledReplica(Receiving):
         if reason != "requests" or self.version < 0:
             return self._wait_for(reason)
         starting = self._starting()
-        num_prefilled = self._slots.context if self._must_recompute else 0
+        prefilled = self._slots.contexts() if self._must_recompute else []
         self._must_recompute = False
-        num_prefilled += sum(self._start(waiting.request) for waiting in starting)
+        prefilled += [self._start(waiting.request) for waiting in starting]
         if not self._slots:
             return self._wait_for("requests")
         self.end_idle()
-        self._busy(self._costs.prefill_s(num_prefilled), self._decode, "prefill")
+        self._busy(self._costs.prefill_s(prefilled), self._decode, "prefill")
 
     def _starting(self) -> list[Waiting]:
         free = self._max_running - len(self._slots)

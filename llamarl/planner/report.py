@@ -20,7 +20,7 @@ from llamarl.planner.forecast import (
     RankMemory,
     StepForecast,
 )
-from llamarl.planner.published import DIFFERENCES, Published
+from llamarl.planner.published import CAVEAT, DIFFERENCES, Published
 from llamarl.planner.split import BestSplit
 from llamarl.planner.variants import Decomposition
 
@@ -79,6 +79,8 @@ def _parts(
             f"the last replica has a version after {forecast.step.publish_s:.1f} s: flips take "
             f"turns, or wait for the step at work"
         )
+    if forecast.num_gpus and forecast.measured_step_s is None:
+        yield CAVEAT
     if forecast.measured_step_s is not None:
         yield f"the run that the times come from took {forecast.measured_step_s:.2f} s a step"
     if forecast.split is not None:

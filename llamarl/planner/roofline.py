@@ -2,8 +2,9 @@
 
 Owns: which bytes and which arithmetic each piece of work takes. Does not own: constants of hardware
 (`hardware.py`), bytes of a publish (`publish.py`) or memory (`memory.py`). Invariant: everything
-runs at EFFICIENCY of its published peak; traffic that FSDP2 prefetches hides behind arithmetic,
-that of tensor parallelism does not.
+runs at EFFICIENCY of its published peak, and every collective by one law of the network
+(`_collective_rate`); traffic that FSDP2 prefetches hides behind arithmetic, that of tensor
+parallelism does not.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def _generator(config: Config, architecture: Architecture) -> dict[str, Any]:
     memory = gpu.memory_bytes_per_s * EFFICIENCY
     flops_s = 2 * (count.layers + count.head) / num_ranks / peak
     num_sums = 2 * a.num_layers if num_ranks > 1 else 0
-    is_wide = num_ranks > config.cluster.num_gpus_per_host
-    link = gpu.card_bytes_per_s if is_wide else gpu.link_bytes_per_s
     row_bytes = a.hidden_size * DTYPE_BYTES[generator.dtype]
-    sums_s = num_sums * 2 * (num_ranks - 1) / num_ranks * row_bytes / (link * EFFICIENCY)
+    rate = _collective_rate(config, gpu, num_ranks)
+    sums_s = num_sums * 2 * (num_ranks - 1) / num_ranks * row_bytes / rate
+    is_wide = num_ranks > config.cluster.num_gpus_per_host
     latency_s = ALL_REDUCE_BETWEEN_HOSTS_S if is_wide else ALL_REDUCE_S
     step_s = num_sums * latency_s + a.num_layers * NUM_LAYER_KERNELS * KERNEL_S + ENGINE_STEP_S
     return {
@@ -113,6 +114,7 @@ def _generator(config: Config, architecture: Architecture) -> dict[str, Any]:
         "decode_flops_s": flops_s,
         "prefill_call_s": step_s,
         "prefill_token_s": flops_s + sums_s,
+        "prefill_square_s": _pair_flops(a) / num_ranks / (gpu.flops[generator.dtype] * EFFICIENCY),
     }
 
 
@@ -120,8 +122,6 @@ def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
     a, trainer, count = architecture, config.trainer, sizes(architecture)
     gpu, tensor = _gpu(config, trainer.device), trainer.tensor_parallel
     peak = gpu.flops[trainer.compute_dtype] * EFFICIENCY
-    is_wide = tensor > config.cluster.num_gpus_per_host
-    link = EFFICIENCY * (gpu.card_bytes_per_s if is_wide else gpu.link_bytes_per_s)
     checkpointing = trainer.activation_checkpointing
     num_passes = 4 if checkpointing == "full" else 3  # a backward is two
     flops_s = 2 * num_passes * (count.layers + count.head) / tensor / peak
@@ -129,8 +129,8 @@ def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
     # backward. Full checkpointing repeats those of the forward pass, selective its gathers.
     num_moves = {"none": 8, "selective": 10, "full": 12}[checkpointing]
     moved = num_moves * a.num_layers * a.hidden_size * DTYPE_BYTES[trainer.compute_dtype]
-    tensor_s = moved * (tensor - 1) / tensor / link
-    square_flops = 2 * a.num_layers * a.num_heads * a.head_dim / tensor  # causal: half of all pairs
+    tensor_s = moved * (tensor - 1) / tensor / _collective_rate(config, gpu, tensor)
+    forward_square_s = _pair_flops(a) / tensor / peak
     gather_s, reduce_s = _sharding(config, architecture, gpu)
     num_gathers = {"forward": 2, "backward": 1, "step": 0}[trainer.reshard_after]
     hidden_s = num_gathers * gather_s + reduce_s
@@ -138,7 +138,7 @@ def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
     memory = gpu.memory_bytes_per_s * EFFICIENCY
     return {
         "token_s": flops_s + tensor_s,
-        "square_s": num_passes * square_flops / peak,
+        "square_s": num_passes * forward_square_s,
         "hidden_s": hidden_s,
         "micro_batch_s": hidden_s / a.num_layers,  # the first layer's has nothing to hide behind
         "forward_share": 1 / num_passes,
@@ -147,28 +147,45 @@ def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
         + (gather_s if trainer.reshard_after == "step" else 0.0),
         "snapshot_s": 2 * MASTER_BYTES * local / memory,
         "infer_token_s": (flops_s + tensor_s) / num_passes / trainer.num_data_ranks,
+        "infer_square_s": forward_square_s / trainer.num_data_ranks,
     }
 
 
-def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> tuple[float, float]:
-    """(seconds of gathering all weights once, of reducing all gradients once) on one rank.
+def _pair_flops(architecture: Architecture) -> float:
+    """Arithmetic of attention in a forward pass over a rollout, by the square of its length:
+    scores and values of all layers, causal, so half of all pairs."""
+    a = architecture
+    return 2 * a.num_layers * a.num_heads * a.head_dim
 
-    Between hosts the ranks of one shard group that sit on one host share its cards: what comes in
-    for one of them goes on to the others over the links.
+
+def _collective_rate(config: Config, gpu: hardware.Gpu, num_ranks: int, stride: int = 1) -> float:
+    """Bytes per second that one rank gets in a collective of `num_ranks` ranks, `stride` seats
+    apart.
+
+    Within a host the links carry it. Between hosts the network cards of all the group's ranks on a
+    host bring in what comes from others, and the links pass it on.
     """
+    num_per_host = max(1, config.cluster.num_gpus_per_host // stride)
+    rate = gpu.link_bytes_per_s
+    if num_ranks > num_per_host:
+        rate = min(rate, num_per_host * gpu.card_bytes_per_s)
+    return EFFICIENCY * rate
+
+
+def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> tuple[float, float]:
+    """(seconds of gathering all weights once, of reducing all gradients once) on one rank."""
     trainer, count = config.trainer, sizes(architecture)
     shard, tensor = trainer.num_shard_ranks, trainer.tensor_parallel
-    per_host = config.cluster.num_gpus_per_host
-    link = gpu.link_bytes_per_s
-    cards = gpu.card_bytes_per_s * max(1, per_host // tensor)
-    rate = EFFICIENCY * (link if shard * tensor <= per_host else min(link, cards))
+    rate = _collective_rate(config, gpu, shard, tensor)
     elements = count.total / tensor * (shard - 1) / shard
     gather_s = elements * DTYPE_BYTES[trainer.compute_dtype] / rate
     reduce_s = elements * MASTER_BYTES / rate
     if trainer.replicate > 1:
         local_bytes = count.total / tensor / shard * MASTER_BYTES
         share = 2 * (trainer.replicate - 1) / trainer.replicate
-        reduce_s += share * local_bytes / (gpu.card_bytes_per_s * EFFICIENCY)
+        reduce_s += (
+            share * local_bytes / _collective_rate(config, gpu, trainer.replicate, shard * tensor)
+        )
     return gather_s, reduce_s
 
 

@@ -155,13 +155,16 @@ def model_executors(
         )
         for index in range(config.generator.num_replicas)
     }
+    # One GPU per trainer rank, which the reference computes on too: together each has half of it.
+    device = cores if costs.num_cores else Cores(config.trainer.num_ranks)
     trainer = ModelledTrainer(
-        config, costs, unit, host=hosts["trainer"][0], cores=cores, timeline=timeline
+        config, costs, unit, host=hosts["trainer"][0], cores=cores, device=device, timeline=timeline
     )
     scorer = ModelledScorer(config, costs, workload, cores, timeline)
     reference = None
     if config.algorithm.kl_coefficient > 0:
-        reference = ModelledGroup("reference", ModelledReference(costs, unit, cores, timeline))
+        modelled = ModelledReference(config, costs, unit, device=device, timeline=timeline)
+        reference = ModelledGroup("reference", modelled)
     return Executors(
         vital=[],
         storage=Store([unit]),

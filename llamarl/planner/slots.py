@@ -45,6 +45,10 @@ class Slots:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def contexts(self) -> list[int]:
+        """Tokens in the KV cache of each."""
+        return [slot.context + self.steps - slot.start for *_, slot in self._ends]
+
     def add(self, slot: Slot) -> None:
         """Let it run from now on."""
         insort(self._ends, (self.steps + slot.total - slot.before, slot.request.row_id, slot))

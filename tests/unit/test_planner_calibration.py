@@ -92,7 +92,7 @@ def write_run(folder: Path, rng: random.Random) -> list[dict[str, Any]]:
             now_s += seconds
         for number in range(4):
             tokens = rng.randint(10, 100)
-            prefill_s = KNOWN.prefill_s(tokens)
+            prefill_s = KNOWN.prefill_s([tokens])
             generator.append(
                 span("prefill", "busy", start_s + 0.8 + number / 100, prefill_s, tokens=tokens)
             )
