@@ -33,11 +33,10 @@ from pathlib import Path
 from statistics import median
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from planner_bench import processes
 
+from llamarl.composition import CONF_FOLDER, store_schemas, to_config
 from llamarl.config import Config
-from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.planner.calibration import (
     SETTLING_STEPS,
@@ -92,8 +91,7 @@ class Comparison:
 
 def load(overrides: tuple[str, ...]) -> Config:
     """The quickstart recipe with these overrides."""
-    for (group, name), node in SCHEMAS.items():
-        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+    store_schemas()
     path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
     with initialize_config_dir(version_base="1.3", config_dir=str(RECIPE)):
         return to_config(compose("run", [path, *COMMON, *overrides]))

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
+from llamarl.composition import CONF_FOLDER, store_schemas, to_config
 from llamarl.config import Config
-from llamarl.main import CONF_FOLDER, SCHEMAS, to_config
 
-for (group, name), node in SCHEMAS.items():
-    ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+store_schemas()
 
 
 def compose_recipe(folder: Path, overrides: Sequence[str]) -> Config:

@@ -12,8 +12,8 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from llamarl.composition import CONF_FOLDER, SCHEMAS
 from llamarl.config import Config
-from llamarl.main import CONF_FOLDER, SCHEMAS
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_file, compose_recipe
 
