@@ -14,6 +14,7 @@ from llamarl.types import Score, ScoreStatus
 
 FAILED_REWARD = "failed_reward"
 EQUAL_REWARDS = "equal_rewards"
+SOLVED = "solved"
 STD_EPSILON = 1e-6  # in units of reward: keeps nearly equal rewards from exploding
 
 
@@ -54,11 +55,15 @@ def drop_reason(
       rollouts that reward code happens to digest, so the whole group goes.
     - "equal_rewards": with `config.drop_equal_rewards`, all rewards are equal and every advantage
       is therefore 0. With `advantage: none` that means all rewards are 0.
+    - "solved": the same, and every rollout has full marks (`Score.correct`): there is nothing left
+      to learn from this prompt.
     """
     if any(score.status is not ScoreStatus.OK for score in scores):
         return FAILED_REWARD
     if config.drop_equal_rewards and len(set(rewards)) == 1:
-        return None if any(group_advantages(rewards, config)) else EQUAL_REWARDS
+        if any(group_advantages(rewards, config)):
+            return None
+        return SOLVED if all(score.correct for score in scores) else EQUAL_REWARDS
     return None
 
 

@@ -194,7 +194,7 @@ def test_a_failure_shows_its_own_traceback_once(llamarl: Command, tmp_path: Path
 def test_a_run_without_signal_stops_and_says_why(llamarl: Command, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
-    (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1\n")
+    (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 0\n")
     drops = ["algorithm.drop_equal_rewards=true", "algorithm.max_drops_in_row=12"]
     task = ["reward.functions=[task]", "data.held_out=null", *drops]
     done = llamarl("train", recipe, *SMALL, *task, f"run_dir={tmp_path / 'run'}")

@@ -113,6 +113,24 @@ def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():
     assert drop_reason(group, [0], NONE) == "equal_rewards"
 
 
+@pytest.mark.parametrize(
+    ("firsts", "rewards", "reason"),
+    [
+        ([1, 1], [1, 1], "solved"),
+        ([1, 1], [0.5, 0.5], "solved"),  # weights and other parts may lower the reward
+        ([1, 0.5], [0.5, 0.5], "equal_rewards"),
+        ([0, 0], [0, 0], "equal_rewards"),
+        ([1, 1], [1, 0.5], None),  # a length penalty still tells them apart
+    ],
+)
+def test_a_group_of_full_marks_alone_is_dropped_as_solved(firsts, rewards, reason):
+    group = [
+        Score(row_id=i, status=ScoreStatus.OK, reward=reward, parts={"exact": first, "format": 0})
+        for i, (first, reward) in enumerate(zip(firsts, rewards, strict=True))
+    ]
+    assert drop_reason(group, rewards, AIPOConfig()) == reason
+
+
 def test_advantages_load_no_torch():
     code = "import llamarl.algorithms.advantages, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
