@@ -16,14 +16,17 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from llamarl import manifest
 from llamarl.protocols import Trainer
 
 STATE_FILE = "controller.json"
 RECORDS = ("metrics.jsonl", "archive/*.jsonl")  # of what a resumed run does again
 _UNFINISHED = "unfinished-"
+_DAMAGED = "damaged-"
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -66,7 +69,8 @@ def begin(run_dir: str | Path, version: int) -> Path:
 
 
 def commit(folder: Path, state: Mapping[str, Any]) -> Path:
-    """Add `state` (JSON, with the "version" that `begin` got), flush all to disk, rename.
+    """Add `state` (JSON, with the "version" that `begin` got) and the manifest of all files, flush
+    all to disk, rename.
 
     Returns the committed folder. If this version was committed before (a run resumed from an older
     checkpoint), the old one goes after the new one stands.
@@ -80,6 +84,7 @@ def commit(folder: Path, state: Mapping[str, Any]) -> Path:
         name += f".{_order(older[-1])[1] + 1}"
     with _clear_errors(root):
         (folder / STATE_FILE).write_text(json.dumps(dict(state), allow_nan=False))
+        manifest.write(folder)
         for path in [*folder.rglob("*"), folder]:
             _flush(path)
         committed = folder.rename(root / name)
@@ -96,22 +101,28 @@ def discard(folder: Path) -> None:
 
 def latest(run_dir: str | Path) -> Path | None:
     """The newest committed checkpoint of this run, or None."""
-    found = _committed(Path(run_dir) / "checkpoints")
-    return found[-1][2] if found else None
+    return next(reversed(committed(run_dir)), None)
+
+
+def committed(run_dir: str | Path) -> list[Path]:
+    """All committed checkpoints of this run, oldest version first."""
+    return [path for *_, path in _committed(Path(run_dir) / "checkpoints")]
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """What `commit` was given. ValueError if `path` is no committed checkpoint."""
-    file = Path(path) / STATE_FILE
+    """What `commit` was given, once every file is found to be what was written.
+
+    ValueError, naming the file, if `path` is no committed checkpoint or a damaged one.
+    """
+    folder = Path(path)
     must = f"checkpoint.resume must be off, auto or a folder called step-... , got {path}"
-    if _COMMITTED.fullmatch(Path(path).resolve().name) is None:
+    if _COMMITTED.fullmatch(folder.resolve().name) is None:
         raise ValueError(f"{must}, which is not the name of a committed checkpoint")
     try:
-        state = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{must}, which has no {STATE_FILE}") from None
+        manifest.verify(folder, STATE_FILE)
+        state = json.loads((folder / STATE_FILE).read_text())
     except ValueError as error:
-        raise ValueError(f"{must}, whose {STATE_FILE} is damaged: {error}") from error
+        raise ValueError(f"checkpoint.resume must be a sound checkpoint, but {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise ValueError(f"{must}, whose {STATE_FILE} names no version")
     return state
@@ -126,6 +137,11 @@ def rewind(run_dir: str | Path, state: Mapping[str, Any]) -> None:
     for name, num_bytes in _records(run_dir).items():
         if num_bytes > saved.get(name, 0):
             os.truncate(Path(run_dir) / name, saved.get(name, 0))
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name under which it is neither resumed from nor counted."""
+    return folder.rename(_free(folder.with_name(_DAMAGED + folder.name)))
 
 
 def holds_run(run_dir: str | Path) -> bool:
@@ -159,6 +175,12 @@ def _order(path: Path) -> tuple[int, int]:
     match = _COMMITTED.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 0)
+
+
+def _free(path: Path) -> Path:
+    """`path`, or with a number behind it if that is taken."""
+    names = (path.with_name(f"{path.name}-{i}") if i else path for i in count())
+    return next(name for name in names if not name.exists())
 
 
 def _remove(path: Path) -> None:

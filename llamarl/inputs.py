@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from llamarl import manifest
 from llamarl.config import Config, VllmConfig
 from llamarl.config.check import require
 from llamarl.data.prompts import read_prompts
@@ -59,6 +60,9 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         held_out = _read_prompts(config, config.data.held_out, tokenizer)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
     _check_lengths(config, prompts, held_out)
+    replay_lengths = _replay_lengths(config)
+    for folder in {checkpoint, tokenizer_folder}:  # last, for it reads every byte
+        manifest.verify_if_listed(Path(folder))
     return Inputs(
         checkpoint=checkpoint,
         tokenizer_folder=tokenizer_folder,
@@ -67,7 +71,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         task_source=task_source,
-        replay_lengths=_replay_lengths(config),
+        replay_lengths=replay_lengths,
     )
 
 

@@ -29,7 +29,6 @@ from llamarl.build import (
     Executors,
     build_controller,
     build_evaluator,
-    make_backlog,
     make_dispatch,
     spawn_executors,
 )
@@ -52,6 +51,7 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.fit import check_fit
 from llamarl.protocols import Storage
 from llamarl.seats import assign
+from llamarl.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
@@ -67,7 +67,7 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
     inputs = read_inputs(config)
     check_fit(config, inputs.architecture)
     with _claim(run_dir, is_new=config.checkpoint.resume != "auto"):
-        state, folder = _starting_point(config, inputs, run_dir)
+        state, folder = starting_point(config, inputs, run_dir)
         _check_disk(config, inputs, run_dir)
         record()
         checkpoint.rewind(run_dir, state)
@@ -285,28 +285,6 @@ async def _until_lost(work: Coroutine[Any, Any, Any], executors: Executors) -> A
         for watch in watches:
             watch.cancel()
     return result
-
-
-def _starting_point(
-    config: Config, inputs: Inputs, run_dir: str
-) -> tuple[dict[str, Any], str | None]:
-    """The state and folder of the checkpoint to go on from, if any.
-
-    It may be the last step's: what a killed run still owes, the export, is then made up for.
-    """
-    resume = config.checkpoint.resume
-    folder = checkpoint.latest(run_dir) if resume == "auto" else Path(resume)
-    if resume == "off" or folder is None:
-        return {}, None
-    state = checkpoint.read_state(folder)
-    require(
-        state["version"] <= config.num_steps,
-        "num_steps",
-        f"be at least the checkpoint's version ({state['version']})",
-        config.num_steps,
-    )
-    make_backlog(config, inputs, state)  # refuses other prompts
-    return state, str(folder)
 
 
 def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:

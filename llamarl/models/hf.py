@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from llamarl import manifest
 from llamarl.models.architecture import read_architecture, read_object
 from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_shapes
 from llamarl.models.safetensors_file import FileReader, FileWriter
@@ -90,27 +91,30 @@ def save(
 
     `tensors` may come in any order; each is written as it comes. config.json (with `dtype`) is
     that of `source_folder`, the tokenizer's files are those of `tokenizer_folder` (None: the same).
-    Files hold at most `max_shard_bytes` of
-    tensors, or one larger tensor. A folder that stands at `folder` is replaced only when the new
-    one is complete. Raises ValueError for an unknown name or a wrong shape, RuntimeError if a
-    parameter never came, OSError if the disk is full.
+    Files hold at most `max_shard_bytes` of tensors, or one larger tensor; a manifest lists them
+    all. A folder that stands at `folder` is replaced only when the new one is complete. Raises
+    ValueError for an unknown name or a wrong shape, RuntimeError if a parameter never came, OSError
+    if the disk is full.
     """
     source = Path(source_folder)
     shapes = parameter_shapes(read_architecture(source))
     num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    with _replacing(Path(folder)) as unfinished, ExitStack() as stack:
+    with _replacing(Path(folder)) as unfinished:
         _check_space(unfinished, num_bytes)
         _copy_files(source, MODEL_FILES, unfinished)
         _copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
         _write_config(source, unfinished, dtype)
-        writers: dict[str, FileWriter] = {}
-        for path, part in _plan_files(unfinished, shapes, dtype, max_shard_bytes):
-            writer = stack.enter_context(FileWriter(path, part, dtype))
-            writers |= dict.fromkeys(part, writer)
-        for name, tensor in tensors:
-            if name not in writers:
-                raise ValueError(f"tensors to save must be the model's parameters, got {name!r}")
-            writers[name].write(name, tensor)
+        with ExitStack() as stack:
+            writers: dict[str, FileWriter] = {}
+            for path, part in _plan_files(unfinished, shapes, dtype, max_shard_bytes):
+                writer = stack.enter_context(FileWriter(path, part, dtype))
+                writers |= dict.fromkeys(part, writer)
+            for name, tensor in tensors:
+                if name not in writers:
+                    must = "tensors to save must be the model's parameters"
+                    raise ValueError(f"{must}, got {name!r}")
+                writers[name].write(name, tensor)
+        manifest.write(unfinished)
 
 
 def _plan_files(

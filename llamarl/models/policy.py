@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llamarl import manifest
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
@@ -106,7 +107,8 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: str, version: int) -> None:
-        """Write weights, moments, RNG and `version`, each rank its shards, into `folder`.
+        """Write weights, moments, RNG and `version`, each rank its shards, into `folder`, and what
+        the manifest must say of them.
 
         OSError if the disk is full, before anything is written where that can be known.
         """
@@ -119,6 +121,8 @@ class Policy:
             raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free; checkpoint", folder)
         with _clear_save(folder):
             dcp.save(state, checkpoint_id=folder)
+        rank = dist.get_rank()
+        manifest.write_part(Path(folder), rank, Path(folder).glob(f"__{rank}_*"))
 
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under any number of ranks; returns the version.

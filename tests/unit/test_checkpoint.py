@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import pytest
 
-from llamarl import checkpoint
+from llamarl import checkpoint, manifest
 from llamarl.checkpoint import (
     begin,
     commit,
@@ -81,8 +81,8 @@ def test_commit_refuses_the_state_of_another_version(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "has no controller.json"),
-        ("{", "is damaged"),
+        (None, "llamarl-manifest.json must list controller.json"),
+        ("{", "be a sound checkpoint"),
         ('{"pending": []}', "names no version"),
         ("[1]", "names no version"),
     ],
@@ -92,6 +92,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_its_reason(tmp_path, con
     folder.mkdir()
     if content is not None:
         (folder / "controller.json").write_text(content)
+    manifest.write(folder)
     with pytest.raises(ValueError, match=f"checkpoint.resume must .*{message}"):
         read_state(folder)
 

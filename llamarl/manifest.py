@@ -1,0 +1,130 @@
+"""What lies in a folder, to the bit: the size and SHA-256 of each of its files.
+
+Owns: the manifest beside the files of a checkpoint or an export, and the check against it. Does not
+own: what the files mean. Invariant: after `verify` every file that the manifest lists is bit for
+bit what was written. Each file is read once, several at a time (hashing releases the GIL).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST_FILE = "llamarl-manifest.json"
+MAX_THREADS = 8  # more of them wait for the disk
+
+Digest = dict[str, Any]
+"""{"bytes": length, "sha256": 64 hexadecimal digits} of one file."""
+
+
+def write_part(folder: Path, part: int, paths: Iterable[Path]) -> None:
+    """Hash some files of `folder` for the manifest that is to come: a rank, those it wrote."""
+    _write(folder / f"{MANIFEST_FILE}.part-{part:05d}", _digests(folder, paths))
+
+
+def write(folder: Path) -> None:
+    """Make the manifest of all files in `folder`; only those that no part covers are hashed."""
+    files: dict[str, Digest] = {}
+    for part in sorted(folder.glob(f"{MANIFEST_FILE}.part-*")):
+        files |= _read(part)
+        part.unlink()
+    names = {_name(folder, path): path for path in folder.rglob("*") if path.is_file()}
+    missing = names.keys() - files.keys() - {MANIFEST_FILE}
+    files |= _digests(folder, [names[name] for name in missing])
+    _write(folder / MANIFEST_FILE, files)
+
+
+def verify(folder: Path, *needed: str) -> None:
+    """ValueError, naming the file and what is wrong, unless all files are as the manifest says.
+
+    `needed` are names that the manifest must list; files that it does not list are passed over.
+    """
+    path = folder / MANIFEST_FILE
+    files = _read(path)
+    for name in needed:
+        if name not in files:
+            raise ValueError(f"{path} must list {name}, got {len(files)} other files")
+    for name, saved in files.items():  # sizes first: a cut file is named at once
+        _check_bytes(folder / name, saved["bytes"])
+    found = _digests(folder, [folder / name for name in files])
+    for name, saved in files.items():
+        if found[name] != saved:
+            raise ValueError(
+                f"{folder / name} must hold the bytes that {MANIFEST_FILE} was made from (SHA-256 "
+                f"{saved['sha256'][:12]}...), got others ({found[name]['sha256'][:12]}...)"
+            )
+
+
+def verify_if_listed(folder: Path) -> None:
+    """The same where there is a manifest: what others made, from Hugging Face, has none."""
+    if not os.path.lexists(folder / MANIFEST_FILE):
+        return
+    try:
+        verify(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}; if the change was meant, remove {MANIFEST_FILE}") from error
+
+
+def _check_bytes(path: Path, num_bytes: int) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} must be a file of {num_bytes} bytes, got none")
+    found = path.stat().st_size
+    if found != num_bytes:
+        raise ValueError(f"{path} must be {num_bytes} bytes long, got {found}")
+
+
+def _digests(folder: Path, paths: Iterable[Path]) -> dict[str, Digest]:
+    """Digest by name of each file, hashed in threads."""
+    paths = sorted(paths)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        digests = threads.map(_digest, paths)
+        return {_name(folder, path): digest for path, digest in zip(paths, digests, strict=True)}
+
+
+def _digest(path: Path) -> Digest:
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"bytes": file.tell(), "sha256": sha256}
+    except OSError as error:
+        raise ValueError(f"{path} must be readable, got {error.strerror}") from error
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _write(path: Path, files: dict[str, Digest]) -> None:
+    path.write_text(json.dumps({"files": files}, indent=1, sort_keys=True) + "\n")
+
+
+def _read(path: Path) -> dict[str, Digest]:
+    try:
+        files = json.loads(path.read_bytes())["files"]
+        sound = all(_is_sound(name, digest) for name, digest in files.items())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} must hold {path.name}, got a folder without") from None
+    except OSError as error:
+        raise ValueError(f"{path} must be a readable file, got {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{path} must be a manifest as llamarl writes it, got a damaged one")
+    return dict(files)
+
+
+def _is_sound(name: str, digest: Digest) -> bool:
+    """A name inside the folder, a length and a hash."""
+    parts = PurePosixPath(name).parts
+    return (
+        not name.startswith("/")
+        and ".." not in parts
+        and digest.keys() == {"bytes", "sha256"}
+        and type(digest["bytes"]) is int
+        and type(digest["sha256"]) is str
+    )
