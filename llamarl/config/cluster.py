@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import require, require_choice
+from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
 
 
 @dataclass(kw_only=True)
@@ -20,9 +20,9 @@ class ClusterConfig:
     scheduler: str = "none"
     """What starts the daemons: none (you; see `hosts`) | slurm | kubernetes; `llamarl launch`
     prints what to submit."""
-    num_hosts: int = 0
+    num_hosts: int = number(0, least=0, most=65536)
     """Hosts of the run; 0: as many as `hosts` names, or this machine alone."""
-    num_gpus_per_host: int = 8
+    num_gpus_per_host: int = number(8, least=1, most=1024)
     """GPUs of each host that the run may use."""
     gpu: str = "H100-80GB"
     """The kind of GPU the recipe was planned for: a name in planner/hardware.py. A run on CUDA
@@ -38,13 +38,14 @@ class ClusterConfig:
     """PEM file of its key."""
     trusts_network: bool = False
     """Allow tcp:// addresses: no encryption, and whoever reaches them may run code there."""
-    threads_per_process: int = 1
+    threads_per_process: int = number(1, least=1, most=4096)
     """Torch threads of each executor process (monarch only); more than cores / processes is much
     slower."""
-    silence_s: float = 60.0
+    silence_s: float = number(60.0, least=0.1, most=DAY_S)
     """A process whose event loop answers nothing for this long counts as lost (monarch only)."""
 
     def __post_init__(self) -> None:
+        check_fields("cluster", self)
         require_choice("cluster.backend", self.backend, ("monarch", "inline"))
         require_choice("cluster.scheduler", self.scheduler, ("none", "slurm", "kubernetes"))
         require(
@@ -53,19 +54,6 @@ class ClusterConfig:
             f"be 0 or the number of cluster.hosts ({len(self.hosts)})",
             self.num_hosts,
         )
-        require(
-            self.num_gpus_per_host >= 1,
-            "cluster.num_gpus_per_host",
-            "be at least 1",
-            self.num_gpus_per_host,
-        )
-        require(
-            self.threads_per_process >= 1,
-            "cluster.threads_per_process",
-            "be at least 1",
-            self.threads_per_process,
-        )
-        require(self.silence_s > 0, "cluster.silence_s", "be above 0", self.silence_s)
 
     @property
     def size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.config.check import require
+from llamarl.config.check import check_fields, number, require
 
 
 @dataclass(kw_only=True)
@@ -24,17 +24,12 @@ class DataConfig:
     """System message put first; needs `chat`."""
     shuffle: bool = True
     """Walk the file in an order drawn anew per epoch from the run's seed."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = number(1024, least=1, most=2**24)
     """Longer prompts are an error that names their line."""
 
     def __post_init__(self) -> None:
+        check_fields("data", self)
         require(bool(self.prompts), "data.prompts", "name a .jsonl or .parquet file", self.prompts)
-        require(
-            self.max_prompt_tokens >= 1,
-            "data.max_prompt_tokens",
-            "be at least 1",
-            self.max_prompt_tokens,
-        )
         require(
             self.system is None or self.chat,
             "data.system",

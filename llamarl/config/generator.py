@@ -5,41 +5,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import require, require_choice
+from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
     """How rollouts are drawn."""
 
-    rollouts_per_prompt: int = 8
+    rollouts_per_prompt: int = number(8, least=1, most=65536)
     """Rollouts in a group (n)."""
-    temperature: float = 1.0
+    temperature: float = number(1.0, least=1e-3, most=100)
     """Softmax temperature of training rollouts; trainer log-probs use the same."""
     top_k: int = 0
     """Keep only the k likeliest tokens; must be 0 (off) in training."""
     top_p: float = 1.0
     """Keep only the likeliest tokens with this total probability; must be 1 (off) in training."""
-    max_tokens: int = 512
+    max_tokens: int = number(512, least=1, most=2**24)
     """Longest completion."""
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a completion, besides the tokenizer's end-of-sequence token."""
-    segment_tokens: int = 0
+    segment_tokens: int = number(0, least=0, most=2**24)
     """Cut a running rollout after this many new tokens and resume it on any replica; 0 never."""
     replay_lengths: str | None = None
     """JSON file with a list of lengths: rollout after rollout writes exactly that many tokens, so
     that two systems can be timed on one workload; None lets rollouts end by themselves."""
 
     def __post_init__(self) -> None:
-        require(
-            self.rollouts_per_prompt >= 1,
-            "sampling.rollouts_per_prompt",
-            "be at least 1",
-            self.rollouts_per_prompt,
-        )
-        require(
-            self.temperature > 0, "sampling.temperature", "be above 0 in training", self.temperature
-        )
+        check_fields("sampling", self)
         require(
             self.top_k == 0, "sampling.top_k", "be 0 in training (pi/mu would be wrong)", self.top_k
         )
@@ -49,28 +41,21 @@ class SamplingConfig:
             "be 1 in training (pi/mu would be wrong)",
             self.top_p,
         )
-        require(self.max_tokens >= 1, "sampling.max_tokens", "be at least 1", self.max_tokens)
-        require(
-            self.segment_tokens >= 0,
-            "sampling.segment_tokens",
-            "be at least 0",
-            self.segment_tokens,
-        )
 
 
 @dataclass(kw_only=True)
 class GeneratorConfig:
     """Fields that every engine shares."""
 
-    num_replicas: int = 1
+    num_replicas: int = number(1, least=1, most=65536)
     """Independent engines, each in processes of its own."""
-    num_ranks: int = 1
+    num_ranks: int = number(1, least=1, most=1024)
     """Tensor-parallel processes of one replica."""
     device: str = "cpu"
     """Where the engine computes: cpu | cuda."""
-    max_running: int = 64
+    max_running: int = number(64, least=1, most=2**20)
     """Rollouts decoded together per replica."""
-    max_context_tokens: int = 1024
+    max_context_tokens: int = number(1024, least=2, most=2**24)
     """Longest prompt plus completion; sizes the KV cache."""
     dtype: str = "float32"
     """Activations, KV cache and unquantised weights: float32 | bfloat16."""
@@ -79,35 +64,18 @@ class GeneratorConfig:
     the engine offers. AIPO takes mu from this quantised sampler."""
     kv_after_flip: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
-    num_collectors: int = 0
+    num_collectors: int = number(0, least=0, most=65536)
     """Processes that ask the replicas which rollouts stopped, and tell the controller of all
     together; worth one where there are hundreds of replicas. 0: the controller asks each."""
-    heartbeat_s: float = 30.0
+    heartbeat_s: float = number(30.0, least=0.001, most=DAY_S)
     """Longest time until a replica tells which rollouts have stopped, or that none has; of a prompt
     whose rollouts have all stopped it tells at once."""
 
     def __post_init__(self) -> None:
-        require(
-            self.num_replicas >= 1, "generator.num_replicas", "be at least 1", self.num_replicas
-        )
-        require(self.num_ranks >= 1, "generator.num_ranks", "be at least 1", self.num_ranks)
+        check_fields("generator", self)
         require_choice("generator.device", self.device, ("cpu", "cuda"))
-        require(self.max_running >= 1, "generator.max_running", "be at least 1", self.max_running)
-        require(
-            self.max_context_tokens >= 2,
-            "generator.max_context_tokens",
-            "be at least 2",
-            self.max_context_tokens,
-        )
         require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("generator.kv_after_flip", self.kv_after_flip, ("keep", "recompute"))
-        require(
-            self.num_collectors >= 0,
-            "generator.num_collectors",
-            "be at least 0",
-            self.num_collectors,
-        )
-        require(self.heartbeat_s > 0, "generator.heartbeat_s", "be above 0", self.heartbeat_s)
 
 
 @dataclass(kw_only=True)
@@ -133,9 +101,9 @@ class VllmConfig(GeneratorConfig):
     """vLLM, in-process, one process per rank. `quantization`: none | fp8_per_channel (CPU) | fp8
     (CUDA)."""
 
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int = number(1 << 30, least=1, most=2**44)
     """Memory of the KV cache, per rank."""
-    block_size: int = 32
+    block_size: int = number(32, least=1, most=2**16)
     """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
     enforce_eager: bool = True
     """Run without CUDA graphs and compilation; on CPU neither helps."""
@@ -155,15 +123,9 @@ class VllmConfig(GeneratorConfig):
             f"be bfloat16 with generator.quantization={self.quantization} (vLLM)",
             self.dtype,
         )
-        require(
-            self.kv_cache_bytes >= 1,
-            "generator.kv_cache_bytes",
-            "be at least 1",
-            self.kv_cache_bytes,
-        )
         unit = 32 if self.device == "cpu" else 16
         require(
-            self.block_size >= 1 and self.block_size % unit == 0,
+            self.block_size % unit == 0,
             "generator.block_size",
             f"be a multiple of {unit} on {self.device} (vLLM)",
             self.block_size,

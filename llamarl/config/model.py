@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.config.check import require
+from llamarl.config.check import check_fields, require
 
 
 @dataclass(kw_only=True)
@@ -22,6 +22,7 @@ class ModelConfig:
     """Folder of the tokenizer, if it is not the checkpoint's own."""
 
     def __post_init__(self) -> None:
+        check_fields("model", self)
         require(
             bool(self.checkpoint), "model.checkpoint", "name a checkpoint folder", self.checkpoint
         )

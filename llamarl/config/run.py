@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
-from llamarl.config.check import require, require_choice
+from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.data import DataConfig
 from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
@@ -20,16 +20,14 @@ from llamarl.config.trainer import TrainerConfig
 class StalenessConfig:
     """How far the generator may run ahead."""
 
-    max_staleness: int = 1
+    max_staleness: int = number(1, least=0, most=1000)
     """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
     late: str = "wait"
     """When the oldest group is not ready: wait for it, or mask: train on others first and give
     its tokens older than S zero weight later."""
 
     def __post_init__(self) -> None:
-        require(
-            self.max_staleness >= 0, "staleness.max_staleness", "be at least 0", self.max_staleness
-        )
+        check_fields("staleness", self)
         require_choice("staleness.late", self.late, ("wait", "mask"))
 
 
@@ -44,26 +42,24 @@ class WeightsConfig:
     """Where a version waits for its flip: full (a second copy of the weights beside the live one)
     | host (a second copy in host memory, copied over at the flip) | bucket (a small buffer, filled
     and flipped part by part while decoding stands still)."""
-    bucket_bytes: int = 32 * 1024 * 1024
+    bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
     """Size of the buffer of shadow=bucket, and of one message of collective and rdma; a single
     parameter may exceed it."""
-    grace_s: float = 1.0
+    grace_s: float = number(1.0, least=0, most=DAY_S)
     """A publish that has reached its first replica waits this long for the others; slower ones
     follow on their own."""
-    timeout_s: float = 60.0
+    timeout_s: float = number(60.0, least=0.001, most=DAY_S)
     """Longest time that one call of a publish may take: past it a generator replica counts as
     lost, and the trainer's silence ends the run. Raise it for models that take long to copy."""
 
     def __post_init__(self) -> None:
+        check_fields("weights", self)
         require_choice(
             "weights.transport",
             self.transport,
             ("shared_memory", "cuda_ipc", "collective", "rdma"),
         )
         require_choice("weights.shadow", self.shadow, ("full", "host", "bucket"))
-        require(self.bucket_bytes >= 1, "weights.bucket_bytes", "be at least 1", self.bucket_bytes)
-        require(self.grace_s >= 0, "weights.grace_s", "be at least 0", self.grace_s)
-        require(self.timeout_s > 0, "weights.timeout_s", "be above 0", self.timeout_s)
 
 
 @dataclass(kw_only=True)
@@ -80,6 +76,7 @@ class PlacementConfig:
     """Folder of the offload files, on a real disk; None takes the run's folder."""
 
     def __post_init__(self) -> None:
+        check_fields("placement", self)
         require_choice("placement.offload", self.offload, ("file", "pinned", "none"))
 
 
@@ -87,50 +84,47 @@ class PlacementConfig:
 class ExperienceConfig:
     """The store between the stages."""
 
-    num_storage_units: int = 1
+    num_storage_units: int = number(1, least=1, most=65536)
     """Storage processes; row ids are spread over them."""
     archive_tokens: bool = False
     """Keep token ids and log-probs of retired rollouts in the archive, not only their spans."""
 
     def __post_init__(self) -> None:
-        require(
-            self.num_storage_units >= 1,
-            "experience.num_storage_units",
-            "be at least 1",
-            self.num_storage_units,
-        )
+        check_fields("experience", self)
 
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
     """Held-out evaluation on one fixed version."""
 
-    every_steps: int = 0
+    every_steps: int = number(0, least=0, most=10**9)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
-    max_prompts: int = 0
+    max_prompts: int = number(0, least=0, most=10**9)
     """Use only the first this many held-out prompts; 0 means all."""
-    temperature: float = 0.0
+    temperature: float = number(0.0, least=0, most=100)
     """0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = number(1.0, above=0, most=1)
     """Evaluation may cut the distribution, training may not."""
-    max_tokens: int = 0
+    max_tokens: int = number(0, least=0, most=2**24)
     """Longest completion; 0 takes sampling.max_tokens."""
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 0, "evaluation.every_steps", "be at least 0", self.every_steps)
-        require(self.max_prompts >= 0, "evaluation.max_prompts", "be at least 0", self.max_prompts)
-        require(self.temperature >= 0, "evaluation.temperature", "be at least 0", self.temperature)
-        require(0 < self.top_p <= 1, "evaluation.top_p", "be above 0 and at most 1", self.top_p)
-        require(self.max_tokens >= 0, "evaluation.max_tokens", "be at least 0", self.max_tokens)
+        check_fields("evaluation", self)
+        require(
+            self.temperature == 0 or self.temperature >= 1e-3,
+            "evaluation.temperature",
+            "be 0 (greedy) or at least 0.001",
+            self.temperature,
+        )
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """What survives the run."""
 
-    every_steps: int = 0
+    every_steps: int = number(0, least=0, most=10**9)
     """Steps between checkpoints; 0 saves only at the end."""
-    keep: int = 2
+    keep: int = number(2, least=0, most=10**6)
     """Newest checkpoints kept; 0 keeps all."""
     resume: str = "off"
     """off | auto (the newest committed checkpoint of run_dir, if any) | a checkpoint folder."""
@@ -138,8 +132,7 @@ class CheckpointConfig:
     """Write the final weights in the Hugging Face layout."""
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 0, "checkpoint.every_steps", "be at least 0", self.every_steps)
-        require(self.keep >= 0, "checkpoint.keep", "be at least 0", self.keep)
+        check_fields("checkpoint", self)
 
 
 @dataclass(kw_only=True)
@@ -148,18 +141,13 @@ class MetricsConfig:
 
     tensorboard: bool = True
     """Write TensorBoard files beside the metrics JSONL."""
-    sample_rollouts: int = 2
+    sample_rollouts: int = number(2, least=0, most=1000)
     """Rollouts per step shown as text."""
     live: bool = True
     """Draw the live progress display when standard output is a terminal."""
 
     def __post_init__(self) -> None:
-        require(
-            self.sample_rollouts >= 0,
-            "metrics.sample_rollouts",
-            "be at least 0",
-            self.sample_rollouts,
-        )
+        check_fields("metrics", self)
 
 
 @dataclass(kw_only=True)
@@ -170,9 +158,9 @@ class Config:
     """Folder of this run: config, metrics, traces, checkpoints, exported weights."""
     recipe_dir: str = "."
     """Folder that relative paths start at; the command line fills it with --config-dir."""
-    seed: int = 0
+    seed: int = number(0, least=0, most=2**63 - 1)
     """Seed of prompt order, sampling and everything else that is drawn."""
-    num_steps: int = 100
+    num_steps: int = number(100, least=1, most=10**9)
     """Optimizer steps of the run."""
     model: ModelConfig
     data: DataConfig
@@ -192,7 +180,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
-        require(self.num_steps >= 1, "num_steps", "be at least 1", self.num_steps)
+        check_fields("", self)
         longest = self.sampling.max_tokens + 1
         require(
             longest <= self.generator.max_context_tokens,
@@ -224,6 +212,12 @@ class Config:
             "trainer.warmup_steps",
             f"be below num_steps ({self.num_steps})",
             self.trainer.warmup_steps,
+        )
+        require(
+            self.generator.num_collectors <= self.generator.num_replicas,
+            "generator.num_collectors",
+            f"be at most generator.num_replicas ({self.generator.num_replicas})",
+            self.generator.num_collectors,
         )
         self._check_processes()
         self._check_memory()

@@ -5,28 +5,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import require, require_choice
+from llamarl.config.check import check_fields, number, require, require_choice
 
 
 @dataclass(kw_only=True)
 class TrainerConfig:
     """One optimizer step per `groups_per_step` groups."""
 
-    num_ranks: int = 1
+    num_ranks: int = number(1, least=1, most=65536)
     """Processes, one per GPU: replicate x shard x tensor_parallel; shard is what is left."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = number(1, least=1, most=1024)
     """Ranks that split every matrix (and, between matrices, the tokens: sequence parallel) and work
     on the same rollouts; keep it within one host."""
-    replicate: int = 1
+    replicate: int = number(1, least=1, most=65536)
     """Copies of the sharded parameters (HSDP): gradients are summed over them, gathers stay within
     one."""
     device: str = "cpu"
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
-    groups_per_step: int = 32
+    groups_per_step: int = number(32, least=1, most=2**20)
     """Groups in a batch (P)."""
-    groups_per_part: int = 0
+    groups_per_part: int = number(0, least=0, most=2**20)
     """Start forward and backward once this many groups are ready; 0 waits for the whole batch."""
-    tokens_per_micro_batch: int = 4096
+    tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
     """Most tokens packed into one forward; a longer rollout gets one of its own."""
     compute_dtype: str = "float32"
     """Forward and backward in float32 | bfloat16; master weights are always float32."""
@@ -41,73 +41,46 @@ class TrainerConfig:
     CUDA) | aot_eager (for debugging). Not with tensor_parallel or selective checkpointing."""
     optimizer: str = "adamw"
     """adamw | sgd."""
-    lr: float = 1e-6
+    lr: float = number(1e-6, least=0, most=100)
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW's moment decays."""
-    eps: float = 1e-8
+    eps: float = number(1e-8, least=1e-20, most=1)
     """AdamW's denominator offset."""
-    weight_decay: float = 0.0
+    weight_decay: float = number(0.0, least=0, most=100)
     """Decoupled weight decay."""
-    warmup_steps: int = 0
+    warmup_steps: int = number(0, least=0, most=10**9)
     """Steps over which the learning rate grows linearly to `lr`."""
     schedule: str = "constant"
     """After warm-up: constant | linear | cosine, which fall towards `lr * min_lr_share` and would
     reach it one step after the last, so that no step runs at learning rate 0."""
-    min_lr_share: float = 0.0
+    min_lr_share: float = number(0.0, least=0, most=1)
     """Share of `lr` that a linear or cosine schedule falls towards."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = number(1.0, least=1e-9, most=1e9)
     """Gradients are clipped to this global norm."""
 
     def __post_init__(self) -> None:
+        check_fields("trainer", self)
         self._check_layout()
         require(
-            self.groups_per_step >= 1,
-            "trainer.groups_per_step",
-            "be at least 1",
-            self.groups_per_step,
-        )
-        require(
-            self.groups_per_part >= 0
-            and (self.groups_per_part == 0 or self.groups_per_step % self.groups_per_part == 0),
+            self.groups_per_part == 0 or self.groups_per_step % self.groups_per_part == 0,
             "trainer.groups_per_part",
             f"be 0 or divide trainer.groups_per_step ({self.groups_per_step})",
             self.groups_per_part,
-        )
-        require(
-            self.tokens_per_micro_batch >= 1,
-            "trainer.tokens_per_micro_batch",
-            "be at least 1",
-            self.tokens_per_micro_batch,
         )
         require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_choice("trainer.device", self.device, ("cpu", "cuda"))
         require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
         require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(self.lr >= 0, "trainer.lr", "be at least 0", self.lr)
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             "trainer.betas",
             "be two numbers from 0 to below 1",
             self.betas,
         )
-        require(self.eps > 0, "trainer.eps", "be above 0", self.eps)
-        require(self.weight_decay >= 0, "trainer.weight_decay", "be at least 0", self.weight_decay)
-        require(self.warmup_steps >= 0, "trainer.warmup_steps", "be at least 0", self.warmup_steps)
-        require(
-            0 <= self.min_lr_share <= 1,
-            "trainer.min_lr_share",
-            "be within 0 and 1",
-            self.min_lr_share,
-        )
-        require(self.max_grad_norm > 0, "trainer.max_grad_norm", "be above 0", self.max_grad_norm)
 
     def _check_layout(self) -> None:
         """How ranks, memory and compiler share the model."""
-        require(self.num_ranks >= 1, "trainer.num_ranks", "be at least 1", self.num_ranks)
-        for name in ("tensor_parallel", "replicate"):
-            value = getattr(self, name)
-            require(value >= 1, f"trainer.{name}", "be at least 1", value)
         require(
             self.num_ranks % (self.tensor_parallel * self.replicate) == 0,
             "trainer.num_ranks",

@@ -54,7 +54,7 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
         ("algorithm.rho=0.5", "algorithm.rho must be at least 1, got 0.5"),
         ("sampling.top_p=0.9", "sampling.top_p must be 1 in training"),
         ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
-        ("sampling.temperature=0", "sampling.temperature must be above 0"),
+        ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
         ("trainer.groups_per_part=5", "trainer.groups_per_part must be 0 or divide"),
         ("sampling.max_tokens=1024", "generator.max_context_tokens must hold"),
         ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
@@ -66,6 +66,10 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
         ("num_steps=0", "num_steps must be at least 1, got 0"),
         ("+trainer.lrr=1", "trainer.lrr must be a known key"),
         ("+lrr=1", "lrr must be a known key"),
+        ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
+        ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
+        ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
+        ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
     ],
 )
 def test_impossible_values_are_named(override: str, words: str) -> None:
