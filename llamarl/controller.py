@@ -127,9 +127,9 @@ class Controller:
                     await self._settle(group)
 
     async def _settle(self, group: Group) -> None:
-        if (reason := self.judge(group)) is None:
+        self.journal.verdict(group, reason := self.judge(group))
+        if reason is None:
             return await self.gate.settle(group)
-        self.journal.drop(group, reason)
         await self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
         await self.gate.drop(group, reason)
 

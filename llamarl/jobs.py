@@ -40,9 +40,10 @@ from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.inputs import Inputs, read_inputs, read_planned_architecture
 from llamarl.metrics.aggregate import LiveWaits, SpanTails
-from llamarl.metrics.console import Progress, render_summary, shorten
+from llamarl.metrics.console import Progress
 from llamarl.metrics.flat import flatten
 from llamarl.metrics.journal import Journal
+from llamarl.metrics.panel import render_summary, shorten
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize

@@ -1,6 +1,7 @@
-"""What a person sees: progress while the run goes on, and the table at its end.
+"""What a person sees while the run goes on.
 
-Owns: the look. Does not own: the numbers. Invariant: on a terminal one display redraws itself;
+Owns: when something is shown, and which figures. Does not own: the numbers, or how single figures
+look (`panel.py`). Invariant: on a terminal one display redraws itself;
 anywhere else (a log file, CI) there are whole lines only, one every few seconds.
 """
 
@@ -8,10 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -22,15 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from llamarl.metrics.aggregate import LiveShares, Shares, SpanTails
+from llamarl.metrics.drops import Drops, in_words
+from llamarl.metrics.panel import clock, draw_curve, draw_shares, facts_grid, is_shaped
 from llamarl.metrics.record import Scalars
 
 PLAIN_INTERVAL_S = 5.0
+PLAIN_DROPS_S = 10.0  # after so long without a line, what drops there were
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
-BAR_WIDTH = 20
-LABEL_WIDTH = 17
-BAR_LINES = ("\u2501", "\u254c")  # filled, empty
-CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 SHOWN_EXECUTORS = ("generator", "trainer")
 
 
@@ -55,7 +53,9 @@ class Progress:
         self._phase = "starting"
         self._scalars: Scalars = {}
         self._accuracies: deque[float] = deque(maxlen=CURVE_STEPS)
-        self._evaluations: list[tuple[int, float]] = []
+        self._rewards: deque[float] = deque(maxlen=CURVE_STEPS)
+        self._evaluations: list[tuple[int, float, float]] = []
+        self._drops = Drops()
         self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
         self._live_shares = LiveShares(SpanTails(spans_folder)) if spans_folder else None
         self._shares: dict[str, Shares] = {}
@@ -103,20 +103,29 @@ class Progress:
         self._step, self._scalars = step, scalars
         if "accuracy/train" in scalars:
             self._accuracies.append(scalars["accuracy/train"])
+            self._rewards.append(scalars["reward/mean"])
         due = time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S
         if self._live is None and (due or step in (self._first_step + 1, self._num_steps)):
             self._poll()
             self._print_line(self._step_line())
 
-    def evaluation(self, version: int, accuracy: float) -> None:
-        """The held-out accuracy of `version`, within 0 and 1."""
-        self._evaluations.append((version, accuracy))
+    def evaluation(self, version: int, accuracy: float, reward: float) -> None:
+        """What `version` reached on the held-out prompts; `accuracy` within 0 and 1."""
+        self._evaluations.append((version, accuracy, reward))
         if self._live is None:
-            self._print_line(f"held-out accuracy {accuracy:.1%} at version {version}")
+            shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
+            self._print_line(f"held-out {shaped}accuracy {accuracy:.1%} at version {version}")
+
+    def drops(self, drops: Drops) -> None:
+        """A group was judged; `drops` counts them all."""
+        self._drops = drops
+        due = time.monotonic() - self._printed_s >= PLAIN_DROPS_S
+        if self._live is None and due and drops.num_current:
+            self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
         self._printed_s = time.monotonic()
-        elapsed = _clock(self._printed_s - self._started_s)
+        elapsed = clock(self._printed_s - self._started_s)
         self.console.print(f"[{elapsed}] {words}", markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:
@@ -132,6 +141,8 @@ class Progress:
         busy = [
             f"{name} {s.busy:.0%}" for name, s in self._shares.items() if name in SHOWN_EXECUTORS
         ]
+        if self._drops.total:
+            parts.append(self._dropped())
         if busy:
             parts.append("busy " + ", ".join(busy))
         parts.append(f"eta {self._left()}")
@@ -148,11 +159,11 @@ class Progress:
         if not num_done:
             return "-"
         per_step_s = (time.monotonic() - self._trained_since_s) / num_done
-        return _clock(per_step_s * (self._num_steps - self._step))
+        return clock(per_step_s * (self._num_steps - self._step))
 
     def _render(self) -> RenderableType:
         self._poll()
-        elapsed = _clock(time.monotonic() - self._started_s)
+        elapsed = clock(time.monotonic() - self._started_s)
         head = Table.grid(expand=True, padding=(0, 1))
         for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
@@ -161,12 +172,12 @@ class Progress:
             ProgressBar(total=self._num_steps, completed=self._step),
             Text(f"{elapsed} elapsed, {self._left()} left", style="dim"),
         )
-        body = _facts_grid()
+        body = facts_grid()
         for label, value in self._facts():
             body.add_row(label, value)
         for name in SHOWN_EXECUTORS:
             if name in self._shares:
-                body.add_row(name, _bar(self._shares[name], self.console.options.ascii_only))
+                body.add_row(name, draw_shares(self._shares[name], self.console))
         return Panel(
             Group(head, body), title=f"llamarl: {self._phase}", title_align="left", box=box.ROUNDED
         )
@@ -174,16 +185,13 @@ class Progress:
     def _facts(self) -> list[tuple[str, Text]]:
         facts = []
         if self._accuracies:
-            curve = "" if self.console.options.ascii_only else _curve(list(self._accuracies))
-            accuracy = Text.assemble(
-                (f"{self._accuracies[-1]:6.1%}", "bold"), "  ", (curve, "cyan")
-            )
-            if "reward/mean" in self._scalars:
-                accuracy.append(f"  reward {self._scalars['reward/mean']:.3f}", "dim")
-            facts.append(("training accuracy", accuracy))
+            facts += self._trained()
         if self._evaluations:
-            held_out = [f"{accuracy:.1%} (v{v})" for v, accuracy in self._evaluations[-3:]]
-            facts.append(("held-out accuracy", Text("  ".join(held_out), style="bold")))
+            facts += self._held_out()
+        if self._drops.total:
+            current = f"{self._drops.num_ready:,} groups ready, {self._drops.num_current:,} dropped"
+            facts.append(("groups dropped", Text(in_words(self._drops.total))))
+            facts.append(("of the next step", Text(current)))
         if "staleness/mean" in self._scalars:
             mean, most = self._scalars["staleness/mean"], self._scalars["staleness/max"]
             facts.append(("token staleness", Text(f"mean {mean:.2f}  max {most:.0f}")))
@@ -192,102 +200,29 @@ class Progress:
             facts.append(("trained", Text(rate)))
         return facts
 
+    def _trained(self) -> list[tuple[str, Text]]:
+        """Reward and accuracy of the rollouts trained; the reward first where it says more."""
+        rewards = draw_curve(list(self._rewards), self.console)
+        accuracies = draw_curve(list(self._accuracies), self.console)
+        accuracy = Text(f"{self._accuracies[-1]:6.1%}  ", "bold").append(
+            accuracies, "not bold cyan"
+        )
+        if not is_shaped(self._rewards[-1], self._accuracies[-1]):
+            return [("training accuracy", accuracy)]
+        reward = Text(f"{self._rewards[-1]:6.3f}  ", "bold").append(rewards, "not bold cyan")
+        return [("training reward", reward), ("training accuracy", accuracy)]
 
-def render_summary(
-    summary: Mapping[str, Any],
-    paths: Mapping[str, str],
-    next_command: str,
-    console: Console | None = None,
-) -> None:
-    """Print the short table that ends a run.
+    def _held_out(self) -> list[tuple[str, Text]]:
+        latest = self._evaluations[-3:]
+        accuracies = "  ".join(f"{accuracy:.1%} (v{v})" for v, accuracy, _ in latest)
+        rows = [("held-out accuracy", Text(accuracies, "bold"))]
+        if any(is_shaped(reward, accuracy) for _, accuracy, reward in latest):
+            rewards = "  ".join(f"{reward:.3f} (v{v})" for v, _, reward in latest)
+            rows.insert(0, ("held-out reward", Text(rewards, "bold")))
+        return rows
 
-    `summary` as `summary.summarize` returns it; `paths`: label -> where it lies, in the order to
-    be shown; `next_command`: what the user may try next.
-    """
-    console = console or Console()
-    body = _facts_grid()
-    for label, value in _results(summary):
-        body.add_row(label, value)
-    body.add_row()
-    for name, shares in summary["executors"].items():
-        if name != "controller":
-            bar = _bar(Shares(shares["busy"], shares["wait"]), console.options.ascii_only)
-            body.add_row(name, bar)
-    console.print()
-    console.print(Panel(body, title="llamarl: done", title_align="left", box=box.ROUNDED))
-    for label, path in paths.items():
-        _print_pair(console, label, Text(shorten(path)))
-    _print_pair(console, "try next", Text(next_command, style="bold cyan"))
-    console.print()
-
-
-def _print_pair(console: Console, label: str, value: Text) -> None:
-    """Outside the panel and never wrapped, so that a path or command can be copied whole."""
-    padded = Text(f"  {label:<{LABEL_WIDTH}}  ", style="dim", end="")
-    console.print(padded, value, sep="", soft_wrap=True)
-
-
-def _facts_grid() -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
-    grid.add_column()
-    return grid
-
-
-def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    accuracy = Text.assemble(
-        (_percent(before), "bold"), " before   ", (_percent(after), "bold green"), " after"
-    )
-    rows = [("held-out accuracy", accuracy)]
-    rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
-    rows.append(("steps", Text(f"{summary['steps']}  in {_clock(summary['wall_s'])} {rate}")))
-    rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
-    dropped = summary["groups_dropped"].items()
-    if dropped:
-        words = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in dropped)
-        rows.append(("groups dropped", Text(words)))
-    if summary["staleness_mean"] is not None:
-        words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
-        mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"
-        rows.append(("token staleness", Text(f"{words}; {mixed}")))
-    if summary["both_busy_share"] is not None:
-        both = f"generator and trainer busy at once {summary['both_busy_share']:.0%} of the time"
-        rows.append(("overlap", Text(both)))
-    return rows
-
-
-def _bar(shares: Shares, ascii_only: bool) -> Text:
-    """Busy share as a bar, then the two longest waits and what was waited for."""
-    filled = round(shares.busy * BAR_WIDTH)
-    full, empty = ("#", ".") if ascii_only else BAR_LINES
-    bar = Text.assemble((full * filled, "green"), (empty * (BAR_WIDTH - filled), "grey30"))
-    bar.append(f" {shares.busy:4.0%} busy", "bold")
-    waits = sorted(shares.waits.items(), key=lambda item: -item[1])[:2]
-    words = ", ".join(f"{share:.0%} {reason}" for reason, share in waits if share >= 0.005)
-    if words:
-        bar.append(f"   waiting: {words}", "dim")
-    return bar
-
-
-def _curve(values: list[float]) -> str:
-    """One block per value, scaled from the least to the greatest."""
-    low, high = min(values), max(values)
-    scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
-    return "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def shorten(path: str) -> str:
-    """`path`, relative to the working folder where it lies inside, as one would type it."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+    def _dropped(self) -> str:
+        """Such as `dropped 180: 160 solved, 20 equal rewards (60 since the last step)`."""
+        current = self._drops.num_current
+        since = f" ({current:,} since the last step)" if current else ""
+        return f"dropped {in_words(self._drops.total)}{since}"

@@ -7,12 +7,12 @@ the display (`console.py`). Invariant: it only listens; the run would go the sam
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.metrics.aggregate import LiveWaits
 from llamarl.metrics.console import Progress
+from llamarl.metrics.drops import Drops
 from llamarl.metrics.record import sample_rows, step_scalars
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
@@ -38,16 +38,17 @@ class Journal:
     num_samples: int = 0
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
     _seconds: dict[str, float] = field(default_factory=dict)
-    _dropped: dict[str, list[Group]] = field(default_factory=lambda: defaultdict(list))
+    _drops: Drops = field(default_factory=Drops)
 
     def begin(self, version: int) -> None:
         """The loop starts at `version`: the first step is reckoned from here."""
         self._step_ended_ns = time.monotonic_ns()
         self.progress.begin(version)
 
-    def drop(self, group: Group, reason: str) -> None:
-        """`group` will not be trained."""
-        self._dropped[reason].append(group)
+    def verdict(self, group: Group, reason: str | None) -> None:
+        """`group` is scored: why it will not be trained, or None."""
+        self._drops.add(group, reason)
+        self.progress.drops(self._drops)
 
     def publish(self, seconds: float) -> None:
         """A version is live on the generators after `seconds`."""
@@ -63,7 +64,7 @@ class Journal:
             "evaluation/failed": evaluated.num_failed,
         }
         self.log.log(evaluated.version, scalars)
-        self.progress.evaluation(evaluated.version, evaluated.accuracy)
+        self.progress.evaluation(evaluated.version, evaluated.accuracy, evaluated.reward)
 
     async def step(self, stats: StepStats, groups: Sequence[Group]) -> None:
         """The optimizer step that made `stats.version` out of `groups` is done."""
@@ -72,7 +73,7 @@ class Journal:
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
         if self.waits is not None:
             seconds |= {f"wait/{name}": wait_s for name, wait_s in self.waits.take_s().items()}
-        dropped, self._dropped = self._dropped, defaultdict(list)
+        dropped = self._drops.take(len(groups))
         self._step_ended_ns, self._seconds = now_ns, {}
         completions: dict[int, str] = {}
         if self.read_completions is not None and self.num_samples:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llamarl.metrics.aggregate import Timeline, by_executor, read_timeline
 from llamarl.metrics.intervals import length
 from llamarl.metrics.record import TRAINED_TOKENS
@@ -31,8 +33,9 @@ Summary = dict[str, Any]
 def summarize(run_dir: str | Path) -> Summary:
     """Compute the summary, write it to `run_dir/summary.json` in one move and return it.
 
-    accuracy_before, accuracy_after: share of full marks among the scored held-out rollouts of the
-    first and of the last version evaluated; null where there was none (after: no second one).
+    accuracy_before, accuracy_after: share of full marks by the first reward function among the
+    scored held-out rollouts of the first and of the last version evaluated; null where there was
+    none (after: no second one). reward_before, reward_after: their mean reward.
     steps: versions trained. wall_s: from the first process's start to the last span, summed over
     sessions of a resumed run. tokens_per_s: response tokens of the rollouts trained, per second of
     the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
@@ -54,6 +57,8 @@ def summarize(run_dir: str | Path) -> Summary:
 KEYS = (
     "accuracy_before",
     "accuracy_after",
+    "reward_before",
+    "reward_after",
     "steps",
     "wall_s",
     "tokens_per_s",
@@ -80,7 +85,10 @@ class Rollouts:
     num_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    verdicts: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
+    # Of each version evaluated: (full marks, reward) of its scored rollouts.
+    evaluated: dict[int, list[tuple[bool, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
@@ -90,7 +98,7 @@ class Rollouts:
             self.dropped[line["reason"]].add(line["group_id"])
         elif line["fate"] == "evaluated" and line["reward"] is not None:
             correct = line.get("correct", line["reward"] >= 1.0)
-            self.verdicts[line["version"]].append(bool(correct))
+            self.evaluated[line["version"]].append((bool(correct), line["reward"]))
 
     def _add_trained(self, line: dict[str, Any]) -> None:
         self.versions.add(line["version"])
@@ -103,12 +111,16 @@ class Rollouts:
 
     def summary(self) -> Summary:
         """The keys that follow from the archive alone."""
-        accuracies = [sum(v) / len(v) for _, v in sorted(self.verdicts.items())]
+        held_out = [np.mean(pairs, axis=0).tolist() for _, pairs in sorted(self.evaluated.items())]
+        before = held_out[0] if held_out else (None, None)
+        after = held_out[-1] if len(held_out) > 1 else (None, None)
         num_tokens = self.staleness.total()
         total_staleness = sum(age * count for age, count in self.staleness.items())
         return {
-            "accuracy_before": accuracies[0] if accuracies else None,
-            "accuracy_after": accuracies[-1] if len(accuracies) > 1 else None,
+            "accuracy_before": before[0],
+            "accuracy_after": after[0],
+            "reward_before": before[1],
+            "reward_after": after[1],
             "steps": len(self.versions),
             "rollouts_trained": self.num_trained,
             "groups_dropped": {reason: len(ids) for reason, ids in sorted(self.dropped.items())},

@@ -274,7 +274,7 @@ class Diary:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
-    def drop(self, group: object, reason: str) -> None:
+    def verdict(self, group: object, reason: str | None) -> None:
         """Dropped groups cost what their rollouts cost."""
 
     def evaluation(self, evaluation: object) -> None:

@@ -319,8 +319,9 @@ class FakeJournal:
         self.drops: list[str] = []
         self.evaluations: list[object] = []
 
-    def drop(self, group: object, reason: str) -> None:
-        self.drops.append(reason)
+    def verdict(self, group: object, reason: str | None) -> None:
+        if reason is not None:
+            self.drops.append(reason)
 
     def publish(self, seconds: float) -> None: ...
 

@@ -263,7 +263,8 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
             num_samples=1,
         )
         journal.begin(5)
-        journal.drop(DROPPED, "equal_rewards")
+        journal.verdict(DROPPED, "equal_rewards")
+        journal.verdict(TRAINED, None)
         journal.publish(0.25)
         asyncio.run(journal.step(STATS, [TRAINED]))
         journal.evaluation(FinishedEvaluation())
@@ -276,6 +277,7 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
     assert steps[6]["evaluation/accuracy"] == 0.625
     assert steps[6]["histograms"]["staleness/tokens"] == {"1": 26}, "older than S=1 is masked"
     assert steps[7]["dropped/groups"] == 0, "drops are counted once"
+    assert steps[7]["dropped/equal_rewards"] == 0, "a reason that was met keeps its curve"
     assert "time/publish_s" not in steps[7]
     assert asked == [0, 0]
     marks = list(SpanReader(tmp_path / "spans/controller.jsonl").read())[1:]

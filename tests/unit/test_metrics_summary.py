@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from llamarl.executors.storage import StorageExecutor
-from llamarl.metrics.console import Progress, render_summary
+from llamarl.metrics.console import Progress
+from llamarl.metrics.drops import MEANINGS, Drops
+from llamarl.metrics.panel import render_summary
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
+from llamarl.types import FinishReason, Group
+from tests.unit.test_metrics_record import make_group, make_row
 from tests.unit.test_metrics_time import write_spans
 
 NAMED_BY_THE_README = {
     "accuracy_before",
     "accuracy_after",
+    "reward_before",
+    "reward_after",
     "steps",
     "wall_s",
     "tokens_per_s",
@@ -95,6 +102,8 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
     assert summary == {
         "accuracy_before": 0.5,
         "accuracy_after": 1.0,
+        "reward_before": 0.5,
+        "reward_after": 0.75,
         "steps": 3,
         "wall_s": 15.0,
         "tokens_per_s": 9.0,
@@ -147,7 +156,7 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
     paths = {"TensorBoard": "/somewhere/" + "deep/" * 20, "exported model": "runs/x/export"}
     command = "llamarl train --config-dir recipes/quickstart " + "a.b=1 " * 10 + "end=1"
     text = show(lambda console: render_summary(summary, paths, command, console))
-    for words in ("50.0% before", "100.0% after", "0:15", "2 equal rewards", "1 failed reward"):
+    for words in ("50.0% before", "100.0% after", "0:15", "3: 2 equal rewards, 1 failed reward"):
         assert words in text
     for words in ("trainer", "60% busy", "40% batch", "mean 0.60, max 1", "67%", "20%"):
         assert words in text
@@ -161,7 +170,7 @@ def drive(progress: Progress) -> None:
     with progress:
         progress.phase("starting 4 processes")
         progress.begin(0)
-        progress.evaluation(0, 0.48)
+        progress.evaluation(0, 0.48, 0.48)
         for step in (1, 2, 3):
             scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
             progress.step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
@@ -234,3 +243,118 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
     assert summary["mixed_version_share"] == 1.0
     assert summary["groups_dropped"] == {"failed_reward": 1}
     assert summary["accuracy_before"] == 0.0
+
+
+def scored(number: int, *rewards: float | None, finish: FinishReason = FinishReason.STOP) -> Group:
+    rows = [make_row(10 * number + i, (3, 4), finish=finish) for i in range(len(rewards))]
+    return make_group(number, rows, list(rewards))
+
+
+def test_drops_are_shown_while_a_step_still_waits_for_its_groups():
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(2, live=True, console=console)
+    drops = Drops()
+    for group_id in range(180):
+        drops.add(scored(group_id, 1.0, 1.0), "solved" if group_id >= 20 else "equal_rewards")
+    for group_id in range(12):
+        drops.add(scored(group_id, 0.0, 1.0), None)
+    progress.drops(drops)
+    console.print(progress._render())
+    text = console.export_text()
+    assert "180: 160 solved, 20 equal rewards" in text
+    assert "12 groups ready, 180 dropped" in text
+    drops.take(8)
+    console.print(progress._render())
+    text = console.export_text()
+    assert "180: 160 solved, 20 equal rewards" in text
+    assert "4 groups ready, 0 dropped" in text
+
+
+def test_a_log_file_says_every_few_seconds_what_was_dropped():
+    console = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(2, live=True, console=console)
+    drops = Drops()
+    for group_id in range(3):
+        drops.add(scored(group_id, 1.0, 1.0), "solved")
+        progress.drops(drops)
+    assert console.export_text(clear=False) == "", "not a line per group"
+    progress._printed_s -= 60
+    progress.drops(drops)
+    progress.drops(drops)
+    assert console.export_text().count("step 0/2  dropped 3: 3 solved") == 1
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, verdicts: list[tuple[Group, str | None]]) -> list:
+    caplog.clear()
+    drops = Drops()
+    for group, reason in verdicts:
+        drops.add(group, reason)
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_a_warning_names_once_why_more_than_half_of_the_groups_are_dropped(caplog):
+    good, full = (scored(0, 0.0, 1.0), None), (scored(1, 1.0, 1.0), "solved")
+    assert warnings_of(caplog, [full] * 32) == []
+    assert warnings_of(caplog, [good, full] * 200) == [], "half is not more than half"
+    (warning,) = warnings_of(caplog, [good] * 300 + [full] * 300)
+    assert "33 of the last 64 groups were dropped, 33 of them as solved" in warning
+    assert MEANINGS["solved"] in warning
+    failed, cut = scored(2, 0.0, None), scored(3, 0.0, 0.0, finish=FinishReason.LENGTH)
+    first, second = warnings_of(
+        caplog, [(failed, "failed_reward")] * 40 + [(cut, "equal_rewards")] * 80
+    )
+    assert "the last error: too slow" in first
+    assert "2 of the last one's 2 rollouts were cut at max_tokens" in second
+
+
+def test_every_reason_for_a_drop_has_a_meaning():
+    from llamarl.algorithms import advantages
+
+    reasons = {v for k, v in vars(advantages).items() if k.isupper() and isinstance(v, str)}
+    assert reasons <= set(MEANINGS)
+    assert "failed_reward" in reasons
+
+
+def test_a_shaped_reward_leads_and_one_equal_to_the_accuracy_is_left_out(run_dir):
+    def final(**values: float) -> list[str]:
+        summary = summarize(run_dir) | values
+        return show(lambda c: render_summary(summary, {}, "next", c)).splitlines()
+
+    shaped = final(accuracy_before=0.0, accuracy_after=0.0, reward_before=0.1, reward_after=0.334)
+    reward, accuracy = (line for line in shaped if "held-out" in line)
+    assert "held-out reward    0.100 before   0.334 after" in reward
+    assert "0.0% before   0.0% after   (full marks)" in accuracy
+    plain = final(accuracy_before=0.5, accuracy_after=1.0, reward_before=0.5, reward_after=1.0)
+    assert [line for line in plain if "held-out reward" in line] == []
+
+
+def test_progress_shows_shaped_rewards_beside_the_accuracy():
+    plain = Console(width=80, record=True, file=io.StringIO())
+    Progress(3, live=False, console=plain).evaluation(0, 0.0, 0.25)
+    assert "held-out reward 0.250, accuracy 0.0% at version 0" in plain.export_text()
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.step(1, {"reward/mean": 0.125, "accuracy/train": 0.0})
+    progress.evaluation(1, 0.0, 0.25)
+    console.print(progress._render())
+    text = console.export_text()
+    for words in ("training reward", "0.125", "held-out reward    0.250 (v1)"):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_console_is_too_narrow_for_the_panels(run_dir, width):
+    summary = summarize(run_dir)
+    waits = {"requests": 0.3, "activation of the other side": 0.2}
+    summary["executors"] = {"generator": {"busy": 0.5, "wait": waits}}
+    console = Console(width=width, record=True, file=io.StringIO())
+    render_summary(summary, {"timeline": "x" * 200}, "y" * 200, console)
+    lines = console.export_text().splitlines()
+    panel = [line for line in lines if line[:1] in "|\u2502\u256d\u2570+" and line]
+    assert {len(line) for line in panel} == {width}
+    (generator,) = (line for line in panel if "% busy" in line)
+    assert "50% busy" in generator
+    assert "30% requests" in generator
+    assert sum("activation" in line for line in panel) == (width >= 120)
+    assert any(line.endswith("x" * 200) for line in lines)
+    assert any(line.endswith("y" * 200) for line in lines)

@@ -1,0 +1,99 @@
+"""Groups that were dropped: how many, why, and when to warn.
+
+Owns: counts by reason since the start, the groups of the step at work, the early warning. Does not
+own: the verdict (`algorithms/verdict.py`) or the end of a run without signal (`staleness.py`).
+Invariant: each reason is warned of once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+from llamarl.types import FinishReason, Group, ScoreStatus
+
+log = logging.getLogger(__name__)
+
+WINDOW_GROUPS = 64  # so many of the latest verdicts are looked at
+
+MEANINGS = {
+    "solved": "every rollout of such a group has full marks, so the prompts are too easy",
+    "equal_rewards": "the rewards within such a group are all equal, so they give no signal",
+    "failed_reward": "reward code failed for a rollout of such a group",
+}
+
+
+class Drops:
+    """Counts the verdicts on the groups of one run."""
+
+    def __init__(self) -> None:
+        self.total: Counter[str] = Counter()
+        self.num_ready = 0
+        """Groups worth training on that no step has taken yet."""
+        self._current: dict[str, list[Group]] = defaultdict(list)
+        self._window: deque[str | None] = deque(maxlen=WINDOW_GROUPS)  # None: not dropped
+        self._latest: dict[str, Group] = {}
+        self._warned: set[str] = set()
+
+    @property
+    def num_current(self) -> int:
+        """Groups dropped since the last step."""
+        return sum(map(len, self._current.values()))
+
+    def add(self, group: Group, reason: str | None) -> None:
+        """The verdict on `group`: why it is dropped, or None if it is worth training on."""
+        self._window.append(reason)
+        if reason is None:
+            self.num_ready += 1
+        else:
+            self.total[reason] += 1
+            self._current[reason].append(group)
+            self._latest[reason] = group
+            self._warn()
+
+    def take(self, num_trained: int) -> dict[str, list[Group]]:
+        """A step has trained so many groups; those dropped since the one before, by reason.
+
+        Every reason met since the start is there, so that its curve falls back to 0.
+        """
+        self.num_ready -= num_trained
+        current, self._current = self._current, defaultdict(list)
+        return {reason: current[reason] for reason in self.total}
+
+    def _warn(self) -> None:
+        """Say so, once per reason, when more than half of a window's groups were dropped."""
+        counts = Counter(reason for reason in self._window if reason is not None)
+        reason, count = counts.most_common(1)[0]
+        if reason in self._warned or 2 * counts.total() <= WINDOW_GROUPS:
+            return
+        self._warned.add(reason)
+        log.warning(
+            "%d of the last %d groups were dropped, %d of them as %s: %s. Dropped groups teach "
+            "nothing; algorithm.max_drops_in_row of them, one after another, end the run.",
+            counts.total(),
+            len(self._window),
+            count,
+            reason,
+            explain(reason, self._latest[reason]),
+        )
+
+
+def explain(reason: str, group: Group) -> str:
+    """What the reason means, with what `group`, dropped for it, shows."""
+    words = MEANINGS.get(reason, f"their verdict was {reason}")
+    errors = [s.error for s in group.scores.values() if s.status is not ScoreStatus.OK]
+    if errors:
+        lines = errors[-1].strip().splitlines() or ["no message"]
+        return f"{words} (the last error: {lines[-1]})"
+    cut = [row.finish_reason is FinishReason.LENGTH for row in group.rows.values()]
+    if 2 * sum(cut) > len(cut):
+        words += f" ({sum(cut)} of the last one's {len(cut)} rollouts were cut at max_tokens)"
+    return words
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """{"solved": 160, "equal_rewards": 20} -> "180: 160 solved, 20 equal rewards"."""
+    parts = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    named: Sequence[str] = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in parts]
+    return f"{sum(counts.values()):,}: {', '.join(named)}"

@@ -1,0 +1,159 @@
+"""How figures look on a console: bars, curves, times, and the table that ends a run.
+
+Owns: the look of single figures and of the final table. Does not own: the numbers, or what moves
+while a run goes on (`console.py`). Invariant: commands and paths are never wrapped or cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from llamarl.metrics.aggregate import Shares
+from llamarl.metrics.drops import in_words
+
+BAR_WIDTHS = (20, 8)  # on a console of usual width, on a narrow one
+BAR_LINES = ("\u2501", "\u254c")  # filled, empty
+BUSY_WIDTH = len(" 100% busy")
+CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+LABEL_WIDTH = 17
+MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
+WHEN = ("before", "after")  # the first step and the last one
+REWARD_DIGITS = 4  # a reward equal to the accuracy in so many says nothing beside it
+
+
+def render_summary(
+    summary: Mapping[str, Any],
+    paths: Mapping[str, str],
+    next_command: str,
+    console: Console | None = None,
+) -> None:
+    """Print the short table that ends a run.
+
+    `summary` as `summary.summarize` returns it; `paths`: label -> where it lies, in the order to
+    be shown; `next_command`: what the user may try next.
+    """
+    console = console or Console()
+    body = facts_grid()
+    for label, value in _results(summary):
+        body.add_row(label, value)
+    body.add_row()
+    for name, shares in summary["executors"].items():
+        if name != "controller":
+            body.add_row(name, draw_shares(Shares(shares["busy"], shares["wait"]), console))
+    console.print()
+    console.print(Panel(body, title="llamarl: done", title_align="left", box=box.ROUNDED))
+    for label, path in paths.items():
+        _print_pair(console, label, Text(shorten(path)))
+    _print_pair(console, "try next", Text(next_command, style="bold cyan"))
+    console.print()
+
+
+def facts_grid() -> Table:
+    """A table of labels and values without lines."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
+    grid.add_column()
+    return grid
+
+
+def draw_shares(shares: Shares, console: Console) -> Text:
+    """Busy share as a bar, then what fits of the two longest waits and what was waited for."""
+    room = console.width - LABEL_WIDTH - MARGINS
+    wide, narrow = BAR_WIDTHS
+    width = wide if room >= 2 * wide + BUSY_WIDTH else narrow
+    full, empty = ("#", ".") if console.options.ascii_only else BAR_LINES
+    filled = round(shares.busy * width)
+    bar = Text.assemble((full * filled, "green"), (empty * (width - filled), "grey30"))
+    bar.append(f" {shares.busy:4.0%} busy", "bold")
+    waits = sorted(shares.waits.items(), key=lambda item: -item[1])[:2]
+    label = "   waiting: " if width == wide else "  wait "
+    words = [f"{share:.0%} {reason}" for reason, share in waits if share >= 0.005]
+    while words:
+        waiting = label + ", ".join(words)
+        if len(bar) + len(waiting) <= room:
+            bar.append(waiting, "dim")
+            break
+        words.pop()
+    return bar
+
+
+def draw_curve(values: list[float], console: Console) -> str:
+    """One block per value, scaled from the least to the greatest; ASCII consoles get none."""
+    if console.options.ascii_only:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(CURVE_BLOCKS) - 1) / ((high - low) or 1.0)
+    return "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def clock(seconds: float) -> str:
+    """83 -> "1:23"; 3683 -> "1:01:23"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def is_shaped(reward: float | None, accuracy: float | None) -> bool:
+    """True if the reward says more than the accuracy: some are neither 0 nor full marks."""
+    if reward is None or accuracy is None:
+        return reward is not None
+    return round(reward - accuracy, REWARD_DIGITS) != 0
+
+
+def shorten(path: str) -> str:
+    """`path`, relative to the working folder where it lies inside, as one would type it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def _print_pair(console: Console, label: str, value: Text) -> None:
+    """Outside the panel and never wrapped, so that a path or command can be copied whole."""
+    padded = Text(f"  {label:<{LABEL_WIDTH}}  ", style="dim", end="")
+    console.print(padded, value, sep="", soft_wrap=True)
+
+
+def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    rows = _held_out(summary)
+    rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
+    rows.append(("steps", Text(f"{summary['steps']}  in {clock(summary['wall_s'])} {rate}")))
+    rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
+    if summary["groups_dropped"]:
+        rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
+    if summary["staleness_mean"] is not None:
+        words = f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']} versions"
+        mixed = f"{summary['mixed_version_share']:.0%} of rollouts mix versions"
+        rows.append(("token staleness", Text(f"{words}; {mixed}")))
+    if summary["both_busy_share"] is not None:
+        both = f"generator and trainer busy at once {summary['both_busy_share']:.0%} of the time"
+        rows.append(("overlap", Text(both)))
+    return rows
+
+
+def _held_out(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    """Before and after: the reward first where it says more than the share of full marks."""
+    pairs = [(summary[f"reward_{when}"], summary[f"accuracy_{when}"]) for when in WHEN]
+    accuracy = _before_after([_percent(accuracy) for _, accuracy in pairs])
+    if not any(is_shaped(*pair) for pair in pairs):
+        return [("held-out accuracy", accuracy)]
+    reward = _before_after(["-" if reward is None else f"{reward:.3f}" for reward, _ in pairs])
+    return [
+        ("held-out reward", reward),
+        ("held-out accuracy", accuracy.append("   (full marks)", "dim")),
+    ]
+
+
+def _before_after(values: list[str]) -> Text:
+    before, after = values
+    return Text.assemble((before, "bold"), " before   ", (after, "bold green"), " after")
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
