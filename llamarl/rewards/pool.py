@@ -2,7 +2,8 @@
 
 Owns: the worker processes, one thread for each, the queue between them, the time limit. Does not
 own: reading completions (`executors/scorer.py`) or what failures mean for the run. Invariant:
-every completion handed in gets exactly one Score; a failure carries its cause, never a number.
+every completion handed in gets exactly one Score; a failure carries its cause, never a number; and
+nothing that reward code does to its process is more than such a failure.
 
 A thread per process, for two reasons: the kernel ties a worker's life to the thread that started
 it, so that thread must live as long as the pool; and a blocking thread keeps the time of its
@@ -12,7 +13,9 @@ worker whatever the event loop is doing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
+import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -26,8 +29,13 @@ from llamarl.rewards.process import WorkerError, WorkerProcess
 from llamarl.types import Prompt, Score, ScoreStatus
 
 CHUNK_COMPLETIONS = 16  # per message: small enough to spread over workers, large enough to be cheap
+TOKEN_BYTES = 8
 PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
 START_S = 120.0  # importing on a busy machine is slow; this only ends a start that hangs
+SHOWN_PROMPT_CHARS = 60
+FAILURES = {status.value: status for status in ScoreStatus if status is not ScoreStatus.OK}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +56,8 @@ class RewardPool:
 
     `task_source` is the content of the recipe's task.py. A worker that is silent for
     `config.timeout_s` over one completion is killed and replaced, and that completion is HUNG;
-    one that dies (segmentation fault, out of memory) makes it RAISED.
+    one that dies (segmentation fault, out of memory) makes it RAISED, and so does one that writes
+    what was not asked for: each answer must repeat its completion's random token, once.
     """
 
     def __init__(self, config: RewardConfig, task_source: str | None = None) -> None:
@@ -121,11 +130,18 @@ class RewardPool:
     def _score_chunk(self, index: int, completions: Sequence[Completion]) -> list[Score]:
         scores: list[Score] = []
         while len(scores) < len(completions):
-            process = self._processes.get(index) or self._start_process(index)
             rest = completions[len(scores) :]
-            process.send(_message(rest))
-            for completion in rest:
-                score = self._await_score(process, completion)
+            try:
+                process = self._ready_process(index)
+            except (OSError, RuntimeError, ValueError) as error:
+                if self._closed.is_set():
+                    raise RuntimeError("the reward pool was closed while it scored") from error
+                why = f"the reward process could not be started again: {error}"
+                return scores + [_failure(item, ScoreStatus.RAISED, why) for item in rest]
+            tokens = [secrets.token_hex(TOKEN_BYTES) for _ in rest]
+            process.send(_message(rest, tokens))
+            for completion, token in zip(rest, tokens, strict=True):
+                score = self._await_score(process, completion, token)
                 if self._closed.is_set():  # `close` killed the process: that is no verdict
                     raise RuntimeError("the reward pool was closed while it scored")
                 scores.append(score)
@@ -134,31 +150,43 @@ class RewardPool:
                     break
         return scores
 
-    def _await_score(self, process: WorkerProcess, completion: Completion) -> Score:
-        row_id = completion.row_id
+    def _await_score(self, process: WorkerProcess, completion: Completion, token: str) -> Score:
         try:
-            answer = process.receive(self._config.timeout_s)
+            answer = process.receive(self._config.timeout_s, token)
+            if answer is not None:
+                return self._verdict(completion, answer)
         except WorkerError as error:
-            return Score(row_id=row_id, status=ScoreStatus.RAISED, error=str(error))
-        if answer is None:
-            return Score(
-                row_id=row_id,
-                status=ScoreStatus.HUNG,
-                error=f"a reward must end within {self._config.timeout_s:g} s (reward.timeout_s), "
-                f"got no answer; it was at\n{process.stack()}",
-            )
+            return _failure(completion, ScoreStatus.RAISED, str(error))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            process.close()
+            why = f"reward code must leave the answers of its process alone, got {error!r} from one"
+            return _failure(completion, ScoreStatus.RAISED, why)
+        return _failure(
+            completion,
+            ScoreStatus.HUNG,
+            f"a reward must end within {self._config.timeout_s:g} s (reward.timeout_s), "
+            f"got no answer; it was at\n{process.stack()}",
+        )
+
+    def _verdict(self, completion: Completion, answer: dict[str, Any]) -> Score:
         if "error" in answer:
-            return Score(row_id=row_id, status=ScoreStatus(answer["status"]), error=answer["error"])
-        parts: dict[str, float] = answer["parts"]
+            return _failure(completion, FAILURES[answer["status"]], str(answer["error"]))
+        parts = {name: float(answer["parts"][name]) for name in self._config.functions}
         pairs = zip(self._config.functions, self._config.weights, strict=True)
         reward = sum(weight * parts[name] for name, weight in pairs)
         if not isfinite(reward):
-            return Score(
-                row_id=row_id,
-                status=ScoreStatus.INVALID,
-                error=f"the weighted sum of rewards must be finite, got {reward} from {parts}",
-            )
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
+            why = f"the weighted sum of rewards must be finite, got {reward} from {parts}"
+            return _failure(completion, ScoreStatus.INVALID, why)
+        return Score(row_id=completion.row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
+
+    def _ready_process(self, index: int) -> WorkerProcess:
+        """The worker, or another if it ended or wrote something while nothing was asked of it."""
+        process = self._processes.get(index)
+        if process is not None and not process.is_quiet():
+            logger.warning("reward worker %d was not quiet between rewards: replaced", process.pid)
+            self._end_process(index)
+            process = None
+        return process or self._start_process(index)
 
     def _start_process(self, index: int) -> WorkerProcess:
         process = WorkerProcess()
@@ -167,8 +195,9 @@ class RewardPool:
             process.kill()
         with ExitStack() as on_failure:
             on_failure.callback(self._end_process, index)
-            process.send(self._setup)
-            answer = process.receive(START_S)
+            token = secrets.token_hex(TOKEN_BYTES)
+            process.send({"token": token, **self._setup})
+            answer = process.receive(START_S, token)
             if answer is None:
                 raise RuntimeError(
                     f"a reward process must be ready within {START_S:g} s, got no sign; it was at\n"
@@ -176,6 +205,7 @@ class RewardPool:
                 )
             if "error" in answer:
                 raise ValueError(f"the reward functions must load, got {answer['error']}")
+            process.pid = int(answer["pid"])
             on_failure.pop_all()
         return process
 
@@ -185,7 +215,14 @@ class RewardPool:
             process.close()
 
 
-def _message(completions: Sequence[Completion]) -> dict[str, Any]:
+def _failure(completion: Completion, status: ScoreStatus, why: str) -> Score:
+    text = completion.prompt.text
+    shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
+    error = f"on the prompt of line {completion.prompt.prompt_id} ({shown!r}): {why}"
+    return Score(row_id=completion.row_id, status=status, error=error)
+
+
+def _message(completions: Sequence[Completion], tokens: Sequence[str]) -> dict[str, Any]:
     """The request for these completions; a prompt they share travels once."""
     places: dict[int, int] = {}
     prompts: list[dict[str, Any]] = []
@@ -196,7 +233,7 @@ def _message(completions: Sequence[Completion]) -> dict[str, Any]:
     return {
         "prompts": prompts,
         "completions": [
-            (places[id(completion.prompt)], completion.text, completion.finished)
-            for completion in completions
+            (places[id(item.prompt)], item.text, item.finished, token)
+            for item, token in zip(completions, tokens, strict=True)
         ],
     }

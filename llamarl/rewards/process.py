@@ -1,7 +1,8 @@
 """One worker process of the reward pool, seen from the thread that owns it.
 
 Owns: starting it, its pipes, its stderr, its end. Does not own: what is sent or the time limit.
-Invariant: no call blocks longer than its `limit_s`, whatever the process does.
+Invariant: no call blocks longer than its `limit_s`, whatever the process does, and no answer is
+believed that does not repeat the token of its request; a process that gives another is ended.
 """
 
 from __future__ import annotations
@@ -16,23 +17,33 @@ import subprocess
 import sys
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
+
+from llamarl.rewards.supervisor import end_descendants
 
 logger = logging.getLogger(__name__)
 
 STACK_S = 0.5  # a hung worker gets this long to write its stack
 READ_BYTES = 65536
 STDERR_LINES = 40
+STDERR_LINE_BYTES = 2000  # the rest of a longer line is left out
+LOGGED_LINES = 200  # per message: user code that prints without end must not fill the disk
+MAX_ANSWER_BYTES = 1_000_000
+SHOWN_BYTES = 100  # of an answer that cannot be believed
+END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
+LAST_WORDS_S = 1.0  # for a worker that closed its channel to end by itself, and say how
 
 
 class WorkerError(RuntimeError):
-    """The process ended; the text says how, with the last lines of its standard error."""
+    """The process ended, or had to be; the text says how, with the last lines of its standard
+    error."""
 
 
 class WorkerProcess:
     """Lines of JSON to and from `python -m llamarl.rewards.worker`.
 
     Start it from a thread that lives as long as it is needed: the worker dies with that thread.
+    The process started is the worker's supervisor, which ends the worker with all its children.
     """
 
     def __init__(self) -> None:
@@ -45,7 +56,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is the parent's; `kill` reaches what user code started
+            start_new_session=True,  # Ctrl-C is the parent's
         )
         pipes = self._process.stdin, self._process.stdout, self._process.stderr
         self._pipes = [pipe for pipe in pipes if pipe is not None]
@@ -57,30 +68,37 @@ class WorkerProcess:
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._stderr_rest = b""
         self._stderr_open = True
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._num_logged = 0
+        self.pid = self._process.pid
+        """The supervisor's, until the worker's is known."""
 
     @property
     def ended(self) -> bool:
         """True once `receive` has raised WorkerError, or after `close`."""
         return self._process.returncode is not None
 
+    def is_quiet(self) -> bool:
+        """False if it ended, or wrote something, although nothing was asked."""
+        waiting = select.select([self._out], [], [], 0)[0]
+        return not (self._answers or self._answer_rest or waiting)
+
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message; it leaves during `receive`. Values JSON lacks travel as text."""
         line = json.dumps(message, default=str).encode() + b"\n"
         self._unsent = memoryview(bytes(self._unsent) + line)
+        self._num_logged = 0
 
-    def receive(self, limit_s: float) -> dict[str, Any] | None:
-        """The next answer, or None after `limit_s`. Raises WorkerError."""
+    def receive(self, limit_s: float, token: str) -> dict[str, Any] | None:
+        """The next answer, which must repeat `token`, or None after `limit_s`.
+
+        Raises WorkerError if there will be none, or user code wrote among the answers.
+        """
         end = time.monotonic() + limit_s
         while not self._answers:
             left_s = end - time.monotonic()
             if left_s <= 0 or not self._exchange(left_s):
                 return None
-        answer: dict[str, Any] = json.loads(self._answers.popleft())
-        return answer
+        return self._believe(self._answers.popleft(), token)
 
     def stack(self) -> str:
         """What the (hung) process is doing: its Python stack."""
@@ -96,18 +114,44 @@ class WorkerProcess:
         return "\n".join(self._stderr) or "(it gave no stack)"
 
     def kill(self) -> None:
-        """End the process and everything it started in its session; from any thread."""
+        """Have the supervisor end the worker and everything it started; from any thread."""
         if self._process.returncode is not None:  # reaped: the number may be another's by now
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.kill(self._process.pid, signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGCONT)  # user code may have stopped it
 
     def close(self) -> None:
         """Kill, reap, and close the pipes; for the owning thread."""
-        self.kill()
-        self._process.wait()
+        self._end()
         for pipe in self._pipes:
             pipe.close()
+
+    def _end(self) -> None:
+        self.kill()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:  # user code keeps the supervisor from its work
+            end_descendants(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+
+    def _believe(self, line: bytes, token: str) -> dict[str, Any]:
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("token") != token:
+            self._refuse(line)
+        return answer
+
+    def _refuse(self, line: bytes) -> NoReturn:
+        self.close()
+        shown = line[:SHOWN_BYTES].decode(errors="replace")
+        raise WorkerError(
+            "reward code must not write into descriptors that it did not open, got "
+            f"{shown!r} among the answers of its process, which was ended"
+        )
 
     def _exchange(self, limit_s: float) -> bool:
         """Move what can be moved through the pipes; False if nothing could within `limit_s`."""
@@ -131,21 +175,30 @@ class WorkerProcess:
                 raise WorkerError(self._last_words())
             *lines, self._answer_rest = (self._answer_rest + data).split(b"\n")
             self._answers.extend(lines)
+            if len(self._answer_rest) > MAX_ANSWER_BYTES:
+                self._refuse(self._answer_rest)
         return bool(ready)
 
     def _read_stderr(self) -> None:
         data = os.read(self._err, READ_BYTES)
         self._stderr_open = bool(data)
-        *lines, self._stderr_rest = (self._stderr_rest + data).split(b"\n")
+        *lines, rest = (self._stderr_rest + data).split(b"\n")
+        self._stderr_rest = rest[:STDERR_LINE_BYTES]
         for line in lines:
-            text = line.decode(errors="replace")
+            text = line[:STDERR_LINE_BYTES].decode(errors="replace")
             self._stderr.append(text)
-            logger.info("reward worker %d: %s", self.pid, text)
+            self._num_logged += 1
+            if self._num_logged <= LOGGED_LINES:
+                logger.info("reward worker %d: %s", self.pid, text)
 
     def _last_words(self) -> str:
-        self.kill()  # it closed its output, but may still run
-        code = self._process.wait()
+        try:
+            code = self._process.wait(LAST_WORDS_S)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            cause = f"the reward process ended by itself ({how})"
+        except subprocess.TimeoutExpired:  # it runs on, or what it started is being ended
+            cause = "the reward process closed the pipe of its answers"
+        self._end()
         while self._stderr_open and select.select([self._err], [], [], 0)[0]:
             self._read_stderr()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "\n".join([f"the reward process ended by itself ({how})", *self._stderr])
+        return "\n".join([cause, *self._stderr])

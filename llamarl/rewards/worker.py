@@ -1,23 +1,32 @@
 """A process of the reward pool: `python -m llamarl.rewards.worker <pid of the pool>`.
 
 Owns: the loop that answers requests, one line of JSON per completion, in order. Does not own: the
-time limit (the pool's) or the weighted sum. Invariant: it never outlives its parent: it asks the
-kernel to be killed with it, and ends when its input ends.
+time limit (the pool's), the weighted sum, or the end of what user code starts (`supervisor.py`).
+Invariant: it never outlives its pool; every answer repeats the token of what it answers.
 
-First line in: {"config": {...}, "task_source": str | null}; out: {} once it can work, else
-{"error": str}. Then lines {"prompts": [{...}], "completions": [[index of prompt, text, finished],
-...]}, each answered by one line {"parts": {function: float}} or {"status": str, "error": str} per
-completion. What user code prints goes to standard error. SIGUSR1 writes the current stack there.
+First line in: {"token": str, "config": {...}, "task_source": str | null}; out: {"token", "pid"}
+once it can work, else {"token", "error": str}. Then lines {"prompts": [{...}], "completions":
+[[index of prompt, text, finished, token], ...]}, each answered by one line {"token", "parts":
+{function: float}} or {"token", "status": str, "error": str} per completion. What user code prints
+goes to standard error. SIGUSR1 writes the current stack there.
+
+What user code can do to the answers: standard input and output are not the channel, the channel is
+inherited by no program that user code starts, and what is written into it without the token of the
+completion in hand is found out by the pool, which replaces the worker. But user code shares this
+process's memory: code that sets out to can read tokens or replace functions, just as it may
+return any reward it likes. task.py is therefore trusted to judge; text that a model wrote and that
+task.py runs is not, and belongs into a program of its own (subprocess), never into exec or eval.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import fcntl
 import json
 import math
 import numbers
 import os
+import secrets
 import signal
 import sys
 import traceback
@@ -25,25 +34,40 @@ from typing import Any
 
 from llamarl.config import RewardConfig
 from llamarl.rewards.functions import Reward, load_functions
+from llamarl.rewards.supervisor import supervise
 from llamarl.types import Prompt, ScoreStatus
 
-PR_SET_PDEATHSIG = 1
 MAX_TRACEBACK_CHARS = 8000
+CHANNEL_DESCRIPTORS = (
+    100,
+    200,
+)  # numbers from here on, and how many: above what loops over few close
 
 
 def main() -> None:
-    """Serve until the input ends."""
-    _die_with(int(sys.argv[1]))
-    # User code must neither read requests nor write among the answers.
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    """Serve until the input ends; threads that user code has left running do not delay the end."""
+    supervise(int(sys.argv[1]))
+    try:
+        _serve()
+    except BaseException:  # noqa: BLE001 - user code may have closed the channel, or patched json
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve() -> None:
+    own_pid = os.getpid()
+    requests = os.fdopen(_move(0, os.O_RDONLY), "rb")
+    answers = os.fdopen(_move(1, os.O_WRONLY), "wb")
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
+    encode = json.JSONEncoder().encode
 
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value).encode() + b"\n")
+    def answer(token: str, value: dict[str, Any]) -> None:
+        if os.getpid() != own_pid:  # user code has forked and returned twice
+            os._exit(0)
+        answers.write(encode({"token": token, **value}).encode() + b"\n")
         answers.flush()
 
     setup = json.loads(requests.readline())
@@ -51,19 +75,29 @@ def main() -> None:
     try:
         functions = load_functions(config, setup["task_source"])
     except BaseException as error:  # noqa: BLE001 - running the user's task.py
-        answer({"error": _where(error)})
+        answer(setup["token"], {"error": _where(error)})
         os._exit(1)
-    answer({})
+    answer(setup["token"], {"pid": own_pid})
     for line in requests:
         message = json.loads(line)
         prompts = [
             Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
             for fields in message["prompts"]
         ]
-        for index, completion, finished in message["completions"]:
-            answer(judge(functions, prompts[index], completion, finished, config))
+        for index, completion, finished, token in message["completions"]:
+            answer(token, judge(functions, prompts[index], completion, finished, config))
         sys.stdout.flush()
-    os._exit(0)  # whatever threads user code has left running
+
+
+def _move(descriptor: int, mode: int) -> int:
+    """Give one of the two pipes of the channel another number, and its own to /dev/null."""
+    first, count = CHANNEL_DESCRIPTORS
+    low = first + secrets.randbelow(count)
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, low)
+    nothing = os.open(os.devnull, mode)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+    return moved
 
 
 def judge(
@@ -89,14 +123,6 @@ def judge(
             }
         parts[name] = number
     return {"parts": parts}
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call above
-            os._exit(1)
 
 
 def _traceback(error: BaseException) -> str:

@@ -346,9 +346,13 @@ def start_worker(parent_pid):
 def test_a_worker_ends_when_its_input_ends_whatever_threads_user_code_left():
     worker = start_worker(os.getpid())
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
-    setup = {"config": {"functions": ["task"]}, "task_source": source + "reward = print\n"}
+    setup = {
+        "token": "abc",
+        "config": {"functions": ["task"]},
+        "task_source": source + "reward = print\n",
+    }
     out, _ = worker.communicate(json.dumps(setup).encode() + b"\n", timeout=20)
-    assert json.loads(out) == {}
+    assert json.loads(out)["token"] == "abc"
     assert worker.returncode == 0
 
 
