@@ -6,11 +6,29 @@ is a sum over tokens, so the gradient of a step is the same however it is cut in
 and ranks; `denominator` scales it once at the end.
 
 Words: per token t of rollout i, pi is the trainer's probability, mu the generator's, ref the
-reference's, ratio r = pi / mu, A the advantage. Every log-prob is at the sampling temperature.
+reference's, ratio r = pi / mu, A the advantage, sg() is stop-gradient. Every log-prob is at the
+sampling temperature.
+
+What holds for every table below, against TRL 1.10 (GRPOTrainer, RLOOTrainer) and verl 0.8:
+
+    mu           Here the probability that the generator recorded when it sampled the token, so r
+                 corrects staleness and engine in one, as in verl's bypass mode. By default TRL and
+                 verl recompute "old" log-probs in the trainer at the start of a step (and can
+                 multiply a truncated or masked old / mu on top); with one optimizer step per batch,
+                 as here, their r is then always 1.
+    std          Divided by n (the papers' formulas); TRL and verl divide by n - 1.
+    masks        A rollout is averaged over all its tokens, those of weight 0 included, so masking
+                 never makes the others louder; TRL and verl average over unmasked tokens.
+    equal        Groups with equal rewards stay in for grpo, dr_grpo, rloo, reinforce, ppo and gspo:
+    rewards      advantage 0, but part of the divisor, and their KL and entropy terms count. They
+                 are dropped for dapo and cispo, as their papers do (dynamic sampling), and for
+                 aipo, where no paper says so: a dropped group frees its slot for one that teaches.
+                 TRL keeps them; verl drops them only with filter_groups.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +48,10 @@ from llamarl.config import (
     ReinforceConfig,
     RLOOConfig,
 )
-from llamarl.config.algorithm import ClipConfig
+from llamarl.config.algorithm import SurrogateConfig
+
+MAX_LOG_RATIO = 20.0  # nats; e^20 is beyond every bound, and far from float32's largest number
+K3_TANGENT_BELOW = -3.0  # nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +93,19 @@ TokenLoss = Callable[[LossInputs, Tensor, Any], tuple[Tensor, Tensor]]
 
 
 def aipo(inputs: LossInputs, log_ratio: Tensor, config: AIPOConfig) -> tuple[Tensor, Tensor]:
-    """LlamaRL section 6 (arXiv 2505.24034): - sg(min(r, rho)) A log pi.
+    """AIPO: truncated importance weights.
+
+        formula   - sg(min(r, rho)) A log pi
+        source    LlamaRL (arXiv 2505.24034), section 6; A = reward - group mean; rho 2 to 10
+        TRL       has no such loss; nearest: cispo, which bounds r from above in the same way
+        verl      bypass mode with REINFORCE and token weights truncated at 2 is the same formula
+        here      mean over tokens (the paper does not say), rho 4
 
     The gradient is - min(r, rho) A grad log pi: a token above rho keeps the weight rho, where
-    differentiating min(r, rho) A itself would give it none.
+    differentiating min(r, rho) A itself would give it none. rho bounds the weight for A < 0 too,
+    so there is nothing left for a dual clip to do.
     """
-    ratio = log_ratio.detach().exp()
+    ratio = _ratio(log_ratio.detach())
     weight = ratio.clamp(max=config.rho)
     return -weight * inputs.advantages * inputs.trainer_logprobs, ratio > config.rho
 
@@ -85,41 +113,101 @@ def aipo(inputs: LossInputs, log_ratio: Tensor, config: AIPOConfig) -> tuple[Ten
 def reinforce(
     inputs: LossInputs, log_ratio: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE and RLOO (arXiv 2402.14740): - A log pi, whatever wrote the token."""
+    """REINFORCE and RLOO: the plain policy gradient, whatever wrote the token.
+
+                  REINFORCE                      RLOO
+        formula   - A log pi                     the same
+        source    Williams 1992                  Ahmadian et al. (arXiv 2402.14740)
+        A         reward - group mean            reward - mean of the group's others
+        TRL       -                              PPO's clip on the ratio of whole rollouts, the KL
+                                                 penalty inside the reward
+        verl      bypass mode, unweighted        an estimator of A under PPO's clip
+        here      mean over tokens               the same
+
+    As in the papers there is no ratio, so stale tokens bias the gradient: use
+    staleness.max_staleness=0, or a loss with a ratio.
+    """
     clipped = torch.zeros_like(log_ratio, dtype=torch.bool)
     return -inputs.advantages * inputs.trainer_logprobs, clipped
 
 
-def clip(inputs: LossInputs, log_ratio: Tensor, config: ClipConfig) -> tuple[Tensor, Tensor]:
-    """PPO (arXiv 1707.06347, eq. 7): - min(r A, clip(r, 1 - low, 1 + high) A).
+def clip(inputs: LossInputs, log_ratio: Tensor, config: SurrogateConfig) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate, under PPO, GRPO, Dr. GRPO and DAPO.
 
-    GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783) and DAPO (2503.14476) are this loss with other
-    baselines, normalisations and bounds. A token is clipped, and without gradient, if the clipped
-    term is the smaller one.
+        formula   L = - min(r A, clip(r, 1 - low, 1 + high) A)      and min(L, - c A) where A < 0
+
+                  PPO           GRPO             Dr. GRPO             DAPO
+        source    1707.06347    2402.03300       2503.20783           2503.14476
+                  eq. 7         eq. 3, 4                              eq. 8
+        A         reward-mean   (reward-mean)    reward-mean          (reward-mean)
+                                / std                                 / std
+        mean      tokens        rollouts         rollouts *           tokens
+        over                                     max_tokens
+        low, high 0.2, 0.2      0.2, 0.2         0.2, 0.2             0.2, 0.28
+        KL        0             0.04 k3          0                    0
+        TRL       critic, GAE   loss_type grpo,  dr_grpo and          dapo (the default), no drop
+                                KL 0, std + 1e-4 scale_rewards none:  of equal groups, 0.28 if set
+                                                 the same
+        verl      critic, GAE   seq-mean-token-  seq-mean-token-sum-  token-mean, filter_groups,
+                                mean, KL loss    norm: not divided    clip_ratio_high 0.28
+                                0.001 if asked   by the rollouts
+
+    PPO has no critic here: the group's mean is the value of every token. KL 0.04 is the paper's.
+    c (clip_ratio_c 3, dual clip, arXiv 1912.09729) bounds what PPO leaves unbounded: with
+    A < 0 and r large the first term has weight r. verl has it on at 3; TRL's `delta` clips r itself
+    and is off. A token is clipped, and without gradient, where a constant term was chosen.
     """
-    return _clipped_surrogate(log_ratio.exp(), inputs.advantages, config)
+    return _clipped_surrogate(log_ratio, inputs.advantages, config)
 
 
 def cispo(inputs: LossInputs, log_ratio: Tensor, config: CISPOConfig) -> tuple[Tensor, Tensor]:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4): - sg(clip(r, 1 - low, 1 + high)) A log pi."""
-    ratio = log_ratio.detach().exp()
+    """CISPO: clip the weight, keep every token's gradient.
+
+    formula   - sg(clip(r, 1 - low, 1 + high)) A log pi
+    source    MiniMax-M1 (arXiv 2506.13585), eq. 4, 5; A = (reward - mean) / std
+    TRL       sg(min(r, epsilon_high)) with epsilon_high 5 advised: the bound itself
+    verl      the same formula; low and high are 0.2 unless set
+    here      low 1, which bounds nothing, as in the paper; high 4, the bound that ScaleRL
+              (arXiv 2510.13786) advises: 5. M1 gives no number. Mean over the tokens of the
+              step, where the paper averages over those of each group.
+    """
+    ratio = _ratio(log_ratio.detach())
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * inputs.advantages * inputs.trainer_logprobs, weight != ratio
 
 
 def gspo(inputs: LossInputs, log_ratio: Tensor, config: GSPOConfig) -> tuple[Tensor, Tensor]:
-    """GSPO (arXiv 2507.18071, eq. 5 to 7): PPO's clip on one ratio per rollout.
+    """GSPO: PPO's clip on one ratio per rollout.
 
-        s_i = exp(mean over the rollout's trained tokens of log r)
+        formula   s = exp(mean over the rollout's trained tokens of log r)
+                  - min(s A, clip(s, 1 - low, 1 + high) A), dual clip as in `clip`
+        source    arXiv 2507.18071, eq. 5 to 7; A = (reward - mean) / std, mean over rollouts
+        TRL       importance_sampling_level sequence, 3e-4 and 4e-4 advised: the same formula
+        verl      loss mode gspo: the same gradient; 3e-4 and 4e-4 in its examples; no dual clip
+        here      low 0.015, high 0.02
 
-    Every token of the rollout carries the rollout's term - min(s A, clip(s) A), so that
-    normalization `rollouts` gives the paper's mean over rollouts.
+    Every token of the rollout carries the rollout's term, so that normalization `rollouts` gives
+    the paper's mean over rollouts.
+
+    The paper's 3e-4 and 4e-4 fit a ratio of two passes of one trainer, which is exactly 1 before
+    the first update. r here also holds the difference between two engines: if log r has deviation
+    sigma per token, log s has sigma / sqrt(tokens) around - sigma^2 / 2 with nothing learnt yet.
+    Share of rollouts so clipped before any update, in %:
+
+        sigma 0.03, bounds         30 tokens    100    300   1000   10000
+        3e-4, 4e-4                      47       46     42     37      35
+        0.003, 0.004                    26       13      4      0       0
+        0.015, 0.02                      0        0      0      0       0
+
+    Log-probs recomputed in the trainer would give s = 1 always, for there is one optimizer step per
+    batch: no clip at all. So the bounds stand just above the noise instead; they catch a rollout
+    whose tokens moved by 2 % on average. A run warns if its first step clips (`tally`).
     """
     zeros = torch.zeros_like(inputs.rollout_lengths, dtype=log_ratio.dtype)
     total = zeros.index_add(0, inputs.rollout_index, log_ratio)
     num_trained = zeros.index_add(0, inputs.rollout_index, inputs.weights.to(zeros.dtype))
     mean = total / num_trained.clamp(min=1)
-    return _clipped_surrogate(mean.exp()[inputs.rollout_index], inputs.advantages, config)
+    return _clipped_surrogate(mean[inputs.rollout_index], inputs.advantages, config)
 
 
 LOSSES: dict[type[AlgorithmConfig], TokenLoss] = {
@@ -162,7 +250,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     if config.normalization == "rollouts":
         loss = loss / inputs.rollout_lengths[inputs.rollout_index]
     with torch.no_grad():
-        ratio = log_ratio.exp()
+        ratio = _ratio(log_ratio)
         values = {
             "tokens": torch.ones_like(ratio),
             "ratio": ratio,
@@ -183,20 +271,28 @@ def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:
         estimator   value            gradient (times grad log pi)
         k1          d                d
         k2          d^2 / 2          d
-        k3          e^-d - 1 + d     1 - e^-d
+        k3          e^-d - 1 + d     1 - e^-d       below d = -3 the tangent at -3
 
     On tokens drawn from pi, d grad log pi is the true gradient of KL(pi || ref). k2 has it by
     plain differentiation; k1 does not (grad d averages to zero), so it is given the score-function
     form. k3 is differentiated as GRPO writes it: low variance and never negative, but its gradient
     is that of KL(ref || pi), equal to first order near the reference. No estimator is weighted by
     pi / mu: tokens a few versions old bias the penalty slightly, as in GRPO.
+
+    Unbounded, k3 of one token with d = -20 is 4.9e8 and outweighs every other. Below -3, where ref
+    is 20 times as likely as pi, it goes on along its tangent: at most 19 in the gradient, still
+    convex, and always towards ref. verl clamps d to +-20 and the value to +-10, which is constant,
+    hence without any pull, from d < -2.6 on: on just those tokens that went farthest. TRL bounds
+    nothing.
     """
     if estimator == "k1":
         value = log_ref_ratio.detach()
         return value + value * (log_ref_ratio - value)
     if estimator == "k2":
         return log_ref_ratio.square() / 2
-    return torch.exp(-log_ref_ratio) - 1 + log_ref_ratio
+    d = log_ref_ratio.clamp(min=K3_TANGENT_BELOW)
+    slope = 1 - math.exp(-K3_TANGENT_BELOW)
+    return torch.exp(-d) - 1 + d + slope * (log_ref_ratio - d)
 
 
 def denominator(
@@ -223,9 +319,18 @@ def is_inert(advantage: float, config: AlgorithmConfig) -> bool:
     return advantage == 0 and config.kl_coefficient == 0 and config.entropy_coefficient == 0
 
 
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """exp, finite: an infinite ratio times the zero gradient of a clipped token would be NaN."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, config: ClipConfig
+    log_ratio: Tensor, advantages: Tensor, config: SurrogateConfig
 ) -> tuple[Tensor, Tensor]:
+    ratio = _ratio(log_ratio)
     free = ratio * advantages
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    return -torch.minimum(free, bounded), bounded < free
+    gain = torch.minimum(free, bounded)
+    floor = config.clip_ratio_c * advantages
+    is_floored = (advantages < 0) & (gain < floor)
+    return -torch.where(is_floored, floor, gain), (bounded < free) | is_floored

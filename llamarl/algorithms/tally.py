@@ -10,6 +10,7 @@ import torch
 
 from llamarl.algorithms.losses import LossOutputs
 
+ON_POLICY_CLIPPED_SHARE = 0.05  # of trained tokens; equal engines clip none before the first update
 _SUMS = ("tokens", "ratio", "clipped", "kl", "entropy", "ref_kl")
 
 
@@ -54,3 +55,19 @@ def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
         "entropy": entropy / trained,
         "ref_kl": ref_kl / trained,
     }
+
+
+def on_policy_warning(scalars: dict[str, float]) -> str | None:
+    """What is wrong if the first step clips: its rollouts come from the very weights it trains.
+
+    Nothing has been learnt, so every ratio should be 1, and what is clipped is the noise between
+    the two engines.
+    """
+    share = scalars["ratio_clipped_share"]
+    if share <= ON_POLICY_CLIPPED_SHARE:
+        return None
+    return (
+        f"the first step clipped {share:.0%} of its tokens although generator and trainer had the "
+        f"same weights (largest ratio {scalars['ratio_max']:.3g}): their log-probs differ by more "
+        "than the bounds of the algorithm; widen those, or raise generator.dtype"
+    )

@@ -30,9 +30,10 @@ class AlgorithmConfig:
     """Estimator of that penalty: k1 | k2 | k3 (Schulman's names)."""
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus per response token."""
-    drop_equal_rewards: bool = True
-    """Drop groups whose rewards are all equal: their advantages are zero. False counts
-    them as trained: they give no gradient, but their tokens are in the loss's divisor."""
+    drop_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal (their advantages are zero) and sample others in
+    their place: DAPO's dynamic sampling, on for dapo, cispo and aipo. False counts them as trained:
+    no gradient from the rewards, but KL and entropy terms, and their tokens in the divisor."""
     overlong_penalty_tokens: int = 0
     """DAPO's soft length penalty: the reward falls linearly to -1 over the last this many tokens
     before sampling.max_tokens; 0 switches it off."""
@@ -69,6 +70,7 @@ class AlgorithmConfig:
 class AIPOConfig(AlgorithmConfig):
     """LlamaRL section 6: truncated importance weights, upper clip only."""
 
+    drop_equal_rewards: bool = True
     rho: float = 4.0
     """Upper bound of pi/mu, at least 1; the paper advises 2 to 10."""
 
@@ -107,12 +109,25 @@ class ClipConfig(AlgorithmConfig):
 
 
 @dataclass(kw_only=True)
-class PPOConfig(ClipConfig):
+class SurrogateConfig(ClipConfig):
+    """Fields of the losses that differentiate the clipped ratio."""
+
+    clip_ratio_c: float = 3.0
+    """Dual clip: with a negative advantage a ratio above this counts as this and gives no gradient.
+    Above 1; 1e9 switches it off, and a single token may then outweigh the batch."""
+
+    def __post_init__(self) -> None:
+        ClipConfig.__post_init__(self)
+        require(self.clip_ratio_c > 1, "algorithm.clip_ratio_c", "be above 1", self.clip_ratio_c)
+
+
+@dataclass(kw_only=True)
+class PPOConfig(SurrogateConfig):
     """PPO-clip with the group's mean as baseline."""
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(ClipConfig):
+class GRPOConfig(SurrogateConfig):
     """GRPO: PPO-clip, standardised group advantage, mean over rollouts, KL to a reference."""
 
     advantage: str = "mean_std"
@@ -121,18 +136,19 @@ class GRPOConfig(ClipConfig):
 
 
 @dataclass(kw_only=True)
-class DrGRPOConfig(ClipConfig):
+class DrGRPOConfig(SurrogateConfig):
     """Dr. GRPO: no deviation, no per-rollout length division."""
 
     normalization: str = "constant"
 
 
 @dataclass(kw_only=True)
-class DAPOConfig(ClipConfig):
+class DAPOConfig(SurrogateConfig):
     """DAPO: clip-higher, token-level mean, dynamic sampling. Its soft length penalty is off until
     `overlong_penalty_tokens` is set, and its overlong filtering is `mask_truncated`."""
 
     advantage: str = "mean_std"
+    drop_equal_rewards: bool = True
     clip_high: float = 0.28
 
 
@@ -140,15 +156,18 @@ class DAPOConfig(ClipConfig):
 class CISPOConfig(ClipConfig):
     """CISPO (MiniMax-M1): the clipped ratio is a detached weight of log pi."""
 
+    advantage: str = "mean_std"
+    drop_equal_rewards: bool = True
     clip_low: float = 1.0
     clip_high: float = 4.0
 
 
 @dataclass(kw_only=True)
-class GSPOConfig(ClipConfig):
-    """GSPO: one length-normalised ratio per rollout, clipped."""
+class GSPOConfig(SurrogateConfig):
+    """GSPO: one length-normalised ratio per rollout, clipped. The bounds are 50 times the paper's,
+    which the noise between generator and trainer alone would exceed (algorithms/losses.py)."""
 
     advantage: str = "mean_std"
     normalization: str = "rollouts"
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = 0.015
+    clip_high: float = 0.02

@@ -10,6 +10,7 @@ never change while a publish reads them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from llamarl.algorithms.losses import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
-from llamarl.algorithms.tally import Tally, statistics
+from llamarl.algorithms.tally import Tally, on_policy_warning, statistics
 from llamarl.config import (
     AlgorithmConfig,
     PlacementConfig,
@@ -57,6 +58,7 @@ from llamarl.weights.shared_memory import this_host
 from llamarl.weights.writer import Writer
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 SHOWN_ROWS = 8  # row ids named in an error
 
@@ -296,6 +298,9 @@ class TrainerExecutor:
             self._writer.present(self._version)
             self._writer.announce()  # every step is published
             scalars = statistics(self._gather(self._passes.tally.vector()), divisor)
+        warning = on_policy_warning(scalars) if self._version == 1 else None
+        if warning and self._rank == 0:
+            log.warning(warning)
         scalars |= {"grad_norm": norm, "lr": lr}
         scalars |= {"num_tokens": num_tokens, "num_rollouts": len(self._rows)}
         return StepStats(version=self._version, scalars=scalars)

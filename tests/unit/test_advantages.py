@@ -16,10 +16,20 @@ from llamarl.algorithms.advantages import (
     overlong_penalty,
     shaped_rewards,
 )
-from llamarl.config import AIPOConfig, DAPOConfig, GRPOConfig, ReinforceConfig, RLOOConfig
+from llamarl.config import (
+    AIPOConfig,
+    CISPOConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RLOOConfig,
+)
 from llamarl.types import Score, ScoreStatus
 
-NONE = ReinforceConfig(advantage="none")
+NONE = ReinforceConfig(advantage="none", drop_equal_rewards=True)
 
 
 def scores(*statuses: ScoreStatus) -> list[Score]:
@@ -105,6 +115,25 @@ def test_equal_rewards_drop_the_group_only_where_configured():
     assert drop_reason(group, [1, 1], AIPOConfig()) == "equal_rewards"
     assert drop_reason(group, [1, 0], AIPOConfig()) is None
     assert drop_reason(group, [1, 1], AIPOConfig(drop_equal_rewards=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "drops"),
+    [
+        (AIPOConfig(), True),
+        (DAPOConfig(), True),
+        (CISPOConfig(), True),
+        (GRPOConfig(), False),
+        (DrGRPOConfig(), False),
+        (RLOOConfig(), False),
+        (ReinforceConfig(), False),
+        (PPOConfig(), False),
+        (GSPOConfig(), False),
+    ],
+)
+def test_groups_of_equal_rewards_are_filtered_where_the_paper_does_so(config, drops):
+    reason = drop_reason(scores(ScoreStatus.OK, ScoreStatus.OK), [1, 1], config)
+    assert (reason is not None) == drops
 
 
 def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():

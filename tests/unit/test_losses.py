@@ -20,6 +20,7 @@ from llamarl.algorithms.losses import (
     kl_penalty,
     policy_loss,
 )
+from llamarl.algorithms.tally import Tally, on_policy_warning, statistics
 from llamarl.config import (
     AIPOConfig,
     AlgorithmConfig,
@@ -114,7 +115,7 @@ def test_reinforce_ignores_the_ratio(config):
     assert gradient == [-1, -1, 2]
 
 
-@pytest.mark.parametrize("config", [PPOConfig(), DrGRPOConfig()])
+@pytest.mark.parametrize("config", [PPOConfig(clip_ratio_c=10), DrGRPOConfig(clip_ratio_c=10)])
 def test_clip_cuts_the_gain_but_never_the_loss(config):
     # - min(2, 1.2) - min(0.5, 0.8) - min(8 * -2, 1.2 * -2) = -1.2 - 0.5 + 16
     loss, gradient = loss_and_gradient(config)
@@ -123,9 +124,17 @@ def test_clip_cuts_the_gain_but_never_the_loss(config):
 
 
 def test_dapo_clips_higher():
-    loss, gradient = loss_and_gradient(DAPOConfig())
+    loss, gradient = loss_and_gradient(DAPOConfig(clip_ratio_c=10))
     assert loss == pytest.approx(-1.28 - 0.5 + 16)
     assert gradient == pytest.approx([0, -0.5, 16])
+
+
+def test_dual_clip_bounds_the_loss_of_a_growing_bad_token():
+    # - min(2, 1.2) - min(0.5, 0.8) - max(min(8 * -2, 1.2 * -2), 3 * -2) = -1.2 - 0.5 + 6
+    loss, gradient = loss_and_gradient(PPOConfig())
+    assert loss == pytest.approx(4.3)
+    assert gradient == pytest.approx([0, -0.5, 0])
+    assert policy_loss(example(), PPOConfig()).sums["clipped"].item() == 2
 
 
 def test_clip_low_bounds_a_shrinking_bad_token():
@@ -144,7 +153,7 @@ def test_grpo_averages_each_rollout_and_adds_the_kl_penalty():
     # d = log pi - log ref = 0.5, -1, 0; k3 = e^-d - 1 + d; gradient 1 - e^-d
     # rollout 0 is halved: it has two tokens
     k3 = [math.exp(-0.5) - 0.5, math.e - 2, 0]
-    loss, gradient = loss_and_gradient(GRPOConfig(kl_coefficient=0.04))
+    loss, gradient = loss_and_gradient(GRPOConfig(kl_coefficient=0.04, clip_ratio_c=10))
     assert loss == pytest.approx((-1.2 - 0.5) / 2 + 16 + 0.04 * (k3[0] + k3[1]) / 2)
     expected = [0.04 * (1 - math.exp(-0.5)) / 2, (-0.5 + 0.04 * (1 - math.e)) / 2, 16]
     assert gradient == pytest.approx(expected)
@@ -163,7 +172,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
 def test_gspo_uses_the_geometric_mean_ratio_of_the_rollout():
     # s_0 = sqrt(2 * 1/2) = 1, within bounds: loss -1, gradient -1/2 per token
     # s_1 = 8 with advantage -2: the smaller term is the free one, loss 16, gradient 16
-    loss, gradient = loss_and_gradient(GSPOConfig())
+    loss, gradient = loss_and_gradient(GSPOConfig(clip_ratio_c=10))
     assert loss == pytest.approx(-1 + 16)
     assert gradient == pytest.approx([-0.5, -0.5, 16])
 
@@ -181,7 +190,7 @@ def test_gspo_clips_whole_rollouts():
 
 def test_gspo_averages_over_trained_tokens_only():
     # without token 0: s_0 = 1/2, advantage 1, one trained token of two
-    loss, gradient = loss_and_gradient(GSPOConfig(), weights=(0, 1, 1))
+    loss, gradient = loss_and_gradient(GSPOConfig(clip_ratio_c=10), weights=(0, 1, 1))
     assert loss == pytest.approx(-0.5 / 2 + 16)
     assert gradient == pytest.approx([0, -0.5 / 2, 16])
 
@@ -264,6 +273,34 @@ def test_a_token_without_weight_has_no_part_in_anything(config):
     }
     assert outputs.sums["tokens"].item() == 2
     assert outputs.ratio_max.item() == pytest.approx(8)
+
+
+def test_k3_goes_on_straight_where_the_reference_is_far_likelier():
+    d = torch.tensor([-3.0, -4.0, -20.0], dtype=torch.float64, requires_grad=True)
+    penalty = kl_penalty(d, "k3")
+    penalty.sum().backward()
+    assert penalty.tolist() == pytest.approx([16.085537, 35.171074, 340.539665])
+    assert d.grad is not None
+    assert d.grad.tolist() == pytest.approx([-19.085537] * 3)
+
+
+@pytest.mark.parametrize(("ratio", "warns"), [(1.01, False), (1.5, True)])
+def test_a_first_step_that_clips_is_warned_of(ratio, warns):
+    inputs = example()
+    tally = Tally()
+    noisy = replace(
+        inputs,
+        generator_logprobs=inputs.trainer_logprobs.detach() - math.log(ratio),
+        advantages=torch.ones_like(inputs.advantages),
+    )
+    tally.add(policy_loss(noisy, PPOConfig()), 3)
+    message = on_policy_warning(statistics(tally.vector()[None], 3.0))
+    if warns:
+        assert message is not None
+        assert "clipped 100% of its tokens" in message
+        assert "largest ratio 1.5" in message
+    else:
+        assert message is None
 
 
 def test_nothing_trained_is_a_zero_loss_that_backpropagates():

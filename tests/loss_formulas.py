@@ -1,0 +1,139 @@
+"""Every algorithm written out from its paper in plain Python floats, token by token.
+
+It shares no code with `llamarl.algorithms`: where that takes minima of tensors, this asks in which
+case a token is and writes down value and derivative of that case. No autograd.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+# algorithm: (baseline, the sum is averaged over, lower bound of the ratio, upper bound)
+PAPERS = {
+    "aipo": ("mean", "tokens", None, 4.0),
+    "reinforce": ("mean", "tokens", None, None),
+    "rloo": ("others", "tokens", None, None),
+    "ppo": ("mean", "tokens", 0.8, 1.2),
+    "grpo": ("standardised", "rollouts", 0.8, 1.2),
+    "dr_grpo": ("mean", "constant", 0.8, 1.2),
+    "dapo": ("standardised", "tokens", 0.8, 1.28),
+    "cispo": ("standardised", "tokens", None, 5.0),
+    "gspo": ("standardised", "rollouts", 0.985, 1.02),
+}
+DUAL_CLIP = 3.0
+KL_COEFFICIENTS = {"grpo": 0.04}
+
+
+@dataclass
+class Written:
+    """One rollout: log-probs and entropy by token; a token with weight 0 is only context."""
+
+    log_pi: list[float]
+    log_mu: list[float]
+    log_ref: list[float]
+    entropy: list[float]
+    weights: list[int]
+    advantage: float
+
+
+def advantages(algorithm: str, rewards: list[float]) -> list[float]:
+    baseline = PAPERS[algorithm][0]
+    if baseline == "others":
+        total = sum(rewards)
+        return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+    mean = statistics.fmean(rewards)
+    if baseline == "mean":
+        return [reward - mean for reward in rewards]
+    spread = statistics.pstdev(rewards)
+    return [(reward - mean) / spread if spread else 0.0 for reward in rewards]
+
+
+def surrogate(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    """(PPO's loss with dual clip, its derivative by the log of the ratio)."""
+    if advantage >= 0:
+        if ratio > high:
+            return -high * advantage, 0.0
+    else:
+        if ratio < low:
+            return -low * advantage, 0.0
+        if ratio > DUAL_CLIP:
+            return -DUAL_CLIP * advantage, 0.0
+    return -ratio * advantage, -ratio * advantage
+
+
+def divergence(d: float, estimator: str) -> tuple[float, float]:
+    """(estimate of KL(pi || ref), what multiplies grad log pi) at d = log pi - log ref."""
+    if estimator == "k1":
+        return d, d
+    if estimator == "k2":
+        return d * d / 2, d
+    if d >= -3:
+        return math.exp(-d) - 1 + d, 1 - math.exp(-d)
+    at_3 = math.exp(3) - 4
+    return at_3 + (math.exp(3) - 1) * (-3 - d), 1 - math.exp(3)
+
+
+def token_terms(algorithm: str, rollout: Written) -> tuple[list[float], list[float]]:
+    """(loss, derivative by log pi) of every token, without KL and entropy."""
+    _, _, low, high = PAPERS[algorithm]
+    a = rollout.advantage
+    losses, slopes = [], []
+    trained = [
+        pi - mu
+        for pi, mu, weight in zip(rollout.log_pi, rollout.log_mu, rollout.weights, strict=True)
+        if weight
+    ]
+    for log_pi, log_mu in zip(rollout.log_pi, rollout.log_mu, strict=True):
+        if algorithm in ("reinforce", "rloo"):
+            loss, slope = -a * log_pi, -a
+        elif algorithm in ("aipo", "cispo"):
+            weight = math.exp(min(log_pi - log_mu, math.log(high)))
+            loss, slope = -weight * a * log_pi, -weight * a
+        elif algorithm == "gspo":
+            # n trained tokens have this loss each, and log s moves by 1/n with every log pi.
+            s = math.exp(sum(trained) / len(trained)) if trained else 1.0
+            loss, slope = surrogate(s, a, low, high)
+        else:
+            loss, slope = surrogate(math.exp(log_pi - log_mu), a, low, high)
+        losses.append(loss)
+        slopes.append(slope)
+    return losses, slopes
+
+
+def step(
+    algorithm: str,
+    rollouts: list[Written],
+    *,
+    max_tokens: int,
+    averaged_over: str | None = None,
+    kl_coefficient: float | None = None,
+    kl_estimator: str = "k3",
+    entropy_coefficient: float = 0.0,
+) -> tuple[float, list[list[float]], list[list[float]]]:
+    """(the step's loss, its derivative by every log pi, by every entropy)."""
+    averaged_over = averaged_over or PAPERS[algorithm][1]
+    if kl_coefficient is None:
+        kl_coefficient = KL_COEFFICIENTS.get(algorithm, 0.0)
+    total, by_log_pi, by_entropy = 0.0, [], []
+    for rollout in rollouts:
+        num_tokens = len(rollout.log_pi)
+        share = {
+            "tokens": 1 / sum(len(other.log_pi) for other in rollouts),
+            "rollouts": 1 / (len(rollouts) * num_tokens),
+            "constant": 1 / (len(rollouts) * max_tokens),
+        }[averaged_over]
+        losses, slopes = token_terms(algorithm, rollout)
+        by_log_pi.append([0.0] * num_tokens)
+        by_entropy.append([0.0] * num_tokens)
+        for t in range(num_tokens):
+            if rollout.weights[t] == 0:
+                continue
+            kl, kl_slope = divergence(rollout.log_pi[t] - rollout.log_ref[t], kl_estimator)
+            total += share * (
+                losses[t] + kl_coefficient * kl - entropy_coefficient * rollout.entropy[t]
+            )
+            by_log_pi[-1][t] = share * (slopes[t] + kl_coefficient * kl_slope)
+            by_entropy[-1][t] = -share * entropy_coefficient
+    return total, by_log_pi, by_entropy

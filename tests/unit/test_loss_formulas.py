@@ -1,0 +1,307 @@
+"""All nine algorithms against formulas written independently of them, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.algorithms.advantages import group_advantages
+from llamarl.algorithms.losses import LOSSES, LossInputs, denominator, policy_loss
+from llamarl.config import (
+    AIPOConfig,
+    AlgorithmConfig,
+    CISPOConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RLOOConfig,
+)
+from tests.loss_formulas import PAPERS, Written, advantages, step
+
+CONFIGS: dict[str, AlgorithmConfig] = {
+    "aipo": AIPOConfig(),
+    "reinforce": ReinforceConfig(),
+    "rloo": RLOOConfig(),
+    "ppo": PPOConfig(),
+    "grpo": GRPOConfig(),
+    "dr_grpo": DrGRPOConfig(),
+    "dapo": DAPOConfig(),
+    "cispo": CISPOConfig(),
+    "gspo": GSPOConfig(),
+}
+MAX_TOKENS = 16
+PENALTIES = {"kl_coefficient": 0.3, "entropy_coefficient": 0.05}
+TOLERANCE = 1e-9
+
+
+@dataclass
+class Ours:
+    loss: float
+    by_log_pi: list[list[float]]
+    by_entropy: list[list[float]]
+
+
+def ours(config: AlgorithmConfig, rollouts: list[Written], dtype=torch.float64) -> Ours:
+    """What `policy_loss` and `denominator` make of a step."""
+
+    def packed(name: str) -> torch.Tensor:
+        values = [x for rollout in rollouts for x in getattr(rollout, name)]
+        return torch.tensor(values, dtype=dtype)
+
+    lengths = [len(rollout.log_pi) for rollout in rollouts]
+    advantage = torch.tensor([rollout.advantage for rollout in rollouts], dtype=dtype)
+    inputs = LossInputs(
+        trainer_logprobs=packed("log_pi").requires_grad_(),
+        generator_logprobs=packed("log_mu"),
+        advantages=torch.repeat_interleave(advantage, torch.tensor(lengths)),
+        weights=packed("weights"),
+        entropy=packed("entropy").requires_grad_(),
+        rollout_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        rollout_lengths=torch.tensor(lengths),
+        ref_logprobs=packed("log_ref"),
+    )
+    divisor = denominator(sum(lengths), len(lengths), MAX_TOKENS, config)
+    loss = policy_loss(inputs, config).loss / divisor
+    loss.backward()
+    gradients = []
+    for leaf in (inputs.trainer_logprobs, inputs.entropy):
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        gradients.append([part.tolist() for part in gradient.split(lengths)])
+    return Ours(loss.item(), *gradients)
+
+
+def theirs(algorithm: str, rollouts: list[Written], **fields) -> Ours:
+    return Ours(*step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields))
+
+
+def difference(left: Ours, right: Ours) -> float:
+    """The largest, relative to the numbers themselves where they are above 1."""
+    pairs = [(left.loss, right.loss)]
+    for name in ("by_log_pi", "by_entropy"):
+        for xs, ys in zip(getattr(left, name), getattr(right, name), strict=True):
+            pairs += zip(xs, ys, strict=True)
+    return max(abs(x - y) / max(1.0, abs(y)) for x, y in pairs)
+
+
+def random_rollouts(seed: int = 0, num: int = 6, spread: float = 1.0) -> list[Written]:
+    """Of 1 to 12 tokens; one token in five has no weight, and in one rollout no token has any."""
+    random = np.random.default_rng(seed)
+    rollouts = []
+    for i in range(num):
+        length = int(random.integers(1, 13))
+        log_pi = random.uniform(-4, 0, length)
+        rollouts.append(
+            Written(
+                log_pi=log_pi.tolist(),
+                log_mu=(log_pi - random.normal(0, spread, length)).tolist(),
+                log_ref=(log_pi - random.normal(0, 2 * spread, length)).tolist(),
+                entropy=random.uniform(0, 3, length).tolist(),
+                weights=[0] * length
+                if i == 1
+                else (random.random(length) > 0.2).astype(int).tolist(),
+                advantage=0.0 if i == 2 else float(random.normal()),
+            )
+        )
+    return rollouts
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Written]:
+    logprob = st.floats(-12, -0.01)
+    rollouts = []
+    for _ in range(draw(st.integers(1, 4))):
+        length = draw(st.integers(1, 6))
+        column = st.lists(logprob, min_size=length, max_size=length)
+        rollouts.append(
+            Written(
+                log_pi=draw(column),
+                log_mu=draw(column),
+                log_ref=draw(column),
+                entropy=[-x for x in draw(column)],
+                weights=draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)),
+                advantage=draw(st.floats(-3, 3)),
+            )
+        )
+    return rollouts
+
+
+def test_all_algorithms_are_here():
+    assert CONFIGS.keys() == PAPERS.keys()
+    assert {type(config) for config in CONFIGS.values()} == set(LOSSES)
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+@settings(max_examples=60, deadline=None)
+@given(rollouts=steps())
+def test_loss_and_gradient_are_the_paper_s(algorithm, rollouts):
+    assert difference(ours(CONFIGS[algorithm], rollouts), theirs(algorithm, rollouts)) < TOLERANCE
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("averaged_over", ["tokens", "rollouts", "constant"])
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_every_average_penalty_and_bonus_is_the_formula_s(algorithm, averaged_over, estimator):
+    config = replace(
+        CONFIGS[algorithm], normalization=averaged_over, kl_estimator=estimator, **PENALTIES
+    )
+    fields = {"averaged_over": averaged_over, "kl_estimator": estimator, **PENALTIES}
+    for seed, spread in ((0, 0.02), (1, 1.0), (2, 4.0)):
+        rollouts = random_rollouts(seed, spread=spread)
+        want = theirs(algorithm, rollouts, **fields)
+        assert difference(ours(config, rollouts), want) < TOLERANCE
+        assert max(abs(x) for xs in want.by_log_pi for x in xs) > 1e-3, "nothing to compare"
+
+
+@pytest.mark.parametrize("column", ["log_mu", "log_ref", "weights", "advantage"])
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_a_column_out_of_step_is_noticed(algorithm, column):
+    config = replace(CONFIGS[algorithm], **PENALTIES)
+    rollouts = random_rollouts(3)
+    moved = [getattr(rollout, column) for rollout in rollouts]
+    if column == "advantage":  # the neighbour's
+        moved = moved[1:] + moved[:1]
+    else:  # one token late
+        moved = [values[1:] + values[:1] for values in moved]
+    wrong = [replace(r, **{column: values}) for r, values in zip(rollouts, moved, strict=True)]
+    found = difference(ours(config, wrong), theirs(algorithm, rollouts, **PENALTIES))
+    if column == "log_mu" and algorithm in ("reinforce", "rloo"):
+        assert found < TOLERANCE  # these have no ratio
+    else:
+        assert found > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_the_gradient_reaches_the_logits_as_by_hand(algorithm):
+    """d loss / d z_j = g (1[j = y] - p_j) - h p_j (log p_j + H), with g by log pi, h by entropy."""
+    random = np.random.default_rng(5)
+    logits = [random.normal(0, 1.5, (length, 7)) for length in (4, 1, 6)]
+    tokens = [random.integers(0, 7, len(rows)) for rows in logits]
+    logp = [rows - np.log(np.exp(rows).sum(1, keepdims=True)) for rows in logits]
+    entropy = [-(np.exp(rows) * rows).sum(1) for rows in logp]
+    rollouts = []
+    for rows, ids, h in zip(logp, tokens, entropy, strict=True):
+        log_pi = rows[np.arange(len(ids)), ids]
+        rollouts.append(
+            Written(
+                log_pi=log_pi.tolist(),
+                log_mu=(log_pi + random.normal(0, 1, len(ids))).tolist(),
+                log_ref=(log_pi + random.normal(0, 1, len(ids))).tolist(),
+                entropy=h.tolist(),
+                weights=(random.random(len(ids)) > 0.2).astype(int).tolist(),
+                advantage=float(random.normal()),
+            )
+        )
+    _, by_log_pi, by_entropy = step(algorithm, rollouts, max_tokens=MAX_TOKENS, **PENALTIES)
+    want = []
+    for i, rows in enumerate(logp):
+        for t, row in enumerate(rows):
+            is_chosen = np.arange(7) == tokens[i][t]
+            by_hand = by_log_pi[i][t] * (is_chosen - np.exp(row))
+            want.append(by_hand - by_entropy[i][t] * np.exp(row) * (row + entropy[i][t]))
+    leaf = torch.tensor(np.concatenate(logits), requires_grad=True)
+    log_all = torch.log_softmax(leaf, -1)
+    lengths = torch.tensor([4, 1, 6])
+    index = torch.repeat_interleave(lengths)
+    column = {
+        name: torch.tensor(
+            [x for rollout in rollouts for x in getattr(rollout, name)], dtype=torch.float64
+        )
+        for name in ("log_mu", "log_ref", "weights")
+    }
+    config = replace(CONFIGS[algorithm], **PENALTIES)
+    outputs = policy_loss(
+        LossInputs(
+            trainer_logprobs=log_all[torch.arange(11), torch.tensor(np.concatenate(tokens))],
+            generator_logprobs=column["log_mu"],
+            advantages=torch.tensor([r.advantage for r in rollouts], dtype=torch.float64)[index],
+            weights=column["weights"],
+            entropy=-(log_all.exp() * log_all).sum(-1),
+            rollout_index=index,
+            rollout_lengths=lengths,
+            ref_logprobs=column["log_ref"],
+        ),
+        config,
+    )
+    (outputs.loss / denominator(11, 3, MAX_TOKENS, config)).backward()
+    assert leaf.grad is not None
+    np.testing.assert_allclose(leaf.grad.numpy(), np.stack(want), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+@given(rewards=st.lists(st.sampled_from([0.0, 0.25, 1.0, -2.0]), min_size=2, max_size=8))
+def test_advantages_are_the_paper_s(algorithm, rewards):
+    got = group_advantages(rewards, CONFIGS[algorithm])
+    # 1e-6 in the divisor keeps nearly equal rewards from exploding
+    assert got == pytest.approx(advantages(algorithm, rewards), rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", PAPERS)
+def test_no_ratio_and_no_reference_however_far_makes_a_loss_or_gradient_explode(algorithm):
+    config = replace(CONFIGS[algorithm], kl_coefficient=1.0, kl_estimator="k3")
+    for far in (5.0, 20.0, 90.0, 300.0):  # e^90 is beyond float32
+        for mu, ref in ((far, 0.0), (-far, 0.0), (0.0, far), (0.0, -far)):
+            for advantage in (-1.0, 1.0):
+                rollout = Written([-1.0], [-1 - mu], [-1 - ref], [0.5], [1], advantage)
+                got = ours(replace(config, normalization="tokens"), [rollout], torch.float32)
+                assert abs(got.by_log_pi[0][0]) < 25
+                assert abs(got.loss) < 25 + 25 * max(abs(ref), 1)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dr_grpo", "dapo", "gspo"])
+def test_a_bad_token_made_likelier_has_its_weight_bounded_by_dual_clip(algorithm):
+    config = replace(CONFIGS[algorithm], kl_coefficient=0.0)
+    off = replace(config, clip_ratio_c=1e9)
+    bad = Written([-1.0], [-6.0], [-1.0], [0.5], [1], -1.0)  # ratio e^5 = 148
+    scale = MAX_TOKENS if algorithm == "dr_grpo" else 1
+    assert ours(config, [bad]).loss * scale == pytest.approx(3)
+    assert ours(config, [bad]).by_log_pi == [[0.0]]
+    assert ours(off, [bad]).loss * scale == pytest.approx(148.413159)
+    milder = Written([-1.0], [-2.0], [-1.0], [0.5], [1], -1.0)  # ratio e: below the bound
+    assert ours(config, [milder]).by_log_pi[0][0] * scale == pytest.approx(2.718281828)
+    good = replace(bad, advantage=1.0)
+    assert ours(config, [good]).loss == ours(off, [good]).loss
+
+
+def test_dual_clip_s_bound_must_be_above_one():
+    with pytest.raises(ValueError, match=r"algorithm\.clip_ratio_c must be above 1, got 1"):
+        PPOConfig(clip_ratio_c=1.0)
+
+
+def engine_noise_clips(bounds: dict[str, float], num_tokens: int, sigma: float) -> float:
+    """Share of rollouts that GSPO clips although pi and mu are the same but for noise."""
+    random = np.random.default_rng(0)
+    num = 2000
+    # E[pi / mu] = 1 under mu: the mean of the log is half the variance below zero
+    noise = torch.tensor(random.normal(-(sigma**2) / 2, sigma, num * num_tokens))
+    index = torch.arange(num).repeat_interleave(num_tokens)
+    log_pi = torch.full((num * num_tokens,), -1.0, dtype=torch.float64)
+    outputs = policy_loss(
+        LossInputs(
+            trainer_logprobs=log_pi,
+            generator_logprobs=log_pi - noise,
+            advantages=torch.tensor(random.choice([-1.0, 1.0], num))[index],
+            weights=torch.ones_like(log_pi),
+            entropy=log_pi,
+            rollout_index=index,
+            rollout_lengths=torch.full((num,), num_tokens),
+        ),
+        GSPOConfig(**bounds),
+    )
+    return (outputs.sums["clipped"] / outputs.sums["tokens"]).item()
+
+
+def test_gspo_s_bounds_stand_above_the_noise_between_two_engines():
+    paper = {"clip_low": 3e-4, "clip_high": 4e-4}
+    for num_tokens in (30, 100, 300):
+        assert engine_noise_clips(paper, num_tokens, 0.03) > 0.4
+        assert engine_noise_clips({}, num_tokens, 0.03) < 0.01
+    # What they are for: rollouts whose tokens really moved, by 10 % each.
+    assert engine_noise_clips({}, 100, 0.45) > 0.4
