@@ -29,6 +29,7 @@ from llamarl.experience.store import Store
 from llamarl.inputs import Inputs, evaluation_sampling, train_sampling
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
+from llamarl.metrics.startup import Report
 from llamarl.placement import Colocated, Disaggregated, Placement
 from llamarl.seats import assign, companions
 from llamarl.staleness import Gate
@@ -60,13 +61,20 @@ class Executors:
 
 
 async def spawn_executors(
-    config: Config, inputs: Inputs, cluster: Cluster, run_dir: str, *, trains: bool
+    config: Config,
+    inputs: Inputs,
+    cluster: Cluster,
+    run_dir: str,
+    *,
+    trains: bool,
+    report: Report,
 ) -> Executors:
     """Start every executor that the recipe needs, all at once; a reference only for a KL term."""
     spawn = partial(_spawn, cluster, assign(config) | companions(config))
+    start = partial(_start, spawn, report)
     units = await asyncio.gather(
         *(
-            spawn(
+            start(
                 f"storage-{unit}",
                 {
                     "unit": unit,
@@ -92,15 +100,14 @@ async def spawn_executors(
         "run_dir": run_dir,
         "rdma": make_rdma() if config.weights.transport == "rdma" else None,
     }
-    spawns = [spawn("scorer", scorer_kwargs)]
+    starts = [start("scorer", scorer_kwargs)]
     for i in replicas:
-        spawns.append(spawn(f"generator-{i}", _generator(config, inputs, shared, i, not trains)))
+        starts.append(start(f"generator-{i}", _generator(config, inputs, shared, i, not trains)))
     if trains:
-        spawns.append(spawn("trainer", _trainer(config, inputs, shared)))
+        starts.append(start("trainer", _trainer(config, inputs, shared)))
     if trains and config.algorithm.kl_coefficient > 0:
-        spawns.append(spawn("reference", _reference(config, inputs, shared)))
-    scorer, *others = await asyncio.gather(*spawns)
-    await asyncio.gather(*(group.every.start() for group in (*units, scorer, *others)))
+        starts.append(start("reference", _reference(config, inputs, shared)))
+    scorer, *others = await asyncio.gather(*starts)
     generators = dict(zip(replicas, others, strict=False))
     rest = others[len(replicas) :]
     collectors = await _spawn_collectors(spawn, config, generators) if trains else []
@@ -249,6 +256,21 @@ async def _spawn(
 ) -> ExecutorGroup:
     factory = EXECUTORS[name.partition("-")[0]]
     return await cluster.spawn(name, factory, kwargs, len(places[name]), places[name])
+
+
+async def _start(
+    spawn: Callable[..., Awaitable[ExecutorGroup]],
+    report: Report,
+    name: str,
+    kwargs: dict[str, Any],
+) -> ExecutorGroup:
+    """Spawn the executor and let it load what it needs."""
+    report(name, "starting")
+    group = await spawn(name, kwargs)
+    report(name, "loading")
+    await group.every.start()
+    report(name, "ready")
+    return group
 
 
 async def _spawn_collectors(

@@ -90,11 +90,14 @@ async def _train(
     spans = Spans("controller", spans_folder)
     metrics = MetricsLog(run_dir, tensorboard=config.metrics.tensorboard)
     with progress:
-        progress.phase("starting the executors")
         async with _cluster(config, run_dir) as cluster:
-            executors = await spawn_executors(config, inputs, cluster, run_dir, trains=True)
+            with progress.startup() as report:
+                executors = await spawn_executors(
+                    config, inputs, cluster, run_dir, trains=True, report=report
+                )
             assert executors.trainer is not None
             if folder is not None:
+                progress.phase("reading the checkpoint")
                 await executors.trainer.first.restore(folder)
             journal = Journal(
                 log=metrics,
@@ -114,6 +117,7 @@ async def _train(
                 journal=journal,
                 spans=spans,
             )
+            progress.phase("connecting trainer and generators")
             await publisher.connect()
             try:
                 gc.set_threshold(*GC_THRESHOLDS)
@@ -149,9 +153,16 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
     inputs = read_inputs(config, needs_prompts=False)
     with _claim(run_dir, is_new=True):
         record()
-        async with _cluster(config, run_dir) as cluster:
-            executors = await spawn_executors(config, inputs, cluster, run_dir, trains=False)
-            result = await _until_lost(_evaluate(config, inputs, executors), executors)
+        # Off a terminal, standard output is the result alone.
+        shown = console if console.is_terminal else Console(quiet=True)
+        with Progress(0, live=config.metrics.live, console=shown) as progress:
+            async with _cluster(config, run_dir) as cluster:
+                with progress.startup() as report:
+                    executors = await spawn_executors(
+                        config, inputs, cluster, run_dir, trains=False, report=report
+                    )
+                progress.phase(f"evaluating {len(inputs.held_out)} prompts")
+                result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
         f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
         f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "

@@ -7,8 +7,11 @@ anywhere else (a log file, CI) there are whole lines only, one every few seconds
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -20,13 +23,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.metrics.aggregate import LiveShares, Shares, SpanTails
+from llamarl.metrics.aggregate import LiveShares, Shares, SpanTails, executor_of
 from llamarl.metrics.drops import Drops, in_words
 from llamarl.metrics.panel import clock, draw_curve, draw_shares, facts_grid, is_shaped
 from llamarl.metrics.record import Scalars
+from llamarl.metrics.startup import Report, Startup
 
 PLAIN_INTERVAL_S = 5.0
-PLAIN_DROPS_S = 10.0  # after so long without a line, what drops there were
+PLAIN_QUIET_S = 10.0  # after so long without a line, how far a start or a step is
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
 SHOWN_EXECUTORS = ("generator", "trainer")
@@ -35,8 +39,8 @@ SHOWN_EXECUTORS = ("generator", "trainer")
 class Progress:
     """Shows how far the run is; use it as a context manager.
 
-    `live` False, or a console that is no terminal, prints lines. `spans_folder` (optional) is read
-    for the busy shares of generator and trainer.
+    `num_steps` 0: nothing is trained. `live` False, or a console that is no terminal, prints lines.
+    `spans_folder` (optional) is read for the busy shares of generator and trainer.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Progress:
         self._rewards: deque[float] = deque(maxlen=CURVE_STEPS)
         self._evaluations: list[tuple[int, float, float]] = []
         self._drops = Drops()
+        self._startup: Startup | None = None
         self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
         self._live_shares = LiveShares(SpanTails(spans_folder)) if spans_folder else None
         self._shares: dict[str, Shares] = {}
@@ -92,6 +97,34 @@ class Progress:
         if self._live is None:
             self._print_line(words)
 
+    @contextmanager
+    def startup(self) -> Iterator[Report]:
+        """Shows the start of the executors in the block, which reports their states."""
+        startup = self._startup = Startup()
+        over = threading.Event()
+        self.phase("starting the executors")
+
+        def report(name: str, state: str) -> None:
+            startup.mark(name, state)
+            if self._live is None and state == "ready" and startup.is_complete(name):
+                role = executor_of(name)
+                self._print_line(f"{role} {dict(startup.rows())[role]}")
+
+        def repeat() -> None:
+            while not over.wait(PLAIN_QUIET_S):
+                self._print_line(f"still starting: {startup.words()}")
+
+        repeating = threading.Thread(target=repeat, daemon=True)
+        if self._live is None:
+            repeating.start()
+        try:
+            yield report
+        finally:
+            over.set()
+            if self._live is None:
+                repeating.join()
+            self._startup = None
+
     def begin(self, step: int) -> None:
         """Training starts (or resumes) at version `step`; the time left is reckoned from here."""
         self._first_step = self._step = step
@@ -119,7 +152,7 @@ class Progress:
     def drops(self, drops: Drops) -> None:
         """A group was judged; `drops` counts them all."""
         self._drops = drops
-        due = time.monotonic() - self._printed_s >= PLAIN_DROPS_S
+        due = time.monotonic() - self._printed_s >= PLAIN_QUIET_S
         if self._live is None and due and drops.num_current:
             self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
@@ -179,10 +212,16 @@ class Progress:
             if name in self._shares:
                 body.add_row(name, draw_shares(self._shares[name], self.console))
         return Panel(
-            Group(head, body), title=f"llamarl: {self._phase}", title_align="left", box=box.ROUNDED
+            Group(head, body) if self._num_steps else body,
+            title=f"llamarl: {self._phase}",
+            title_align="left",
+            box=box.ROUNDED,
         )
 
     def _facts(self) -> list[tuple[str, Text]]:
+        startup = self._startup
+        if startup is not None:
+            return [(role, Text(words)) for role, words in startup.rows()]
         facts = []
         if self._accuracies:
             facts += self._trained()

@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import logging
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -358,3 +360,47 @@ def test_no_console_is_too_narrow_for_the_panels(run_dir, width):
     assert sum("activation" in line for line in panel) == (width >= 120)
     assert any(line.endswith("x" * 200) for line in lines)
     assert any(line.endswith("y" * 200) for line in lines)
+
+
+def test_the_display_shows_which_executors_are_ready_while_they_start():
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    with progress.startup() as report:
+        for name in ("storage-0", "generator-0", "generator-1", "trainer"):
+            report(name, "starting")
+        for name, state in (
+            ("storage-0", "ready"),
+            ("generator-1", "ready"),
+            ("trainer", "loading"),
+        ):
+            report(name, state)
+        console.print(progress._render())
+        text = console.export_text()
+        for words in ("storage            ready after 0 s", "trainer            loading (0 s)"):
+            assert words in text
+        assert "generator          1 of 2 ready; generator-0 starting (0 s)" in text
+        for index in range(64):
+            report(f"generator-{index}", "loading")
+        console.print(progress._render())
+        assert "0 of 64 ready; 64 loading" in console.export_text(), "one row however many"
+    console.print(progress._render())
+    assert "ready" not in console.export_text(), "past the start it shows the training"
+
+
+def test_a_log_file_gets_a_line_per_role_that_is_ready_and_one_while_a_start_drags_on(monkeypatch):
+    num_threads = threading.active_count()
+    monkeypatch.setattr("llamarl.metrics.console.PLAIN_QUIET_S", 0.01)
+    console = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    with progress.startup() as report:
+        for name in ("generator-0", "generator-1", "trainer"):
+            report(name, "loading")
+        report("generator-0", "ready")
+        report("generator-1", "ready")
+        deadline_s = time.monotonic() + 20
+        while "still" not in console.export_text(clear=False) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
+    assert lines[:2] == ["starting the executors", "generator ready after 0 s"]
+    assert lines[2] == "still starting: generator ready after 0 s, trainer loading (0 s)"
+    assert threading.active_count() == num_threads, "nothing is repeated past the start"

@@ -1,0 +1,64 @@
+"""How far the start of a run is: which executors are ready, and what the others do.
+
+Owns: the state of every executor that is being started, in words. Does not own: starting them
+(`build.py`) or the display (`console.py`). Invariant: a run of thousands of replicas takes as many
+rows as one of two, one per role.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from llamarl.metrics.aggregate import executor_of
+
+STATES = ("starting", "loading", "ready")
+MOST_NAMED = 3  # executors of a role in one state that are named; of more, only the number
+
+Report = Callable[[str, str], None]
+"""Told an executor's name and its new state, one of STATES."""
+
+
+class Startup:
+    """The executors of one start."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[str, float]] = {}  # name -> (state, since when)
+        self._started_s = time.monotonic()
+
+    def mark(self, name: str, state: str) -> None:
+        """Executor `name` is in `state` from now on."""
+        self._states[name] = (state, time.monotonic())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(role, what its executors do), such as ("generator", "1 of 2 ready; generator-1 loading
+        (4 s)")."""
+        roles: dict[str, list[str]] = {}
+        for name in list(self._states):
+            roles.setdefault(executor_of(name), []).append(name)
+        return [(role, self._role(names)) for role, names in roles.items()]
+
+    def words(self) -> str:
+        """All of it in one line."""
+        return ", ".join(f"{role} {words}" for role, words in self.rows())
+
+    def is_complete(self, name: str) -> bool:
+        """True if every executor of the role of `name` is ready."""
+        role = executor_of(name)
+        return all(s == "ready" for n, (s, _) in self._states.items() if executor_of(n) == role)
+
+    def _role(self, names: list[str]) -> str:
+        now_s = time.monotonic()
+        by_state = {s: [n for n in names if self._states[n][0] == s] for s in STATES}
+        ready = by_state.pop("ready")
+        if len(ready) == len(names):
+            last_s = max(self._states[name][1] for name in names)
+            return f"ready after {last_s - self._started_s:.0f} s"
+        parts = [f"{len(ready)} of {len(names)} ready"] if len(names) > 1 else []
+        for state, members in by_state.items():
+            if members:
+                waited_s = now_s - min(self._states[name][1] for name in members)
+                named = ", ".join(members) if len(members) <= MOST_NAMED else f"{len(members)}"
+                named = f"{named} " if len(names) > 1 else ""
+                parts.append(f"{named}{state} ({waited_s:.0f} s)")
+        return "; ".join(parts)
