@@ -6,12 +6,14 @@ mirror `weights/arena.py` and the embedded engine; vLLM's memory is its own, and
 settings.
 
 While a quantised version is prepared for a flip, the one before it is still at work: two sets (the
-embedded engine). vLLM quantises in place, one layer at a time.
+embedded engine). vLLM quantises in place, one layer at a time; out of host memory each layer passes
+through one of two slots (`generation/vllm/staging.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +67,8 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
         if isinstance(generator, VllmConfig):
             derived = vllm_quantized_bytes(config, architecture)
             weights["preparation"] = item * _layer_elements(config, architecture)
+            if in_host:
+                weights["preparation"] += 2 * item * _largest_module(config, architecture)
         else:
             derived = quantized_bytes(architecture, generator.dtype, generator.num_ranks)
             weights["preparation"] = derived
@@ -136,6 +140,20 @@ def _layer_elements(config: Config, architecture: Architecture) -> int:
     parameters, _ = arena(config, architecture, 0)
     layers = [layout for name, layout in parameters.items() if ".layers.0." in name]
     return sum(math.prod(parts.extents(box)) for layout in layers for box in layout.boxes)
+
+
+def _largest_module(config: Config, architecture: Architecture) -> int:
+    """Elements of the largest of vLLM's modules, which fuse q, k and v, and gate and up."""
+    parameters, _ = arena(config, architecture, 0)
+    sizes: Counter[str] = Counter()
+    for name, layout in parameters.items():
+        *path, module, _ = name.split(".")
+        fused = "qkv" if module in ("q_proj", "k_proj", "v_proj") else module
+        fused = "gate_up" if module in ("gate_proj", "up_proj") else fused
+        sizes[".".join([*path, fused])] += sum(
+            math.prod(parts.extents(box)) for box in layout.boxes
+        )
+    return max(sizes.values())
 
 
 def _working(config: Config, architecture: Architecture) -> Kinds:

@@ -10,12 +10,14 @@ vLLM's own reload machinery does the work: it remembers each layer's parameters 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+ALIGN_BYTES = 64
 
 
 @contextmanager
@@ -38,23 +40,27 @@ def loading_form(model: nn.Module) -> Iterator[None]:
 def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) -> None:
     """Compute the model's parameters anew from `tensors`, parameters in loading form by name.
 
-    `tensors` are read, not kept.
+    `tensors` are read, not kept. They may lie in host memory: each layer's go to the device that
+    the layer computes on, where vLLM's quantising kernels are, while the layer before is processed.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
 
     layerwise.initialize_layerwise_reload(model)
+    filled = []
     for prefix, layer in model.named_modules():
         _unwrap_loaders(layer)
         names = [name for name in layer._parameters if f"{prefix}.{name}" in tensors]
-        if not names:
-            if not layerwise.is_deferred_attention_layer(layer):
-                _put_back(layer)
-            continue
+        if names:
+            filled.append((layer, {name: tensors[f"{prefix}.{name}"] for name in names}))
+        elif not layerwise.is_deferred_attention_layer(layer):
+            _put_back(layer)
+    kernels = [layerwise.get_layerwise_info(layer).kernel_tensors[0] for layer, _ in filled]
+    device = next(tensor.device for kernel in kernels for tensor in kernel.values())
+    moved = on_device([own for _, own in filled], device)
+    for (layer, _), kernel, own in zip(filled, kernels, moved, strict=True):
         info = layerwise.get_layerwise_info(layer)
-        kernel, _ = info.kernel_tensors
-        for name in names:
-            tensor = tensors[f"{prefix}.{name}"]
+        for name, tensor in own.items():
             if layer._parameters[name] is kernel[name]:  # never in loading form: a bias
                 kernel[name].copy_(tensor)
             else:
@@ -69,6 +75,54 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
     layerwise.finalize_layerwise_reload(model, model_config)
+
+
+def on_device(
+    groups: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> Iterator[Mapping[str, Tensor]]:
+    """The groups on `device`, one after the other; on a GPU the next one is copied meanwhile.
+
+    What lies there is yielded as it is. All else is copied into two slots in turn, each as large as
+    the largest group, so a group is valid until the next one is asked for.
+    """
+    num_bytes = [sum(map(_slot_bytes, _elsewhere(group, device).values())) for group in groups]
+    if not any(num_bytes):
+        yield from groups
+        return
+    slots = [torch.empty(max(num_bytes), dtype=torch.uint8, device=device) for _ in range(2)]
+    is_cuda = device.type == "cuda"
+    computing = torch.cuda.current_stream(device) if is_cuda else None
+    copying = torch.cuda.Stream(device) if is_cuda else None
+
+    def begin(index: int) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
+        """Start to copy a group; what comes back is its tensors, and when they are there."""
+        slot, end, found = slots[index % 2], 0, dict(groups[index])
+        if copying is not None:
+            copying.wait_stream(computing)  # type: ignore[arg-type]  # reads this slot's last group
+            slot.record_stream(copying)
+        with torch.cuda.stream(copying) if copying is not None else nullcontext():
+            for name, tensor in _elsewhere(groups[index], device).items():
+                place = slot[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                found[name] = place.copy_(tensor, non_blocking=True)
+                end += _slot_bytes(tensor)
+        return found, copying.record_event() if copying is not None else None
+
+    pending = begin(0)
+    for index in range(len(groups)):
+        group, arrival = pending
+        if index + 1 < len(groups):
+            pending = begin(index + 1)
+        if computing is not None and arrival is not None:
+            computing.wait_event(arrival)
+        yield group
+
+
+def _elsewhere(group: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in group.items() if tensor.device != device}
+
+
+def _slot_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _like(tensor: Tensor, form: Tensor | None) -> Tensor:
