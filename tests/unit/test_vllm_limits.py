@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import VllmConfig
-from llamarl.generation.vllm.limits import check_limits
+from llamarl.generation.vllm.limits import check_limits, memory_share
 from llamarl.models.architecture import read_architecture
 from tests.unit.test_inputs import RECIPE, read
 from tests.unit.test_vllm_installed import install
@@ -52,6 +52,17 @@ def test_the_kv_cache_must_hold_one_rollout_and_an_empty_block() -> None:
         small = replace(each, kv_cache_bytes=each.kv_cache_bytes - 1)
         with pytest.raises(ValueError, match=f"must be at least {each.kv_cache_bytes}, which hold"):
             check_limits(small, ARCHITECTURE)
+
+
+def test_a_gpu_must_have_room_for_one_ranks_weights_and_kv_cache_and_no_more() -> None:
+    sizes = {"num_layers": 0, "vocab_size": 1000, "hidden_size": 50, "tie_embeddings": True}
+    architecture = replace(ARCHITECTURE, **sizes)  # an embedding of 50,000 numbers, a norm of 50
+    config = VllmConfig(device="cuda", num_ranks=2, kv_cache_bytes=49_950)
+    assert memory_share(config, architecture, 1_000_000) == 0.1
+    whole = replace(config, num_ranks=1, dtype="float32", kv_cache_bytes=199_800)
+    assert memory_share(whole, architecture, 1_000_000) == 0.4
+    assert memory_share(replace(config, quantization="fp8"), architecture, 1_000_000) < 0.08
+    assert memory_share(whole, architecture, 1000) == 1.0
 
 
 @pytest.mark.parametrize(

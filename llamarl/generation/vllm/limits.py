@@ -7,8 +7,11 @@ controller's process asks before any other process starts.
 
 from __future__ import annotations
 
+import math
+
 from llamarl.config import VllmConfig
 from llamarl.models.architecture import Architecture
+from llamarl.models.inventory import parameter_shapes
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
 COLDEST = 0.01  # vLLM quietly samples at this temperature when asked for a lower one
@@ -42,6 +45,19 @@ def check_limits(config: VllmConfig, architecture: Architecture) -> None:
             f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
             f"{config.max_context_tokens} tokens, got {config.kv_cache_bytes}"
         )
+
+
+def memory_share(config: VllmConfig, architecture: Architecture, total_bytes: int) -> float:
+    """Share of a GPU of `total_bytes` that must be free where one rank's vLLM starts: what its own
+    weights and KV cache take.
+
+    Left to itself vLLM wants 92 % free, though the size of its KV cache is given: too much beside a
+    colocated trainer.
+    """
+    item = 1 if config.quantization != "none" else ELEMENT_BYTES[config.dtype]
+    num_elements = sum(map(math.prod, parameter_shapes(architecture).values()))
+    wanted_bytes = num_elements * item / config.num_ranks + config.kv_cache_bytes
+    return min(wanted_bytes / total_bytes, 1.0)
 
 
 def check_temperature(name: str, temperature: float) -> None:

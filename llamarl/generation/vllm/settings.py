@@ -83,9 +83,12 @@ def make_core(
 
     try:
         _register(architecture)
+        arguments = _arguments(checkpoint, config, num_ranks, RankExecutor)
         if config.device == "cpu":
             _keep_weights_plain()
-        arguments = _arguments(checkpoint, config, num_ranks, RankExecutor)
+        else:
+            total_bytes = torch.cuda.get_device_properties(local_rank).total_memory
+            arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
     except (ValueError, NotImplementedError, AssertionError) as error:
         _leave_groups()
