@@ -1,4 +1,4 @@
-"""The checks that config sections use, and the limits that stand beside a field's default.
+"""The checks that config sections use, the limits beside a field's default, and a device's dtype.
 
 Owns: what a number or a text may be. Does not own: rules between fields, which their section holds.
 Invariant: a failed check names the key, what it must be and what it got, in one line.
@@ -79,3 +79,8 @@ def require_choice(key: str, got: object, choices: Iterable[object]) -> None:
     """Raise ValueError unless `got` is one of `choices`."""
     allowed = tuple(choices)
     require(got in allowed, key, "be one of " + ", ".join(str(c) for c in allowed), got)
+
+
+def dtype_for(device: str, dtype: str) -> str:
+    """`dtype`, or instead of "auto" what `device` computes best in: cpu | cuda."""
+    return {"cpu": "float32", "cuda": "bfloat16"}[device] if dtype == "auto" else dtype

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
+from llamarl.config.check import (
+    DAY_S,
+    check_fields,
+    dtype_for,
+    number,
+    require,
+    require_choice,
+)
 
 
 @dataclass(kw_only=True)
@@ -57,8 +64,9 @@ class GeneratorConfig:
     """Rollouts decoded together per replica."""
     max_context_tokens: int = number(1024, least=2, most=2**24)
     """Longest prompt plus completion; sizes the KV cache."""
-    dtype: str = "float32"
-    """Activations, KV cache and unquantised weights: float32 | bfloat16."""
+    dtype: str = "auto"
+    """Activations, KV cache and unquantised weights: float32 | bfloat16 | auto (bfloat16 on cuda,
+    float32 on cpu)."""
     quantization: str = "none"
     """Weights of the linear layers, quantised in the generator after each publish; `none` or what
     the engine offers. AIPO takes mu from this quantised sampler."""
@@ -74,6 +82,7 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         check_fields("generator", self)
         require_choice("generator.device", self.device, ("cpu", "cuda"))
+        self.dtype = dtype_for(self.device, self.dtype)
         require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("generator.kv_after_flip", self.kv_after_flip, ("keep", "recompute"))
 
@@ -105,8 +114,9 @@ class VllmConfig(GeneratorConfig):
     """Memory of the KV cache, per rank."""
     block_size: int = number(32, least=1, most=2**16)
     """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
-    enforce_eager: bool = True
-    """Run without CUDA graphs and compilation; on CPU neither helps."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs and compilation; must be true on cpu, which has no graphs. null: true
+    on cpu, false on cuda."""
 
     def __post_init__(self) -> None:
         GeneratorConfig.__post_init__(self)
@@ -116,6 +126,14 @@ class VllmConfig(GeneratorConfig):
             "generator.quantization",
             f"be one of {', '.join(allowed)} on {self.device} (vLLM)",
             self.quantization,
+        )
+        if self.enforce_eager is None:
+            self.enforce_eager = self.device == "cpu"
+        require(
+            self.enforce_eager or self.device == "cuda",
+            "generator.enforce_eager",
+            "be true with generator.device=cpu (vLLM)",
+            self.enforce_eager,
         )
         require(
             self.quantization == "none" or self.dtype == "bfloat16",

@@ -280,6 +280,21 @@ class Config:
             "memory is reached by cuda_ipc)",
             self.weights.shadow,
         )
+        graphs = isinstance(self.generator, VllmConfig) and not self.generator.enforce_eager
+        require(
+            not graphs or not self.placement.colocated or self.placement.offload == "none",
+            "generator.enforce_eager",
+            "be true with generator=vllm and placement=colocated (what is offloaded comes back at "
+            "other addresses than captured graphs read)",
+            False,
+        )
+        require(
+            not graphs or self.weights.shadow != "bucket",
+            "weights.shadow",
+            "be full or host with generator=vllm and generator.enforce_eager=false (captured "
+            "graphs read weights of their own, which take whole versions)",
+            self.weights.shadow,
+        )
         require(
             self.weights.shadow != "bucket" or self.generator.quantization == "none",
             "weights.shadow",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import check_fields, number, require, require_choice
+from llamarl.config.check import check_fields, dtype_for, number, require, require_choice
 
 
 @dataclass(kw_only=True)
@@ -28,8 +28,9 @@ class TrainerConfig:
     """Start forward and backward once this many groups are ready; 0 waits for the whole batch."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
     """Most tokens packed into one forward; a longer rollout gets one of its own."""
-    compute_dtype: str = "float32"
-    """Forward and backward in float32 | bfloat16; master weights are always float32."""
+    compute_dtype: str = "auto"
+    """Forward and backward in float32 | bfloat16 | auto (bfloat16 on cuda, float32 on cpu); master
+    weights are always float32."""
     activation_checkpointing: str = "none"
     """What the backward pass computes again instead of storing it: none | selective (all but
     matrix products and attention) | full (each whole block)."""
@@ -68,8 +69,9 @@ class TrainerConfig:
             f"be 0 or divide trainer.groups_per_step ({self.groups_per_step})",
             self.groups_per_part,
         )
-        require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_choice("trainer.device", self.device, ("cpu", "cuda"))
+        self.compute_dtype = dtype_for(self.device, self.compute_dtype)
+        require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
         require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(

@@ -33,8 +33,8 @@ class Memory:
     """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
     boxes of every parameter (Hugging Face names, buffer "arena") that the rank holds.
 
-    `is_staged`: the engine derives its own weights from this memory at a flip (quantised, packed);
-    else it decodes straight from it.
+    `is_staged`: the engine makes its own weights from this memory at a flip (quantised, packed, or
+    copied to where captured graphs read them); else it decodes straight from it.
     """
 
     parameters: dict[str, ParameterLayout]

@@ -12,7 +12,7 @@ What the shadow is, by `weights.shadow`:
     bucket  a small buffer. Parts of at most `bucket_bytes` are offered and flipped one by one; once
             one was flipped, the way back is gone: a discard then ends the arena.
 
-A staged engine derives its own weights from the arena at a flip and never reads it otherwise, so
+A staged engine makes its own weights from the arena at a flip and never reads it otherwise, so
 there is one memory only, which is shadow and live in turn; it keeps its content until the next
 offer. The CPU's memories are shared segments, so that siblings of this host can map them.
 """
@@ -75,8 +75,8 @@ class Arena:
             raise ValueError(f"num_elements must be at least 1, got {num_elements}")
         if is_staged and shadow == "bucket":
             raise ValueError(
-                "weights.shadow must be full or host for an engine that derives its weights from "
-                "the checkpoint's (quantised or packed ones), got 'bucket'"
+                "weights.shadow must be full or host for an engine with weights of its own "
+                "(quantised or packed ones, or captured graphs), got 'bucket'"
             )
         for name, layout in parameters.items():
             parts.check(name, layout, num_elements, dtype)

@@ -32,9 +32,8 @@ pytestmark = [
 
 
 def make_cuda_engine(seed: int, **config) -> Engine:
-    engine = Engine(
-        LLAMA, EmbeddedConfig(max_running=4, max_context_tokens=160, device="cuda", **config)
-    )
+    fields = {"max_running": 4, "max_context_tokens": 160, "device": "cuda", "dtype": "float32"}
+    engine = Engine(LLAMA, EmbeddedConfig(**(fields | config)))
     flat = flat_weights(engine, make_model(LLAMA, seed)).to(engine.memory.dtype)
     engine.flip(flat.cuda(), 0)
     for row, prompt in enumerate(random_prompts(9)):
@@ -70,6 +69,7 @@ def test_graphs_write_what_single_calls_write_through_flips_and_moves(quantizati
             max_running=7,
             max_context_tokens=160,
             device="cuda",
+            dtype="float32",
             quantization=quantization,
             cuda_graphs=cuda_graphs,
         )

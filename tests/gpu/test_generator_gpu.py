@@ -38,7 +38,7 @@ def engine_case(request: pytest.FixtureRequest, checkpoint: str) -> EngineCase:
     return EngineCase(
         config=EmbeddedConfig,
         checkpoint=checkpoint,
-        fields={"device": "cuda", "quantization": request.param},
+        fields={"device": "cuda", "dtype": "float32", "quantization": request.param},
         is_staged=request.param != "none",
         atol=1e-4,
     )

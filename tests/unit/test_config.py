@@ -37,6 +37,47 @@ def test_every_choice_composes(group: str, choice: str) -> None:
     assert type(getattr(config, group)) in SCHEMAS.values()
 
 
+VLLM_ON_GPUS = ["generator=vllm", "weights=collective", *GPUS]
+
+
+@pytest.mark.parametrize("generator", ["embedded", "vllm"])
+def test_precision_and_graphs_follow_the_device_unless_they_are_chosen(generator: str) -> None:
+    chosen = {"cpu": "bfloat16", "cuda": "float32"}
+    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+        devices = [f"generator.device={device}", f"trainer.device={device}"]
+        common = [f"generator={generator}", "weights=collective", *devices, *MINIMUM]
+        config = make_config(*common)
+        assert (config.generator.dtype, config.trainer.compute_dtype) == (dtype, dtype)
+        other = chosen[device]
+        config = make_config(*common, f"generator.dtype={other}", f"trainer.compute_dtype={other}")
+        assert (config.generator.dtype, config.trainer.compute_dtype) == (other, other)
+        if generator == "vllm":
+            assert config.generator.enforce_eager == (device == "cpu")
+            assert make_config(*common, "generator.enforce_eager=true").generator.enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["generator=vllm", "generator.enforce_eager=false"], "enforce_eager must be true with"),
+        ([*VLLM_ON_GPUS, "placement=colocated"], "enforce_eager must be true with .*colocated"),
+        ([*VLLM_ON_GPUS, "weights.shadow=bucket"], "weights.shadow must be full or host with"),
+        ([*VLLM_ON_GPUS, "placement=colocated", "placement.offload=none"], ""),
+        ([*VLLM_ON_GPUS, "placement=colocated", "generator.enforce_eager=true"], ""),
+        ([*VLLM_ON_GPUS, "weights.shadow=bucket", "generator.enforce_eager=true"], ""),
+    ],
+)
+def test_graphs_go_only_with_memory_that_stays_where_it_is(
+    overrides: list[str], words: str
+) -> None:
+    if not words:
+        make_config(*overrides, *MINIMUM)
+        return
+    with pytest.raises(ValueError, match=words) as raised:
+        make_config(*overrides, *MINIMUM)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_every_recipe_composes(recipe: Path) -> None:
     assert compose_recipe(recipe, [f"recipe_dir='{recipe}'"]).recipe_dir == str(recipe)

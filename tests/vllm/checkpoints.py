@@ -45,13 +45,13 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 }
 
 
-def write_versions(folder: Path, family: str) -> list[tuple[str, PreTrainedModel]]:
+def write_versions(folder: Path, family: str, **sizes: int) -> list[tuple[str, PreTrainedModel]]:
     """Two checkpoints of one architecture: (folder, transformers' model) of versions 0 and 1."""
     config_class, model_class, changes = FAMILIES[family]
     versions = []
     for version in range(2):
         torch.manual_seed(version)
-        model = model_class(config_class(**(SIZES | changes))).eval()
+        model = model_class(config_class(**(SIZES | changes | sizes))).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:

@@ -20,7 +20,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make_engine(
-    checkpoint: str, rendezvous: Path | None = None, rank: int = 0, num_ranks: int = 1, **changes
+    checkpoint: str,
+    rendezvous: Path | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    keeps_addresses: bool | None = None,
+    **changes,
 ) -> VllmEngine:
     return VllmEngine(
         checkpoint,
@@ -29,6 +34,7 @@ def make_engine(
         num_ranks=num_ranks,
         rendezvous=str(rendezvous or ""),
         run_id="test",
+        keeps_addresses=keeps_addresses,
     )
 
 

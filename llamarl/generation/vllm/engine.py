@@ -7,14 +7,17 @@ while no step is in flight, and every token is labelled with the version whose w
 One process is one tensor-parallel rank. All ranks of a replica get the same calls in the same
 order; vLLM's scheduler decides alike in each, and the ranks meet inside the model only.
 
-Weights that vLLM computes with as they were loaded are views of the flat memory (direct). Quantised
-ones are derived from it at each flip (staged), and then the engine keeps nothing of that memory.
+Weights that vLLM computes with as they were loaded are views of the flat memory (direct). Where
+they are quantised, or captured graphs read them at their own addresses, they are made or copied
+from it at each flip (staged), and then the engine keeps nothing of that memory. Either way there
+are two sets of weights: live and shadow, or vLLM's own and the one that a publish fills.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +45,9 @@ class VllmEngine:
     """One rank of one replica. Synchronous; call it from one thread, but `prepare`.
 
     `checkpoint` gives the architecture; weights come with the first flip. `rendezvous` is a path
-    that no other replica uses. ValueError if vLLM is not the supported version, or cannot run
-    this checkpoint or config here.
+    that no other replica uses. With `keeps_addresses` weights are copied to where vLLM made them
+    (None: as captured graphs need it). ValueError if vLLM is not the supported version, or cannot
+    run this checkpoint or config here.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class VllmEngine:
         num_ranks: int,
         rendezvous: str,
         run_id: str,
+        keeps_addresses: bool | None = None,
     ) -> None:
         check_installed()
         set_environment(config.device)
@@ -75,9 +80,15 @@ class VllmEngine:
         self._model = self._runner.get_model()
         self._live = dict(self._model.named_parameters())
         recording = record(self._model, parameter_shapes(self.architecture), DTYPES[config.dtype])
-        self.memory, self._places = recording.memory, recording.places
-        if config.quantization == "none" and self.memory.is_staged:
+        self._places, self._is_derived = recording.places, recording.memory.is_staged
+        if config.quantization == "none" and self._is_derived:
             log.warning("vLLM repacks the weights of %s: they are staged", checkpoint)
+        if keeps_addresses is None:
+            keeps_addresses = not config.enforce_eager  # graphs read where they were captured
+        self.memory = replace(recording.memory, is_staged=self._is_derived or keeps_addresses)
+        if not self.memory.is_staged:  # views of the flat memory take their place
+            for parameter in self._live.values():
+                parameter.data = parameter.data.new_empty(0)
         self._queue = Queue()
         self._running: dict[str, Running] = {}
         self._num_started = 0
@@ -113,11 +124,14 @@ class VllmEngine:
         are computed anew before its next token.
         """
         self._drain()
-        if self.memory.is_staged:
+        if self._is_derived:
             process(self._model, self._core.vllm_config.model_config, prepared)
+        elif self.memory.is_staged:
+            for name, view in prepared.items():
+                self._live[name].data.copy_(view)
         else:
             for name, view in prepared.items():
-                self._bind(self._live[name], view)
+                self._live[name].data = view
         if self.version < 0:
             self._check_bound(prepared)
         if self._config.kv_after_flip == "recompute":
@@ -180,8 +194,7 @@ class VllmEngine:
         """The KV cache; of the weights, those that are not the flat memory."""
         if kind == "kv":
             return list(self._runner.kv_caches)
-        is_own = self.memory.is_staged or self._keeps_addresses
-        return [tensor.data for tensor in self._live.values()] if is_own else []
+        return [each.data for each in self._live.values()] if self.memory.is_staged else []
 
     def forget_prompts(self) -> None:
         """Compute every prompt anew, whatever the KV cache holds of it; only while nothing runs."""
@@ -195,23 +208,14 @@ class VllmEngine:
         self._core = self._runner = self._model = None
         self._live = {}
 
-    @property
-    def _keeps_addresses(self) -> bool:
-        return not self._config.enforce_eager  # captured graphs read where they were captured
-
-    def _bind(self, parameter: Tensor, view: Tensor) -> None:
-        if self._keeps_addresses:
-            parameter.data.copy_(view)
-        else:
-            parameter.data = view
-
     def _check_bound(self, prepared: Mapping[str, Tensor]) -> None:
         """At the first flip: the modules compute from what the memory holds; RuntimeError."""
         held = dict(self._model.named_parameters())
         as_loaded = {n for n in prepared if _is_as_loaded(held[n], prepared[n])}
-        is_copied = self.memory.is_staged or self._keeps_addresses
-        for name in as_loaded if self.memory.is_staged else prepared:
+        is_copied = self.memory.is_staged
+        for name in as_loaded if self._is_derived else prepared:
             mine, theirs = held[name].data, prepared[name]
+            theirs = theirs.to(mine.device) if is_copied else theirs  # the memory may be the host's
             if not (torch.equal(mine, theirs) if is_copied else mine.is_set_to(theirs)):
                 raise RuntimeError(f"vLLM's {name} is not what the weights' memory holds")
         how = "copied at a flip" if is_copied else "direct"

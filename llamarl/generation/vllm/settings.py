@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from llamarl.config import VllmConfig
-from llamarl.generation.vllm.limits import check_limits
+from llamarl.generation.vllm.limits import check_limits, memory_share
 from llamarl.models.architecture import MODEL_TYPES, Architecture
 from llamarl.models.process_group import compute_device
 
