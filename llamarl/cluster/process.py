@@ -42,6 +42,9 @@ def environment(mark: str, num_threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(MALLOC_TRIM_BYTES),
         "TOKENIZERS_PARALLELISM": "false",
+        # Else the first error of any NCCL group, such as a route to a replica that died, ends the
+        # process after eight minutes, for torch's monitor takes it for a hang of all groups.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
 
 

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
@@ -33,7 +32,7 @@ from llamarl.executors.offload import Offload
 from llamarl.executors.rows import columns_of, read_written, row_of
 from llamarl.generation.protocol import Finished
 from llamarl.metrics.span import Spans
-from llamarl.models.process_group import compute_device
+from llamarl.models.process_group import compute_device, use_device
 from llamarl.protocols import Storage
 from llamarl.types import FinishReason, Request, Row
 from llamarl.weights.arena import Arena
@@ -262,8 +261,7 @@ class GeneratorExecutor:
 
     def _build(self) -> None:
         device = compute_device(self._config.device, "generator.device")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread: for libraries that do not ask tensors
+        use_device(device)
         engine = make_engine(
             self._config,
             self._checkpoint,

@@ -24,7 +24,7 @@ from llamarl.metrics.span import Spans
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh, parallelize, reshard
-from llamarl.models.process_group import compute_device, join, leave
+from llamarl.models.process_group import compute_device, join, leave, use_device
 from llamarl.models.transformer import Transformer
 from llamarl.protocols import Storage
 from llamarl.types import PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS, Columns
@@ -91,6 +91,7 @@ class ReferenceExecutor:
 
     def _build(self) -> None:
         self._device = compute_device(self._config.device, "trainer.device")
+        use_device(self._device)
         with torch.device("meta"):
             model = Transformer(read_architecture(self._checkpoint))
         model = model.to(getattr(torch, self._config.compute_dtype)).requires_grad_(False)

@@ -37,7 +37,7 @@ from llamarl.executors.passes import Passes
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
-from llamarl.models.process_group import compute_device, join, leave
+from llamarl.models.process_group import compute_device, join, leave, use_device
 from llamarl.protocols import Storage
 from llamarl.types import (
     GENERATOR_LOGPROBS,
@@ -238,6 +238,7 @@ class TrainerExecutor:
 
     def _build(self) -> None:
         device = compute_device(self._config.device, "trainer.device")
+        use_device(device)
         join(self._rendezvous, self._rank, self._num_ranks, device)
         self._resources.callback(leave)
         mesh = make_mesh(device.type, self._config)

@@ -1,8 +1,9 @@
 """Where the ranks of a group meet, on which network they talk, and on which device each computes.
 
 Owns: the rendezvous, the default process group of one executor's ranks, the choice of interface
-and device. Does not own: what is sent. Invariant: nothing listens on an address other than that of
-the data interface; on one host that is loopback, and the ranks meet in a file.
+and device, and what NCCL does after an error. Does not own: what is sent. Invariant: nothing
+listens on an address other than that of the data interface; on one host that is loopback, and the
+ranks meet in a file.
 
 What differs from host to host comes in the environment, which `cluster/` sets for each process;
 without it a process is alone on its host, as in `cluster=inline`.
@@ -11,10 +12,14 @@ without it a process is alone on its host, as in `cluster=inline`.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,18 +34,27 @@ POLL_S = 0.05
 GET_ADDRESS = 0x8915  # SIOCGIFADDR, Linux
 BACKLOG = 4096  # thousands of ranks come at once
 SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79 to 85e9 bytes
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's major version
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is formed
+CLEAN_UP_ONLY = "2"
+
+_forming = threading.Lock()  # the environment belongs to all threads
 
 
 def compute_device(kind: str, field: str) -> torch.device:
     """This process's device of `kind`, cpu or cuda; `field` is the config's name for the choice.
 
-    ValueError if the host has no such GPU, or another one than the recipe was planned for.
+    ValueError if the host has no such GPU, no driver that can run it, or another GPU than the
+    recipe was planned for.
     """
     if kind == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
-        raise ValueError(f"{field} must be cpu on a machine without a GPU, got {kind!r}")
+        driver = DRIVER_FILE.read_text() if DRIVER_FILE.exists() else ""
+        reason = why_no_gpu(torch.__version__, torch.version.cuda, driver)
+        raise ValueError(f"{field} must be cpu {reason}, got {kind!r}")
     index = int(os.environ.get(GPU_INDEX, "0"))
     if index >= num_gpus:
         raise ValueError(
@@ -50,6 +64,52 @@ def compute_device(kind: str, field: str) -> torch.device:
     properties = torch.cuda.get_device_properties(index)
     check_gpu(os.environ.get(GPU, ""), properties.name, properties.total_memory)
     return torch.device("cuda", index)
+
+
+def why_no_gpu(torch_version: str, cuda: str | None, driver_text: str) -> str:
+    """Where torch, built for this version of `cuda`, finds no GPU: what a machine must be like for
+    that. `driver_text` is what NVIDIA's driver says of itself, "" without one."""
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver_text)
+    if found is None:
+        return "on a machine without a GPU"
+    if cuda is None:
+        return f"with torch {torch_version}, which is built without CUDA"
+    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0], "")
+    if oldest and int(found[0].partition(".")[0]) < int(oldest):
+        return f"with NVIDIA driver {found[0]} (torch's CUDA {cuda} needs {oldest} or newer)"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+    return (
+        f"where torch finds no GPU (its CUDA is {cuda}, NVIDIA driver {found[0]}, "
+        f"CUDA_VISIBLE_DEVICES {shown or 'empty'})"
+    )
+
+
+def use_device(device: torch.device) -> None:
+    """Let this thread compute on `device`, and attention in this process never take cuDNN's
+    kernels: they make a plan for each new shape, about half a second each, and packed rollouts have
+    a new shape in every micro-batch."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # for libraries that do not ask tensors
+
+
+@contextmanager
+def formed_to_fail_alone() -> Iterator[None]:
+    """NCCL groups formed in this block only clean up after an error, such as a rank that died.
+
+    Left to itself torch ends the process, which is right for the ranks of one model, whose numbers
+    would be garbage, and wrong for a trainer that sends weights to a replica that is gone.
+    """
+    with _forming:
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[ERROR_HANDLING]
+            else:
+                os.environ[ERROR_HANDLING] = before
 
 
 def check_gpu(wanted: str, name: str, memory_bytes: int) -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.models.process_group import data_interface, meet
+from llamarl.models.process_group import data_interface, formed_to_fail_alone, meet
 from llamarl.weights.errors import StaleVersion, TargetLost
 from llamarl.weights.layout import Copy, Offer, Route
 from llamarl.weights.packed import (
@@ -75,8 +75,9 @@ class Group:
             os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
             torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = self._timeout
-            return dist.ProcessGroupNCCL(store, index, size, nccl)
+            nccl._timeout = 2 * self._timeout  # so that `finish` is the first to miss a message
+            with formed_to_fail_alone():
+                return dist.ProcessGroupNCCL(store, index, size, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
         gloo._timeout = self._timeout

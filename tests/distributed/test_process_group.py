@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
+from llamarl.cluster.process import environment
 from llamarl.models.process_group import (
+    CLEAN_UP_ONLY,
+    ERROR_HANDLING,
     INTERFACE,
     check_gpu,
+    formed_to_fail_alone,
     interface_address,
     join,
     leave,
     meet,
+    why_no_gpu,
 )
+from llamarl.weights.collective import Group
 from tests.distributed.test_processes import is_loopback, listening_addresses
 
 GB = 10**9
@@ -75,3 +82,82 @@ def test_a_gpu_of_another_kind_than_planned_is_refused(wanted, name, num_bytes, 
         return
     with pytest.raises(ValueError, match=rf"cluster.gpu must .*, got {wanted}, but .* has {name}"):
         check_gpu(wanted, name, int(num_bytes))
+
+
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root@x)"
+CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Mar  7 12:44 2024\nGCC: 12"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "words"),
+    [
+        ("13.0", "", "on a machine without a GPU"),
+        (None, OPEN_DRIVER.format("580.65.06"), "with torch 2.13.0, which is built without CUDA"),
+        (
+            "13.0",
+            CLOSED_DRIVER.format("550.54.15"),
+            "with NVIDIA driver 550.54.15 (torch's CUDA 13.0 needs 580 or newer)",
+        ),
+        ("12.8", OPEN_DRIVER.format("515.1.2"), "CUDA 12.8 needs 525 or newer"),
+        (
+            "13.0",
+            OPEN_DRIVER.format("580.65"),
+            "its CUDA is 13.0, NVIDIA driver 580.65, CUDA_VISIBLE_DEVICES empty",
+        ),
+    ],
+)
+def test_a_missing_gpu_is_told_from_a_driver_or_a_torch_that_cannot_use_it(
+    cuda, driver, words, monkeypatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    reason = why_no_gpu("2.13.0", cuda, driver)
+    assert words in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_only_groups_that_lead_to_a_replica_outlive_an_error_of_nccl(before, monkeypatch) -> None:
+    """This machine has no NCCL: what is tested is the environment that it would be formed in."""
+    monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ERROR_HANDLING, before)
+    with formed_to_fail_alone():
+        assert os.environ[ERROR_HANDLING] == CLEAN_UP_ONLY
+    assert os.environ.get(ERROR_HANDLING) == before
+
+
+def test_a_route_over_nccl_is_formed_to_fail_alone_and_to_miss_a_message_after_us(
+    monkeypatch,
+) -> None:
+    formed = []
+
+    class Recorded:
+        """Stands where torch for GPUs has its group, and notes what that would read."""
+
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, store, rank, size, options) -> None:
+            formed.append((os.environ.get(ERROR_HANDLING), options._timeout))
+
+    monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Recorded, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    group = Group.__new__(Group)
+    group.device, group._timeout = torch.device("cuda", 0), timedelta(seconds=7)
+    group._form(torch.distributed.HashStore(), 0, 2)
+    ((handling, timeout),) = formed
+    assert handling == CLEAN_UP_ONLY
+    assert timeout > group._timeout
+    assert ERROR_HANDLING not in os.environ
+
+
+def test_nccl_is_told_in_the_words_of_torchs_own_header() -> None:
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    header = (folder / "ProcessGroupNCCL.hpp").read_text()
+    assert f"CleanUpOnly = {CLEAN_UP_ONLY}," in header
+    (monitor,) = [name for name in environment("mark", 1) if "NCCL" in name]
+    assert environment("mark", 1)[monitor] == "0"
+    for name in (ERROR_HANDLING, monitor):
+        assert f'"{name}"' in header

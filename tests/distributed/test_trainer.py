@@ -30,6 +30,7 @@ from tests.distributed.training import (
     Job,
     infer,
     infer_within_a_step,
+    kernels_of_executors,
     make_batch,
     make_checkpoint,
     make_rollouts,
@@ -273,6 +274,10 @@ def test_checkpointing_changes_nothing_and_bfloat16_little_while_masters_stay_fl
     assert max(errors.values()) <= 1e-6
     errors = relative_errors(gradients(compute_dtype="bfloat16"), plain)
     assert 1e-4 < max(errors.values()) < 0.1
+
+
+def test_no_executor_that_computes_attention_lets_it_take_cudnns_kernels(ranks, checkpoint):
+    assert ranks(1).run(kernels_of_executors, job(checkpoint, {}, [])) == [[False, False, False]]
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_with_step_and_rows(ranks, checkpoint):

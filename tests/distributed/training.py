@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from llamarl import checkpoint
 from llamarl.config import (
     AIPOConfig,
+    EmbeddedConfig,
     PlacementConfig,
     SamplingConfig,
     TrainerConfig,
     WeightsConfig,
 )
 from llamarl.data.packing import pack
+from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
@@ -170,6 +172,38 @@ def make_executor(rank, num_ranks, job, storage):
         storage=storage,
         needs_reference=False,
     )
+
+
+async def kernels_of_executors(rank, num_ranks, job):
+    """Whether attention may take cuDNN's kernels after each executor's start."""
+    storage = MemoryStorage({})
+    shared = {"rank": rank, "num_ranks": num_ranks, "spans": Spans("x", None), "storage": storage}
+    reference = ReferenceExecutor(
+        checkpoint=job.checkpoint,
+        rendezvous="",
+        config=job.trainer,
+        sampling=SamplingConfig(),
+        **shared,
+    )
+    generator = GeneratorExecutor(
+        replica=0,
+        checkpoint=job.checkpoint,
+        load_weights=True,
+        config=EmbeddedConfig(max_running=2, max_context_tokens=32),
+        weights=WeightsConfig(),
+        placement=PlacementConfig(),
+        tokenizer=job.checkpoint,
+        run_id="kernels",
+        run_dir="",
+        **shared,
+    )
+    seen = []
+    for executor in (make_executor(rank, num_ranks, job, storage), reference, generator):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        await executor.start()
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        await executor.close()
+    return seen
 
 
 async def train(rank, num_ranks, job):

@@ -68,12 +68,12 @@ def make_core(
     in one line, if vLLM cannot run this checkpoint with this config on this machine.
     """
     _check(config, architecture)
+    local_rank = compute_device(config.device, "generator.device").index or 0
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     alone = "" if rendezvous else tempfile.mkdtemp(prefix="llamarl-")
     meeting = _meeting(rendezvous or f"{alone}/meeting", run_id)
-    local_rank = compute_device(config.device, "generator.device").index or 0
 
     class RankExecutor(UniProcExecutor):
         """The one worker of this process; the other ranks run the same steps in theirs."""
@@ -174,8 +174,6 @@ def _check(config: VllmConfig, architecture: Architecture) -> None:
             "generator=vllm must have a process of its own for each rank (cluster=monarch), "
             "got one that is in a process group already"
         )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("generator.device must be cpu on a machine without a GPU, got 'cuda'")
     check_limits(config, architecture)
 
 
