@@ -111,12 +111,13 @@ class Evaluator:
         good = [score for score in scores if score.status is ScoreStatus.OK]
         if not good:
             raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
+        num_prompts = len(scores)
         return Evaluation(
             version=version,
-            accuracy=sum(score.correct for score in good) / len(good),
-            reward=sum(score.reward for score in good) / len(good),
+            accuracy=sum(score.correct for score in good) / num_prompts,
+            reward=sum(score.reward for score in good) / num_prompts,
             mean_tokens=sum(row.num_tokens for row in rows) / len(rows),
             truncated_share=sum(r.finish_reason is FinishReason.LENGTH for r in rows) / len(rows),
-            num_prompts=len(good),
-            num_failed=len(scores) - len(good),
+            num_prompts=num_prompts,
+            num_failed=num_prompts - len(good),
         )

@@ -166,7 +166,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
     console.print(
         f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
         f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "
-        f"prompts {result.num_prompts}  failed rewards {result.num_failed}",
+        f"prompts {result.num_prompts}  failed rewards (counted as wrong) {result.num_failed}",
         highlight=False,
         soft_wrap=True,
     )

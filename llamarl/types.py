@@ -38,6 +38,7 @@ Glossary
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
@@ -198,7 +199,7 @@ class Row:
 
 
 class ScoreStatus(StrEnum):
-    """A reward either exists or it does not; a failure is never a zero."""
+    """What became of a reward; a failure is no zero, unless the recipe makes it one."""
 
     OK = "ok"
     RAISED = "raised"
@@ -209,13 +210,21 @@ class ScoreStatus(StrEnum):
 @_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`."""
+    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`.
+
+    The reward of a failed one is NaN, or 0 with `reward.on_failure: zero`.
+    """
 
     row_id: int
     status: ScoreStatus
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
+
+    @property
+    def has_reward(self) -> bool:
+        """True if advantages can be computed from it."""
+        return not math.isnan(self.reward)
 
     @property
     def correct(self) -> bool:
@@ -284,7 +293,8 @@ class StepStats:
 class Evaluation:
     """Held-out results of one version.
 
-    `accuracy` and `reward` are means over the scored prompts; `num_failed` counts the others.
+    `accuracy` and `reward` are means over all `num_prompts`; the `num_failed` whose reward failed
+    count as wrong, with the reward 0.
     """
 
     version: int

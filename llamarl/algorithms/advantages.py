@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from llamarl.config import AlgorithmConfig
-from llamarl.types import Score, ScoreStatus
+from llamarl.types import Score
 
 FAILED_REWARD = "failed_reward"
 EQUAL_REWARDS = "equal_rewards"
@@ -51,14 +51,15 @@ def drop_reason(
 ) -> str | None:
     """Why a group is not trained on, or None. `rewards` are the shaped ones.
 
-    - "failed_reward": any of its scores failed. A baseline over the survivors would favour the
-      rollouts that reward code happens to digest, so the whole group goes.
+    - "failed_reward": any of its scores failed and has no reward (`reward.on_failure: zero` gives
+      it one). A baseline over the survivors would favour the rollouts that reward code happens to
+      digest, so the whole group goes.
     - "equal_rewards": with `config.drop_equal_rewards`, all rewards are equal and every advantage
       is therefore 0. With `advantage: none` that means all rewards are 0.
     - "solved": the same, and every rollout has full marks (`Score.correct`): there is nothing left
       to learn from this prompt.
     """
-    if any(score.status is not ScoreStatus.OK for score in scores):
+    if any(map(math.isnan, rewards)):
         return FAILED_REWARD
     if config.drop_equal_rewards and len(set(rewards)) == 1:
         if any(group_advantages(rewards, config)):

@@ -1,13 +1,14 @@
-"""Reward functions and the pool that runs them. Invariant: a reward that fails is counted, never
-turned into a number."""
+"""Reward functions and the pool that runs them. Invariant: a reward that fails is counted, and
+becomes a number only where the recipe asks for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import require, require_choice
+from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
 
 REWARDS = ("math", "exact", "format", "task")
+ON_FAILURE = ("drop", "zero")
 
 
 @dataclass(kw_only=True)
@@ -17,7 +18,9 @@ class RewardConfig:
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | task (the recipe's own task.py). The first one's
     full marks are what accuracy counts."""
-    weights: list[float] = field(default_factory=lambda: [1.0])
+    weights: list[float] = field(
+        default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
+    )
     """One weight per function; the reward is the weighted sum."""
     answer_field: str = "answer"
     """Field of the data row that holds the expected answer."""
@@ -26,14 +29,21 @@ class RewardConfig:
     answer, `format` gives 1 if it matches."""
     require_stop: bool = True
     """`exact` and `format` give 0 to a completion that did not end by itself."""
-    num_workers: int = 1
+    num_workers: int = number(1, least=1, most=1024)
     """Processes of the reward pool."""
-    timeout_s: float = 10.0
+    timeout_s: float = number(10.0, above=0, most=DAY_S)
     """A reward that runs longer is killed and counted as hung."""
-    max_failure_rate: float = 0.1
-    """The run stops when more than this share of the last 1000 rewards failed (after 50)."""
+    on_failure: str = "drop"
+    """What a rollout whose reward failed (raised, hung, no finite number) means to its group:
+    drop (the group is not trained on: a baseline over the others would favour what reward code
+    digests) | zero (its reward is 0, for rewards that fail on what is wrong, such as a verifier
+    that runs out of time). Both are counted."""
+    max_failure_rate: float = number(0.1, least=0, most=1)
+    """The run stops when more than this share of the last 1000 rewards failed (after 50), whatever
+    `on_failure` says; 1 never stops it."""
 
     def __post_init__(self) -> None:
+        check_fields("reward", self)
         require(
             bool(self.functions), "reward.functions", "name at least one function", self.functions
         )
@@ -45,11 +55,4 @@ class RewardConfig:
             f"have one weight per function ({len(self.functions)})",
             self.weights,
         )
-        require(self.num_workers >= 1, "reward.num_workers", "be at least 1", self.num_workers)
-        require(self.timeout_s > 0, "reward.timeout_s", "be above 0", self.timeout_s)
-        require(
-            0 <= self.max_failure_rate <= 1,
-            "reward.max_failure_rate",
-            "be within 0 and 1",
-            self.max_failure_rate,
-        )
+        require_choice("reward.on_failure", self.on_failure, ON_FAILURE)

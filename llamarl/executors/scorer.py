@@ -1,8 +1,8 @@
 """The scorer: completions in storage become rewards.
 
 Owns: reading and decoding completions, the failure rate. Does not own: reward code (the pool's
-processes run it) or what a failed reward means for its group (the controller). Invariant: a row
-has a REWARD cell exactly if its Score is OK.
+processes run it) or what a missing reward means for its group (the controller). Invariant: a row
+has a REWARD cell exactly if its Score has a reward.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class ScorerExecutor:
         self._changed_ns = time.monotonic_ns()
 
     async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
-        """Score these (row id, prompt) pairs, in order, and write REWARD of those that are OK.
+        """Score these (row id, prompt) pairs, in order, and write REWARD of those that have one.
 
         Raises RuntimeError if more than `config.max_failure_rate` of the last 1000 rewards failed
         (judged after 50).
@@ -81,7 +82,9 @@ class ScorerExecutor:
         try:
             completions = await self._read(rollouts)
             scores = await self._pool.score(completions)
-            scored = [score for score in scores if score.status is ScoreStatus.OK]
+            if self._config.on_failure == "zero":
+                scores = [s if s.has_reward else replace(s, reward=0.0) for s in scores]
+            scored = [score for score in scores if score.has_reward]
             if scored:
                 await self._storage.write(
                     [score.row_id for score in scored],

@@ -110,8 +110,8 @@ class Ledger:
         self.mark([row.row_id for row in rows], RESPONSE_IDS)
 
     def learn_scores(self, scores: Sequence[Score]) -> None:
-        """These rollouts are scored; a failed score makes REWARD ready too, though no cell of it
-        exists then."""
+        """These rollouts are scored; a failed score makes REWARD ready too, though there may be no
+        cell of it then."""
         for score in scores:
             entry = self.entries[score.row_id]
             entry.score = score

@@ -99,7 +99,7 @@ def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
     chosen = []
     for index in range(num_rows):
         group = groups[index * len(groups) // num_rows]
-        scored = [s for s in group.scores.values() if s.status is ScoreStatus.OK]
+        scored = [score for score in group.scores.values() if score.has_reward]
         if scored:
             pick = max if index % 2 == 0 else min
             chosen.append(pick(scored, key=lambda score: score.reward).row_id)
@@ -112,7 +112,7 @@ def _scores(scores: list[Score]) -> Scalars:
         for status in ScoreStatus
         if status is not ScoreStatus.OK
     }
-    scored = [score for score in scores if score.status is ScoreStatus.OK]
+    scored = [score for score in scores if score.has_reward]
     if scored:
         rewards = np.array([score.reward for score in scored])
         scalars["reward/mean"] = float(rewards.mean())

@@ -189,3 +189,24 @@ def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
     ] * 2
     assert [line.get("rollouts") for line in lines] == [None, 3, None, 3]
     assert all(a["end_ns"] == b["start_ns"] for a, b in pairwise(lines))
+
+
+def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(folder, caplog):
+    storage = DictStorage()
+    for row_id, text in enumerate(["bad", "fine", "nan"]):
+        put(storage, folder, row_id, text)
+    config = RewardConfig(functions=["task"], on_failure="zero")
+    with caplog.at_level(logging.WARNING):
+        (scores,) = run_scorer(folder, storage, config, [range(3)], task_source=TASK)
+    assert [score.reward for score in scores] == [0.0, 0.0, 0.0]
+    assert [score.status for score in scores] == [
+        ScoreStatus.RAISED,
+        ScoreStatus.OK,
+        ScoreStatus.INVALID,
+    ]
+    assert [storage.rows[row][REWARD][0] for row in range(3)] == [0.0, 0.0, 0.0]
+    assert "LookupError: bad" in caplog.text
+    assert not any(score.correct for score in scores)
+    bad, good = make_rows(folder, storage, 6, 44)
+    with pytest.raises(RuntimeError, match=r"reward\.max_failure_rate"):
+        run_scorer(folder, storage, config, [good, bad], task_source=TASK)

@@ -110,6 +110,11 @@ def test_one_failed_reward_drops_the_group(status):
     assert drop_reason(group, [1, math.nan, 1], keep_equal) == "failed_reward"
 
 
+def test_a_failed_reward_that_is_a_zero_keeps_the_group():
+    group = scores(ScoreStatus.OK, ScoreStatus.HUNG)
+    assert drop_reason(group, [1, 0], AIPOConfig()) is None
+
+
 def test_equal_rewards_drop_the_group_only_where_configured():
     group = scores(ScoreStatus.OK, ScoreStatus.OK)
     assert drop_reason(group, [1, 1], AIPOConfig()) == "equal_rewards"
