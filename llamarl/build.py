@@ -26,7 +26,7 @@ from llamarl.dispatch import Dispatch
 from llamarl.evaluate import Evaluator
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.experience.store import Store
-from llamarl.inputs import Inputs, evaluation_sampling, train_sampling
+from llamarl.inputs import Inputs, evaluation_sampling, identity, train_sampling
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
@@ -339,7 +339,7 @@ def _gate(config: Config, state: dict[str, Any]) -> Gate:
 
 
 def make_backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
-    """The prompts to come. ValueError if `state` was saved with others."""
+    """The prompts to come, going on from `state`."""
     stream = PromptStream(
         inputs.prompts,
         seed=config.seed,
@@ -347,4 +347,4 @@ def make_backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backl
         position=state.get("position", 0),
     )
     first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
-    return Backlog(stream, inputs.prompts, first, digest=state.get("prompts"))
+    return Backlog(stream, inputs.prompts, first, identity(config, inputs))

@@ -20,11 +20,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llamarl import manifest
+from llamarl import manifest, records
+from llamarl.json_file import read_object
 from llamarl.protocols import Trainer
 
 STATE_FILE = "controller.json"
-RECORDS = ("metrics.jsonl", "archive/*.jsonl")  # of what a resumed run does again
 _UNFINISHED = "unfinished-"
 _DAMAGED = "damaged-"
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -34,12 +34,16 @@ async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], 
     """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
     The newest `keep` checkpoints stay (0: all). Whatever fails, no unfinished folder stays behind
-    to keep a full disk full. How long the run's records are is saved too, for `rewind`.
+    to keep a full disk full. What the run's records are is saved too.
     """
-    state = {**state, "records": _records(run_dir)}
+    num_bytes = records.measure(run_dir)  # at once: they must end where `state` does
+    before = latest(run_dir)
     folder = begin(run_dir, state["version"])
     try:
         await trainer.save(str(folder))
+        known = _saved_records(before) if before else {}
+        parts = await asyncio.to_thread(records.digest, run_dir, num_bytes, known)
+        state = {**state, "records": parts}
         committed = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
     finally:
         discard(folder)  # after a commit it has another name
@@ -120,23 +124,12 @@ def read_state(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{must}, which is not the name of a committed checkpoint")
     try:
         manifest.verify(folder, STATE_FILE)
-        state = json.loads((folder / STATE_FILE).read_text())
+        state = read_object(folder / STATE_FILE)
     except ValueError as error:
         raise ValueError(f"checkpoint.resume must be a sound checkpoint, but {error}") from error
-    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
+    if type(state.get("version")) is not int or state["version"] < 0:
         raise ValueError(f"{must}, whose {STATE_FILE} names no version")
     return state
-
-
-def rewind(run_dir: str | Path, state: Mapping[str, Any]) -> None:
-    """Cut the run's records to what they were when `state` was saved; all of them for no state.
-
-    What came after is done again, so each rollout stays in the archive once.
-    """
-    saved = state.get("records", {})
-    for name, num_bytes in _records(run_dir).items():
-        if num_bytes > saved.get(name, 0):
-            os.truncate(Path(run_dir) / name, saved.get(name, 0))
 
 
 def set_aside(folder: Path) -> Path:
@@ -146,7 +139,7 @@ def set_aside(folder: Path) -> Path:
 
 def holds_run(run_dir: str | Path) -> bool:
     """True if a run left more than a failed start there."""
-    return latest(run_dir) is not None or any(_records(run_dir).values())
+    return latest(run_dir) is not None or any(records.measure(run_dir).values())
 
 
 def prune(run_dir: str | Path, keep: int) -> None:
@@ -156,11 +149,13 @@ def prune(run_dir: str | Path, keep: int) -> None:
             _remove(path)
 
 
-def _records(run_dir: str | Path) -> dict[str, int]:
-    """Length in bytes of each record, by its path in `run_dir`."""
-    root = Path(run_dir)
-    paths = [path for pattern in RECORDS for path in sorted(root.glob(pattern))]
-    return {str(path.relative_to(root)): path.stat().st_size for path in paths}
+def _saved_records(folder: Path) -> dict[str, records.Parts]:
+    """What an earlier checkpoint says of the records; nothing where that cannot be read."""
+    try:
+        saved = read_object(folder / STATE_FILE).get("records")
+    except ValueError:
+        return {}
+    return saved if records.is_sound(saved) else {}
 
 
 def _committed(root: Path) -> list[tuple[int, int, Path]]:

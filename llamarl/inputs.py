@@ -7,9 +7,15 @@ wrong before any process starts.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from llamarl import manifest
 from llamarl.config import Config, VllmConfig
@@ -24,6 +30,9 @@ from llamarl.models.divisibility import check_parallel
 from llamarl.models.inventory import check_checkpoint
 from llamarl.rewards.functions import check_answers, check_rewards
 from llamarl.types import Prompt, Sampling
+
+EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
+PROMPTS = "data.prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +82,49 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         task_source=task_source,
         replay_lengths=replay_lengths,
     )
+
+
+def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What a resumed run must have in common with the one that was saved, by config key; JSON.
+
+    Whatever would be wrong in silence otherwise: the prompts and their order (a position in it and
+    the open prompts mean others), the optimizer, and what of the model its tensors do not show.
+    """
+    sizes = {name: value for name, value in asdict(inputs.architecture).items() if name != EOS}
+    return {
+        "seed": config.seed,
+        "data.shuffle": config.data.shuffle,
+        "trainer.optimizer": config.trainer.optimizer,
+        PROMPTS: _digest(inputs.prompts),
+        **{f"{name} of model.checkpoint": value for name, value in sizes.items()},
+    }
+
+
+def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """ValueError, naming the first difference, unless a run of identity `found` may go on from a
+    checkpoint of identity `saved`."""
+    for key, value in found.items():
+        if key not in saved:
+            raise ValueError(f"the checkpoint must say what {key} was, got one that does not")
+        if saved[key] == value:
+            continue
+        if key == PROMPTS:
+            raise ValueError(
+                "data.prompts, data.chat and the tokenizer must give the same prompts as when the "
+                "checkpoint was saved, got others: resume with those, or start a new run from "
+                "the export"
+            )
+        was = json.dumps(saved[key])
+        raise ValueError(f"{key} must be {was}, as in the checkpoint, got {json.dumps(value)}")
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Stands for all prompts: their numbers and token ids, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        ids = np.array([prompt.prompt_id, len(prompt.token_ids), *prompt.token_ids], dtype="<i8")
+        digest.update(ids.tobytes())
+    return digest.hexdigest()
 
 
 def read_planned_architecture(config: Config) -> Architecture:
@@ -126,7 +178,7 @@ def _check_planned(config: Config, architecture: Architecture) -> None:
         return
     folder = _resolve(config, config.model.architecture)
     planned = read_architecture(folder)
-    for name in (field.name for field in fields(Architecture) if field.name != "eos_token_ids"):
+    for name in (field.name for field in fields(Architecture) if field.name != EOS):
         expected, found = getattr(planned, name), getattr(architecture, name)
         require(
             found == expected,

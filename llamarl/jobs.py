@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llamarl import checkpoint
+from llamarl import checkpoint, records
 from llamarl.build import (
     Executors,
     build_controller,
@@ -71,7 +71,7 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
         state, folder = starting_point(config, inputs, run_dir)
         _check_disk(config, inputs, run_dir)
         record()
-        checkpoint.rewind(run_dir, state)
+        records.cut(run_dir, state.get("records", {}))
         return await _train(config, inputs, run_dir, console, (state, folder))
 
 

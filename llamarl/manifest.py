@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from llamarl.json_file import parse
+
 MANIFEST_FILE = "llamarl-manifest.json"
 MAX_THREADS = 8  # more of them wait for the disk
 
@@ -105,13 +107,13 @@ def _write(path: Path, files: dict[str, Digest]) -> None:
 
 def _read(path: Path) -> dict[str, Digest]:
     try:
-        files = json.loads(path.read_bytes())["files"]
+        files = parse(path.read_bytes())["files"]
         sound = all(_is_sound(name, digest) for name, digest in files.items())
     except FileNotFoundError:
         raise ValueError(f"{path.parent} must hold {path.name}, got a folder without") from None
     except OSError as error:
         raise ValueError(f"{path} must be a readable file, got {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         sound = False
     if not sound:
         raise ValueError(f"{path} must be a manifest as llamarl writes it, got a damaged one")

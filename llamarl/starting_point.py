@@ -11,13 +11,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llamarl import checkpoint
+from llamarl import checkpoint, records
 from llamarl.build import make_backlog
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.inputs import Inputs
+from llamarl.inputs import Inputs, check_identity, identity
 
 LOGGER = logging.getLogger(__name__)
+COUNTS = ("version", "position", "next_group_id", "next_row_id")
+MAX_COUNT = 2**53  # JSON's numbers are exact up to here
 
 
 def starting_point(
@@ -27,7 +29,8 @@ def starting_point(
 
     It may be the last step's: what a killed run still owes, the export, is then made up for.
     ValueError if the folder that checkpoint.resume names, or every one that it could choose, is
-    damaged, or if the run differs from the one that was saved.
+    damaged, if the run differs from the one that was saved, or if the records that this run would
+    go on with are damaged.
     """
     resume = config.checkpoint.resume
     if resume == "off":
@@ -36,7 +39,7 @@ def starting_point(
     if resume == "auto":
         folder, state = _newest_sound(run_dir, damaged)
     else:
-        folder, state = Path(resume), checkpoint.read_state(resume)
+        folder, state = Path(resume), _read(Path(resume))
     if folder is None:
         return {}, None
     require(
@@ -45,7 +48,10 @@ def starting_point(
         f"be at least the checkpoint's version ({state['version']})",
         config.num_steps,
     )
-    make_backlog(config, inputs, state)  # refuses other prompts
+    check_identity(state["identity"], identity(config, inputs))
+    make_backlog(config, inputs, state)  # refuses prompts that are not there
+    if resume == "auto":
+        _check_records(run_dir, folder, state)
     for newer, error in damaged.items():
         reason, kept = error.__cause__ or error, checkpoint.set_aside(newer)
         LOGGER.warning("going on from %s, for %s (kept as %s)", folder.name, reason, kept.name)
@@ -61,9 +67,55 @@ def _newest_sound(
     """
     for folder in reversed(checkpoint.committed(run_dir)):
         try:
-            return folder, checkpoint.read_state(folder)
+            return folder, _read(folder)
         except ValueError as reason:
             damaged[folder] = reason
     if damaged:
         raise next(iter(damaged.values()))
     return None, {}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The state in `folder`, all files verified; ValueError if a run could not have saved it."""
+    state = checkpoint.read_state(folder)
+    path = folder / checkpoint.STATE_FILE
+    for name in COUNTS:
+        count = state.get(name)
+        sound = type(count) is int and 0 <= count <= MAX_COUNT
+        require(sound, f"{name} in {path}", f"be a whole number from 0 to {MAX_COUNT}", count)
+    first = []
+    for name in ("pending", "backlog"):
+        pairs = state.get(name)
+        sound = isinstance(pairs, list) and all(
+            isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in pairs
+        )
+        require(sound, f"{name} in {path}", "list pairs of epoch and prompt", _short(pairs))
+        first += [tuple(pair) for pair in pairs or ()]
+    doubled = len(first) - len(set(first))
+    require(not doubled, f"open prompts in {path}", "differ", f"{doubled} that stand there twice")
+    # An open prompt was drawn, what is drawn opens a group, and a group has rows.
+    bounds = [len(first), state["position"], state["next_group_id"], state["next_row_id"]]
+    require(
+        bounds == sorted(bounds),
+        f"position in {path}",
+        "fit the open prompts, next_group_id and next_row_id",
+        state["position"],
+    )
+    require(isinstance(state.get("identity"), dict), f"identity in {path}", "be an object", None)
+    require(records.is_sound(state.get("records")), f"records in {path}", "list parts", None)
+    return state
+
+
+def _check_records(run_dir: str, folder: Path, state: dict[str, Any]) -> None:
+    try:
+        records.verify(run_dir, state["records"])
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: restore the file, or go on without it in a new run_dir with "
+            f"checkpoint.resume={folder}"
+        ) from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -16,8 +16,9 @@ PACKAGE = ROOT / "llamarl"
 FLOORS: list[set[str]] = [
     {"types"},
     {"protocols"},
+    {"json_file"},
     {"config"},
-    {"manifest"},
+    {"manifest", "records"},
     {"algorithms", "rewards", "data", "models", "metrics"},
     {"experience"},
     {"weights"},

@@ -7,9 +7,8 @@ yet trained, so a run may be killed at any time, also right after a resume.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llamarl.data.prompts import PromptStream
@@ -19,8 +18,8 @@ from llamarl.types import Prompt
 class Backlog(Iterator[Prompt]):
     """`first` lists (epoch, prompt_id) of prompts to hand out before the stream goes on.
 
-    `digest` is what `state` said of the prompts then; ValueError if they are others now, for
-    neither `first` nor the stream's position would mean the same.
+    `identity` says what must be the same in a run that goes on from `state`. ValueError if `first`
+    names a prompt that is none of `prompts`.
     """
 
     def __init__(
@@ -28,17 +27,14 @@ class Backlog(Iterator[Prompt]):
         stream: PromptStream,
         prompts: Sequence[Prompt],
         first: Sequence[tuple[int, int]] = (),
-        digest: str | None = None,
+        identity: Mapping[str, object] | None = None,
     ) -> None:
         self._stream = stream
-        self._digest = _digest(prompts)
-        if digest is not None and digest != self._digest:
-            raise ValueError(
-                "data.prompts, data.chat and the tokenizer must give the same prompts as when the "
-                "checkpoint was saved, got others: resume with those, or start a new run from "
-                "the export"
-            )
+        self._identity = dict(identity or {})
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        for _, prompt_id in first:
+            if prompt_id not in by_id:
+                raise ValueError(f"open prompts must be among data.prompts, got line {prompt_id}")
         self._first = deque(replace(by_id[prompt_id], epoch=epoch) for epoch, prompt_id in first)
 
     def __next__(self) -> Prompt:
@@ -50,13 +46,5 @@ class Backlog(Iterator[Prompt]):
         return {
             "position": self._stream.position,
             "backlog": backlog,
-            "prompts": self._digest,
+            "identity": self._identity,
         }
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """Stands for all prompts: their numbers and token ids, in order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(f"{prompt.prompt_id} {prompt.token_ids}\n".encode())
-    return digest.hexdigest()

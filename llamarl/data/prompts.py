@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from llamarl.config import DataConfig
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.json_file import parse
 from llamarl.types import Prompt
 
 NumberedRow = tuple[int, dict[str, Any]]
@@ -158,18 +160,10 @@ def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
             if not line.strip():
                 continue
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text.rstrip("\r\n"))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}:{number}: the line must be a JSON object, got a mistake at column "
-                    f"{error.colno}: {error.msg}"
-                ) from error
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path}:{number}: the line must be UTF-8, got byte "
-                    f"{line[error.start]:#04x} at column {error.start + 1}"
-                ) from error
+                row = parse(line.removeprefix(BOM_UTF8).rstrip(b"\r\n"))
+            except ValueError as error:
+                must = f"{path}:{number}: the line must be a JSON object"
+                raise ValueError(f"{must}, got {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(
                     f"{path}:{number}: the line must be a JSON object, got {_show(row)}"

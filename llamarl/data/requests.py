@@ -3,12 +3,12 @@ group after a resume asks for the same rollouts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llamarl.data.seeds import rollout_seed
+from llamarl.json_file import parse
 from llamarl.types import Group, Request, Sampling
 
 
@@ -48,7 +48,7 @@ def make_requests(
 def read_lengths(path: str | Path, max_tokens: int) -> list[int]:
     """The lengths to replay; ValueError unless they are whole numbers from 1 to `max_tokens`."""
     try:
-        lengths = json.loads(Path(path).read_text())
+        lengths = parse(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(
             f"sampling.replay_lengths must be a JSON file with a list of lengths, got {error}"

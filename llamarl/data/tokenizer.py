@@ -9,12 +9,13 @@ does not load torch (AutoTokenizer's does).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from llamarl.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -93,11 +94,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"the tokenizer folder must hold tokenizer.json (transformers writes it with "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)), got {str(path)!r} without"
         )
-    model = _read_object(path / "tokenizer.json").get("model")
+    model = read_object(path / "tokenizer.json").get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise ValueError(f"{path / 'tokenizer.json'} must hold a model with a 'vocab', got none")
     if (path / "tokenizer_config.json").is_file():
-        _read_object(path / "tokenizer_config.json")
+        read_object(path / "tokenizer_config.json")
 
     from transformers import PreTrainedTokenizerFast
 
@@ -129,7 +130,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def _eos_token_ids(folder: Path, own: int | None) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    listed = _read_object(path).get("eos_token_id") if path.is_file() else None
+    listed = read_object(path).get("eos_token_id") if path.is_file() else None
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"eos_token_id of {path} must be a token id or a list of them, got {ids}")
@@ -140,13 +141,3 @@ def _eos_token_ids(folder: Path, own: int | None) -> tuple[int, ...]:
             f"{folder / 'tokenizer_config.json'}), got none"
         )
     return tuple(dict.fromkeys(both))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got a damaged file: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}")
-    return value

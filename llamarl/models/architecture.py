@@ -8,11 +8,12 @@ nothing unsupported is ignored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llamarl.json_file import read_object
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -20,6 +21,18 @@ MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 DEFAULT_ROPE_THETA = 10000.0
+MAX_NUMBER = 1e15
+MAX_SIZES = {  # far above any model: the shapes of larger ones alone would fill the memory
+    "vocab_size": 10**8,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "num_key_value_heads": 10**5,
+    "head_dim": 10**5,
+    "max_position_embeddings": 10**10,
+    "original_max_position_embeddings": 10**10,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +125,6 @@ def read_architecture(folder: str | Path) -> Architecture:
     return architecture
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ValueError if the file is damaged or holds something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, got a damaged file: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
-
-
 @dataclass(frozen=True, slots=True)
 class _Fields:
     """Typed access to a JSON object; every failure names the file and the key."""
@@ -133,15 +135,23 @@ class _Fields:
     def size(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, "be a whole number above 0", value)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not 1 <= value <= MAX_SIZES[key]
+        ):
+            raise self.error(key, f"be a whole number from 1 to {MAX_SIZES[key]}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(key, "be a number above 0", value)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= MAX_NUMBER
+        ):
+            raise self.error(key, f"be a number above 0 and at most {MAX_NUMBER:g}", value)
         return float(value)
 
     def flag(self, key: str) -> bool:

@@ -6,12 +6,16 @@ the controller's process checks checkpoints before any other process starts.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from llamarl.json_file import parse
+
+T = TypeVar("T")
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # the dtypes that weights may have
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -44,14 +48,14 @@ def read_header(path: Path) -> dict[str, Entry]:
             )
         text = file.read(size)
     try:
-        values = json.loads(text)
+        values = parse(text)
         values.pop("__metadata__", None)
         entries = {
             name: Entry(
-                value["dtype"],
-                tuple(value["shape"]),
-                value["data_offsets"][0],
-                value["data_offsets"][1],
+                _typed(value["dtype"], str),
+                tuple(_typed(size, int) for size in value["shape"]),
+                _typed(value["data_offsets"][0], int),
+                _typed(value["data_offsets"][1], int),
             )
             for name, value in values.items()
         }
@@ -64,6 +68,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             "again"
         )
     return entries
+
+
+def _typed(value: T, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise TypeError(value)
+    return value
 
 
 def _data_bytes(entries: Mapping[str, Entry]) -> int:

@@ -21,7 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from llamarl import manifest
-from llamarl.models.architecture import read_architecture, read_object
+from llamarl.json_file import read_object
+from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_shapes
 from llamarl.models.safetensors_file import FileReader, FileWriter
 

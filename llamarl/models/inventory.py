@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llamarl.models.architecture import Architecture, read_architecture, read_object
+from llamarl.json_file import read_object
+from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.header import ITEM_BYTES, Entry, read_header
 
 SINGLE_FILE = "model.safetensors"

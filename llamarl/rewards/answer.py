@@ -25,23 +25,21 @@ def expected_answer(prompt: Prompt, config: RewardConfig) -> str:
     Raises KeyError if the row lacks `config.answer_field`, TypeError if it is neither text nor a
     number, ValueError if it is blank.
     """
+    where = f"line {prompt.prompt_id}"
     if config.answer_field not in prompt.fields:
         raise KeyError(
-            f"line {prompt.prompt_id} must have the field {config.answer_field!r} "
+            f"{where}: the row must have the field {config.answer_field!r} "
             f"(reward.answer_field), got {', '.join(map(repr, prompt.fields)) or 'no field'}"
         )
     answer = prompt.fields[config.answer_field]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(
-            f"field {config.answer_field!r} of line {prompt.prompt_id} must be text or a number, "
+            f"{where}: {config.answer_field!r} must be text or a number, "
             f"got {type(answer).__name__}"
         )
     text = str(answer).rpartition(GSM8K_MARK)[2].strip()
     if not text:
-        raise ValueError(
-            f"field {config.answer_field!r} of line {prompt.prompt_id} must hold an answer, "
-            f"got {answer!r}"
-        )
+        raise ValueError(f"{where}: {config.answer_field!r} must hold an answer, got {answer!r}")
     return text
 
 

@@ -67,7 +67,7 @@ def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | P
         try:
             expected_answer(prompt, config)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error.args[0]}") from error
+            raise ValueError(f"{path}:{error.args[0].removeprefix('line ')}") from error
 
 
 def _require_task(task_source: str | None) -> str:

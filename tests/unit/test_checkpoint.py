@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import pytest
 
-from llamarl import checkpoint, manifest
+from llamarl import checkpoint, manifest, records
 from llamarl.checkpoint import (
     begin,
     commit,
@@ -84,7 +84,7 @@ def test_commit_refuses_the_state_of_another_version(tmp_path):
         (None, "llamarl-manifest.json must list controller.json"),
         ("{", "be a sound checkpoint"),
         ('{"pending": []}', "names no version"),
-        ("[1]", "names no version"),
+        ("[1]", "hold a JSON object, got list"),
     ],
 )
 def test_a_folder_that_is_no_checkpoint_is_refused_with_its_reason(tmp_path, content, message):
@@ -150,10 +150,10 @@ def test_records_are_cut_to_what_they_were_at_the_checkpoint(tmp_path):
     folder = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 1}, keep=1))
     metrics.write_text("one\ntwo\n")
     archive.write_text("row\n")
-    checkpoint.rewind(tmp_path, read_state(folder))
+    records.cut(tmp_path, read_state(folder)["records"])
     assert metrics.read_text() == "one\n"
     assert archive.read_text() == ""
-    checkpoint.rewind(tmp_path, {})
+    records.cut(tmp_path, {})
     assert metrics.read_text() == ""
     assert checkpoint.holds_run(tmp_path), "a checkpoint alone is enough to lose"
 

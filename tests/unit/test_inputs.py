@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.build import make_backlog
-from llamarl.inputs import read_inputs, read_planned_architecture
+from llamarl.inputs import check_identity, identity, read_inputs, read_planned_architecture
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -120,7 +119,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     "prompts of no format": (nothing, ["data.prompts=README.md"], r"end in \.jsonl or \.parquet"),
     "line not JSON": (write("prompts.jsonl", GOOD + "{x\n"), [], r"prompts\.jsonl:2: .* column 2"),
     "no question": (write("prompts.jsonl", GOOD + '{"q": "a"}'), [], "2: .* field 'question'"),
-    "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "line 2 .* 'answer'"),
+    "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "jsonl:2: .* 'answer'"),
     "prompt too long": (
         write("prompts.jsonl", GOOD + GOOD.replace("5+8", "5+" * 40)),
         [],
@@ -185,8 +184,18 @@ def test_a_forecast_needs_no_checkpoint(recipe: Path) -> None:
 
 def test_a_run_cannot_go_on_with_other_prompts(recipe: Path) -> None:
     config, inputs = read(recipe, [])
-    state = make_backlog(config, inputs, {}).state()
-    assert next(make_backlog(config, inputs, state)).prompt_id > 0
+    saved = json.loads(json.dumps(identity(config, inputs)))  # as a checkpoint keeps it
+    check_identity(saved, identity(*read(recipe, ["num_steps=7", "trainer.lr=1"])))
+    for change, words in {
+        "seed=1": "seed must be 0, as in the checkpoint, got 1",
+        "data.shuffle=false": r"data\.shuffle must be true, as in the checkpoint, got false",
+        "trainer.optimizer=sgd": r'optimizer must be "adamw", as in the checkpoint, got "sgd"',
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            check_identity(saved, identity(*read(recipe, [change])))
+    edit(CONFIG, rms_norm_eps=0.5)(recipe)
+    with pytest.raises(ValueError, match=r"norm_eps of model\.checkpoint must be .*, got 0\.5"):
+        check_identity(saved, identity(*read(recipe, [])))
     (recipe / "prompts.jsonl").write_text(GOOD * 20)
     with pytest.raises(ValueError, match=r"data\.prompts, .* must give the same prompts"):
-        make_backlog(*read(recipe, []), state)
+        check_identity(saved, identity(*read(recipe, [])))

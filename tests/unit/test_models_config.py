@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rope scaling without factor": (
         LLAMA_3_1,
         {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-        "factor .* number above 0, got None",
+        "factor .* number above 0 .*, got None",
     ),
     "activation": (LLAMA_3_1, {"hidden_act": "gelu"}, "hidden_act .* be silu"),
     "head ratio": (LLAMA_3_1, {"num_key_value_heads": 5}, "num_key_value_heads .* divide"),

@@ -75,7 +75,10 @@ def test_blank_lines_and_a_byte_order_mark_do_not_matter_and_keep_line_numbers(t
     ("line", "message"),
     [
         (b'{"question": "a"', "must be a JSON object, got a mistake at column 17: Expecting"),
-        (b'{"question": "\xff"}', "must be UTF-8, got byte 0xff at column 15"),
+        (b'{"question": "\xff"}', "byte 0xff at column 15, which is not UTF-8"),
+        (b'{"a": ' + b"[" * 10**5, "a JSON object, got lists or objects nested too deep"),
+        (b'{"a": ' + b"7" * 6000 + b"}", "a JSON object, got a number of too many digits"),
+        (rb'{"question": "\uD800"}', r"got '\\ud800', half of a character"),
         (b'["a"]', r'must be a JSON object, got \["a"\]'),
         (b'{"prompt": "a"}', r"'question' \(data.prompt_field\), got 'prompt'"),
         (b'{"question": 7}', "'question' must be text that is not blank, got 7"),

@@ -111,7 +111,7 @@ def test_an_unusable_expected_answer_raises_and_is_no_zero(name, answer):
     (function,) = load_functions(RewardConfig(functions=[name]), None).values()
     with pytest.raises((TypeError, ValueError), match="line 3"):
         function(prompt(answer=answer), "Answer: 42", True, CONFIG)
-    with pytest.raises(KeyError, match="line 3 must have the field 'answer'"):
+    with pytest.raises(KeyError, match="line 3: the row must have the field 'answer'"):
         function(prompt(solution="42"), "Answer: 42", True, CONFIG)
 
 
@@ -203,7 +203,7 @@ def test_a_reward_section_that_can_work_passes():
 @pytest.mark.parametrize("name", ["exact", "math"])
 def test_a_prompt_without_an_answer_is_named_before_the_run(name, fields, message):
     config = RewardConfig(functions=["format", name], weights=[1.0, 1.0])
-    with pytest.raises(ValueError, match=rf"^p\.jsonl: .*line 3.*{message}") as error:
+    with pytest.raises(ValueError, match=rf"^p\.jsonl:3: .*{message}") as error:
         check_answers(config, [prompt(answer=1), prompt(**fields)], "p.jsonl")
     assert "\n" not in str(error.value)
     check_answers(RewardConfig(functions=["format"]), [prompt(**fields)], "p.jsonl")

@@ -82,7 +82,7 @@ def test_missing_and_damaged_tokenizer_files_are_named(tmp_path):
         with pytest.raises(ValueError, match=rf"{name} must be JSON"):
             load_tokenizer(tmp_path)
         (tmp_path / name).write_text("[]")
-        with pytest.raises(ValueError, match=rf"{name} must be a JSON object, got list"):
+        with pytest.raises(ValueError, match=rf"{name} must hold a JSON object, got list"):
             load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(ValueError, match="must hold a model with a 'vocab'"):

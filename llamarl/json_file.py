@@ -1,0 +1,48 @@
+"""JSON that somebody else may have written.
+
+Owns: turning text into values. Does not own: what they mean. Invariant: whatever the text is, the
+only error is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SURROGATE = "\\ud"  # so an escape begins that is a character only together with another
+
+
+def parse(text: str | bytes) -> Any:
+    """The value in `text`; ValueError says what is wrong with it, and at which column."""
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if SURROGATE in text.lower():
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError as error:
+        half = f"{error.object[error.start]!r}"
+        raise ValueError(f"{half}, half of a character, as text") from None
+    except UnicodeDecodeError as error:
+        place = f"byte {error.object[error.start]:#04x} at column {error.start + 1}"
+        raise ValueError(f"{place}, which is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"a mistake at {line}column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("lists or objects nested too deep") from None
+    except ValueError:  # Python reads no whole number of more than 4300 digits
+        raise ValueError("a number of too many digits") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`; ValueError if it holds anything else."""
+    try:
+        value = parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} must be JSON, got a damaged file: {reason}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,131 @@
+"""Where a run begins: a checkpoint's state is believed only if a run could have saved it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl import checkpoint, manifest
+from llamarl.config import Config
+from llamarl.inputs import Inputs, identity, read_inputs
+from llamarl.starting_point import starting_point
+from tests.unit.composing import compose_recipe
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
+
+
+class Saver:
+    """A trainer with little to save."""
+
+    async def save(self, folder: str) -> None:
+        Path(folder, "__0_0.distcp").write_bytes(b"x" * 100)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Inputs:
+    return read_inputs(resume("off"))
+
+
+def resume(how: str = "auto") -> Config:
+    return compose_recipe(RECIPE, [f"recipe_dir={RECIPE}", f"checkpoint.resume={how}"])
+
+
+def save(run_dir: Path, inputs: Inputs, version: int = 1, **values: Any) -> Path:
+    """A checkpoint whose state differs from a sound one in `values` (None: is not there)."""
+    state = {
+        "position": 4,
+        "pending": [[0, 3], [0, 1]],
+        "backlog": [[0, 2]],
+        "next_group_id": 5,
+        "next_row_id": 40,
+        "identity": identity(resume(), inputs),
+    }
+    state |= {"version": version}
+    folder = asyncio.run(checkpoint.save(run_dir, Saver(), state, keep=0))
+    if values:
+        path = folder / checkpoint.STATE_FILE
+        written = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
+        manifest.write(folder)
+    return folder
+
+
+def test_a_sound_state_comes_back_with_its_folder(tmp_path: Path, inputs: Inputs) -> None:
+    folder = save(tmp_path, inputs)
+    state, found = starting_point(resume(), inputs, str(tmp_path))
+    assert (state["version"], found) == (1, str(folder))
+    assert starting_point(resume(str(folder)), inputs, "/elsewhere") == (state, found)
+    assert starting_point(resume("off"), inputs, str(tmp_path)) == ({}, None)
+
+
+STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "negative": ({"next_row_id": -7}, "next_row_id .* must be a whole number from 0 .*got -7"),
+    "huge": ({"position": 10**30}, "position in .* must be a whole number"),
+    "true": ({"next_group_id": True}, "next_group_id in .* must be a whole number"),
+    "text": ({"position": "4"}, "position in .* must be a whole number"),
+    "missing": ({"pending": None}, "pending in .* must list pairs"),
+    "no pairs": ({"backlog": [3]}, "backlog in .* must list pairs"),
+    "long pairs": ({"backlog": [[0, 1, 2]]}, "backlog in .* must list pairs"),
+    "twice": ({"backlog": [[0, 3]]}, "open prompts in .* must differ, got '1 that stand"),
+    "unknown": ({"backlog": [[0, 10**9]]}, "must be among data.prompts, got line 1000000000"),
+    "too far": ({"position": 6}, "position in .* must fit the open prompts"),
+    "too near": ({"position": 2}, "position in .* must fit the open prompts"),
+    "no identity": ({"identity": None}, "identity in .* must be an object"),
+    "empty identity": ({"identity": {}}, "must say what seed was"),
+    "records": ({"records": {"metrics.jsonl": 7}}, "records in .* must list parts"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_no_run_saves_is_refused_in_one_line(
+    name: str, tmp_path: Path, inputs: Inputs
+) -> None:
+    values, words = STATES[name]
+    folder = save(tmp_path, inputs, **values)
+    for how in ("auto", str(folder)):
+        with pytest.raises(ValueError, match=words) as caught:
+            starting_point(resume(how), inputs, str(tmp_path))
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300 + len(str(folder))
+
+
+def test_the_newest_sound_checkpoint_is_used_and_newer_ones_are_set_aside(
+    tmp_path: Path, inputs: Inputs, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (1, 2, 3):
+        save(tmp_path, inputs, version)
+    root = tmp_path / "checkpoints"
+    (root / "step-00000003" / "__0_0.distcp").write_bytes(b"y" * 100)
+    (root / "step-00000002" / "controller.json").unlink()
+    state, found = starting_point(resume(), inputs, str(tmp_path))
+    assert (state["version"], found) == (1, str(root / "step-00000001"))
+    assert "__0_0.distcp must hold the bytes" in caplog.text
+    assert "controller.json must be a file" in caplog.text
+    names = {path.name for path in root.iterdir()}
+    assert names == {"damaged-step-00000003", "damaged-step-00000002", "step-00000001"}
+
+
+def test_with_no_sound_checkpoint_nothing_is_begun_anew(tmp_path: Path, inputs: Inputs) -> None:
+    folder = save(tmp_path, inputs)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"__0_0\.distcp must be 100 bytes long, got 0"):
+            starting_point(resume(), inputs, str(tmp_path))
+
+
+def test_damaged_records_are_named_with_their_line_and_the_way_out(
+    tmp_path: Path, inputs: Inputs
+) -> None:
+    archive = tmp_path / "archive" / "rollouts-0.jsonl"
+    archive.parent.mkdir()
+    archive.write_text('{"fate": "trained"}\n' * 5)
+    folder = save(tmp_path, inputs)
+    archive.write_bytes(archive.read_bytes().replace(b"rained", b"ra\xffned", 1))
+    with pytest.raises(ValueError, match=r"rollouts-0\.jsonl:1 must be as the run wrote it"):
+        starting_point(resume(), inputs, str(tmp_path))
+    state, _ = starting_point(resume(str(folder)), inputs, str(tmp_path / "other"))
+    assert state["version"] == 1
