@@ -1,6 +1,6 @@
 """Every algorithm written out from its paper in plain Python floats, token by token.
 
-It shares no code with `llamarl.algorithms`: where that takes minima of tensors, this asks in which
+The formulas share no code with `llamarl.algorithms`: where that takes minima of tensors, this asks in which
 case a token is and writes down value and derivative of that case. No autograd.
 """
 
@@ -10,6 +10,30 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from llamarl.config import (
+    AIPOConfig,
+    AlgorithmConfig,
+    CISPOConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RLOOConfig,
+)
+
+CONFIGS: dict[str, AlgorithmConfig] = {
+    "aipo": AIPOConfig(),
+    "reinforce": ReinforceConfig(),
+    "rloo": RLOOConfig(),
+    "ppo": PPOConfig(),
+    "grpo": GRPOConfig(),
+    "dr_grpo": DrGRPOConfig(),
+    "dapo": DAPOConfig(),
+    "cispo": CISPOConfig(),
+    "gspo": GSPOConfig(),
+}
 # algorithm: (baseline, the sum is averaged over, lower bound of the ratio, upper bound)
 PAPERS = {
     "aipo": ("mean", "tokens", None, 4.0),

@@ -272,8 +272,17 @@ def test_checkpointing_changes_nothing_and_bfloat16_little_while_masters_stay_fl
     plain = gradients()
     errors = relative_errors(gradients(activation_checkpointing="full"), plain)
     assert max(errors.values()) <= 1e-6
-    errors = relative_errors(gradients(compute_dtype="bfloat16"), plain)
-    assert 1e-4 < max(errors.values()) < 0.1
+    rough = gradients(compute_dtype="bfloat16")
+    # A bfloat16 number is off by up to 0.4 %, at random: so are the parts of a gradient, several
+    # times over, but their sum along the right gradient is not: nothing is scaled or left out.
+    errors = relative_errors(rough, plain)
+    assert 1e-3 < min(errors.values())
+    assert max(errors.values()) < 0.035, errors
+    whole, roughly = (
+        np.concatenate([g[name].ravel() for name in plain]).astype("f8") for g in (plain, rough)
+    )
+    assert np.linalg.norm(roughly - whole) < 0.025 * np.linalg.norm(whole)
+    assert roughly @ whole == pytest.approx(whole @ whole, rel=1e-2)
 
 
 def test_no_executor_that_computes_attention_lets_it_take_cudnns_kernels(ranks, checkpoint):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import os
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,16 @@ from llamarl.weights.arena import Arena
 from llamarl.weights.errors import StaleVersion
 from llamarl.weights.layout import Route
 from llamarl.weights.plan import plan
+
+WARNINGS: list[str] = []  # of the trainers of this process
+
+
+class _Kept(logging.Handler):
+    def emit(self, record):
+        WARNINGS.append(record.getMessage())
+
+
+logging.getLogger("llamarl.executors.trainer").addHandler(_Kept())
 
 VOCAB = 62
 TEMPERATURE = 0.8
@@ -133,6 +144,14 @@ def make_rollouts(num_rows=13, seed=0, oldest_version=0):
     return cells, tuple(rows)
 
 
+def add_reference(cells, seed=1):
+    """Give every rollout `ref_logprobs`."""
+    random = np.random.default_rng(seed)
+    for cell in cells.values():
+        noise = random.normal(size=len(cell[RESPONSE_IDS]))
+        cell[REF_LOGPROBS] = (-np.log(VOCAB) + noise).astype("f4")
+
+
 def make_batch(rows, num_ranks, budget, version=0):
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
     return Batch(version=version, rows=rows, assignment=pack(lengths, num_ranks, budget))
@@ -152,6 +171,7 @@ class Job:
     save: str | None = None  # before the last step
     export: str | None = None
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    needs_reference: bool = False
 
 
 def make_executor(rank, num_ranks, job, storage):
@@ -170,7 +190,7 @@ def make_executor(rank, num_ranks, job, storage):
         num_steps=10,
         seed=0,
         storage=storage,
-        needs_reference=False,
+        needs_reference=job.needs_reference,
     )
 
 
@@ -211,6 +231,7 @@ async def train(rank, num_ranks, job):
     storage = MemoryStorage(job.cells)
     executor = make_executor(rank, num_ranks, job, storage)
     await executor.start()
+    WARNINGS.clear()
     seen = {"sockets": listening(), "version": 0, "stats": [], "gradients": []}
     if job.restore:
         seen["version"] = await executor.restore(job.restore)
@@ -229,6 +250,7 @@ async def train(rank, num_ranks, job):
             if TRAINER_LOGPROBS in cell
         }
         seen["stats"].append(await executor.step())
+    seen["warnings"] = list(WARNINGS)
     seen["layout"] = await executor.source_layout()
     seen["shards"] = {n: p.detach().to_local().numpy().copy() for n, p in parameters.items()}
     seen["weights"] = {n: gather(p).numpy().copy() for n, p in parameters.items()}
