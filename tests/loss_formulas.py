@@ -1,7 +1,7 @@
 """Every algorithm written out from its paper in plain Python floats, token by token.
 
-The formulas share no code with `llamarl.algorithms`: where that takes minima of tensors, this asks in which
-case a token is and writes down value and derivative of that case. No autograd.
+The formulas share no code with `llamarl.algorithms`: where that takes minima of tensors, this asks
+in which case a token is and writes down value and derivative of that case. No autograd.
 """
 
 from __future__ import annotations
