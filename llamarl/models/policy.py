@@ -28,6 +28,7 @@ from llamarl.config import TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import gather, parallelize, reshard
+from llamarl.models.saved import SavedShards
 from llamarl.models.transformer import Transformer
 
 
@@ -129,13 +130,12 @@ class Policy:
 
         ValueError if `folder` is no checkpoint or one of another model or optimizer.
         """
-        if not (Path(folder) / ".metadata").is_file():
-            raise ValueError(f"checkpoint.resume must name a complete checkpoint, got {folder}")
+        shards = SavedShards(folder)
         state = self._state()
-        _check_same(state, folder)
+        _check_same(state, shards)
         reshard(self.model)
         with _clear_load(folder):
-            dcp.load(state, checkpoint_id=folder)
+            dcp.load(state, storage_reader=shards)
         torch.set_rng_state(state["rng"])
         return int(state["version"])
 
@@ -181,18 +181,15 @@ def _num_copies(tensor: DTensor) -> int:
     return math.prod(size for placement, size in pairs if placement.is_replicate())
 
 
-def _check_same(state: dict[str, torch.Tensor], folder: str) -> None:
-    """ValueError unless `folder` holds the same tensors: a load would pass over those it lacks."""
-    with _clear_load(folder):
-        dcp.load({}, checkpoint_id=folder)  # of a damaged index torch says so in one way only here
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in saved.items()}
+def _check_same(state: dict[str, torch.Tensor], shards: SavedShards) -> None:
+    """ValueError unless `shards` are of the same tensors: a load would pass over those it lacks."""
+    shapes = shards.shapes()
     for name in sorted(state.keys() | shapes.keys()):
         expected = tuple(state[name].shape) if name in state else None
         if shapes.get(name) != expected:
             raise ValueError(
                 f"checkpoint.resume must name a checkpoint of this model and optimizer, got "
-                f"{folder}, where {name} has shape {shapes.get(name)} instead of {expected}"
+                f"{shards.path}, where {name} has shape {shapes.get(name)} instead of {expected}"
             )
 
 
