@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
+from llamarl.generation.quantized import QuantizedMatrix, widened_mm
 from llamarl.generation.ranks import Ranks
 from llamarl.models.architecture import Architecture
 from llamarl.models.transformer import rope_tables
@@ -110,8 +111,8 @@ class Decoder:
             queries, keys, values = self._qkv(layer, x, cos, sin)
             self.cache.write(index, places, keys, values)
             self._finish_layer(layer, x, self.cache.attend(index, queries, plan))
-        logits = product(normalize(x, weights.norm, self._norm_floor), weights.head)
-        return (logits if self._ranks is None else self._ranks.gather(logits)).float()
+        logits = float32_product(normalize(x, weights.norm, self._norm_floor), weights.head)
+        return logits if self._ranks is None else self._ranks.gather(logits)
 
     def _embed(self, weights: Weights, tokens: Tensor) -> Tensor:
         """Rows [n, hidden] of the embedding, of which each rank holds a range."""
@@ -175,6 +176,16 @@ class Decoder:
             parts.append(out.transpose(1, 2).reshape(count * length, -1))
             start += count * length
         return torch.cat(parts)
+
+
+def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
+    """`x` [n, in] times `matrix`: float32 [n, out], whatever the dtype of both.
+
+    For logits: rounded to bfloat16 they would move log-probs by hundredths, and so pi/mu.
+    """
+    return (
+        matrix.float32_product(x) if isinstance(matrix, QuantizedMatrix) else widened_mm(x, matrix)
+    )
 
 
 def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:

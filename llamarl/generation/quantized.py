@@ -20,6 +20,7 @@ from torch import Tensor
 
 # When widened, a tile stays in a cache: 1 or 2 MiB for a CPU core's second level, 32 for a GPU's.
 TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # dtype, largest
 
 
@@ -65,12 +66,41 @@ class QuantizedMatrix:
             out[:, start : start + step] = torch.mm(x, self._widen(part).t())
         return out.mul_(self.scales)
 
+    def float32_product(self, x: Tensor) -> Tensor:
+        """`x` [n, in] times this matrix: float32 [n, out], whatever the dtype of `x`."""
+        num_outputs, num_inputs = self.values.shape
+        out = x.new_empty(len(x), num_outputs, dtype=torch.float32)
+        step = len(self.scratch) // num_inputs
+        for start in range(0, num_outputs, step):
+            part = self._widen(self.values[start : start + step])
+            out[:, start : start + step] = widened_mm(x, part.t())
+        return out.mul_(self.scales)
+
     def dequantized(self) -> Tensor:
         """The matrix [in, out] that `product` multiplies with, float32."""
         return (self.values.float() * self.scales.float().unsqueeze(1)).t()
 
     def _widen(self, values: Tensor) -> Tensor:
         return self.scratch[: values.numel()].view(values.shape).copy_(values)
+
+
+def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x` [n, in] times `matrix` [in, out], both of one dtype: float32 [n, out].
+
+    CPUs have no such product of bfloat16: there the matrix is widened a tile at a time. Measured
+    with 25 million bfloat16 numbers and 64 rows on one core with AVX-512: 37 ms, as a float32
+    matrix takes, where a product rounded to bfloat16 takes 10.
+    """
+    if x.dtype == torch.float32:
+        return torch.mm(x, matrix)
+    if x.device.type != "cpu":
+        return torch.mm(x, matrix, out_dtype=torch.float32)
+    wide, out = x.float(), x.new_empty(len(x), matrix.shape[1], dtype=torch.float32)
+    step = max(WIDENED_ELEMENTS // len(matrix), 1)
+    for start in range(0, matrix.shape[1], step):
+        part = slice(start, start + step)
+        torch.mm(wide, matrix[:, part].float(), out=out[:, part])
+    return out
 
 
 def make_scratch(num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:

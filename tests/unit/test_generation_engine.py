@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
+from llamarl.generation.decoder import float32_product, product
 from llamarl.generation.engine import Engine
 from llamarl.generation.kv_cache import CALL_COST, cut
 from llamarl.generation.protocol import Finished
@@ -175,6 +176,54 @@ def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
     for item in finish(engine).values():
         error = np.abs(item.written.logprobs - model_logprobs(model, item))
         assert np.median(error) < 0.1
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("kind", ["tied", "untied", "int8"])
+def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
+    kind: str, is_padded: bool
+) -> None:
+    """Log-probs against float64 ones of the very hidden states and head that the engine has."""
+    architecture = replace(LLAMA, tie_embeddings=kind == "tied")
+    quantization = "int8" if kind == "int8" else "none"
+    config = EmbeddedConfig(
+        max_running=4, max_context_tokens=160, dtype="bfloat16", quantization=quantization
+    )
+    engine = Engine(architecture, config, is_padded=is_padded)
+    engine.flip(flat_weights(engine, make_model(architecture, 1)).bfloat16(), 0)
+    for row, prompt in enumerate(random_prompts(4)):
+        engine.submit(make_request(row, prompt))
+    engine.step()
+    running, slots = engine._running, engine._slots[engine._live]
+    positions = running.cached[slots]
+    tokens = running.sequence[slots, positions]
+    weights = engine._decoder.weights
+    head = weights.head.dequantized() if kind == "int8" else weights.head
+
+    with torch.inference_mode():
+        logits = engine._steps.compute(tokens, positions)
+        # A head that is the identity lets the hidden states through.
+        size = architecture.hidden_size
+        engine._decoder.weights = replace(weights, head=torch.eye(size, dtype=torch.bfloat16))
+        engine._arrange()
+        hidden = engine._steps.compute(tokens, positions)
+    exact = (hidden.double() @ head.double()).log_softmax(-1)
+    assert logits.dtype == torch.float32
+    assert exact.std() > 1  # bfloat16 rounds numbers of this size by up to 0.01
+    assert (logits.double().log_softmax(-1) - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_logits_of_a_wide_head_are_exact_in_every_tile(is_quantized: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 700).bfloat16()
+    head = torch.randn(700, 3300).bfloat16()  # more than one tile, the last one not whole
+    matrix = QuantizedMatrix.of(head, "int8", make_scratch(700, head.dtype, x.device))
+    exact = x.double() @ (matrix.dequantized() if is_quantized else head).double()
+    logits = float32_product(x, matrix if is_quantized else head)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 1e-3
+    assert (product(x, matrix if is_quantized else head) - exact).abs().max() > 0.1
 
 
 def test_a_rollout_alone_equals_the_same_rollout_in_a_full_batch() -> None:

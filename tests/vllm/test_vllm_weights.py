@@ -42,6 +42,22 @@ def test_logprobs_equal_those_of_transformers_before_and_after_an_update(
         engine.close()
 
 
+def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tmp_path: Path) -> None:
+    ((folder, _), _) = write_versions(tmp_path, "llama")
+    engine = make_engine(folder, dtype="bfloat16")
+    try:
+        flip(engine, folder, 0)
+        hidden = 3 * torch.randn(5, engine.architecture.hidden_size).bfloat16()
+        with torch.inference_mode():
+            logits = engine._model.compute_logits(hidden)
+        head = engine._model.lm_head.weight[: engine.architecture.vocab_size]
+        exact = hidden.double() @ head.double().t()
+        assert exact.std() > 1
+        assert (logits - exact).abs().max() < 1e-4
+    finally:
+        engine.close()
+
+
 class Fused(torch.nn.Module):
     """Two weights of [4, 6] in one parameter, loaded by what a test hands in."""
 
@@ -89,7 +105,7 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
     ((folder, _), _) = write_versions(tmp_path, "llama")
     for changes, words in [
         ({"kv_cache_bytes": 1000}, "generator.kv_cache_bytes must be at least"),
-        ({"kv_cache_bytes": 1 << 50}, "vLLM cannot run .* Decrease generator.kv_cache_bytes"),
+        ({"kv_cache_bytes": 1 << 44}, "vLLM cannot run .* Decrease generator.kv_cache_bytes"),
         ({"device": "cuda"}, "generator.device must be cpu"),
         ({"num_ranks": 3}, "generator.num_ranks must divide"),
         ({"max_context_tokens": 4096, "kv_cache_bytes": 1 << 28}, "vLLM cannot run .*4096"),

@@ -127,6 +127,7 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype=config.dtype,
+        hf_overrides={"head_dtype": "float32"},  # logits; else rounded to the model's dtype
         quantization=None if config.quantization == "none" else config.quantization,
         max_model_len=config.max_context_tokens,
         max_num_seqs=config.max_running,
