@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 CLOSE_LIMIT_S = 5.0  # for an executor's own clean-up
 STOP_LIMIT_S = 3.0  # for Monarch's
 WORD_LIMIT_S = 2.0  # for Monarch to say how a process ended
-START_LIMIT_S = 120.0  # for imports and an executor's constructor
+START_LIMIT_S = 120.0  # for imports and an executor's constructor; then for its first answer
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class MonarchGroup:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lost.add_done_callback(mark_retrieved)
         self._heard_s = -math.inf  # when a call was answered last
+        self._has_started = asyncio.Event()  # it has answered one
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
         self._parts: list[Part] = []
@@ -178,15 +179,22 @@ class MonarchGroup:
         return True
 
     async def _watch_rank(self, rank: int, constructed: asyncio.Event, silence_s: float) -> None:
-        """Report the rank lost once its process ended, or its event loop was silent too long."""
+        """Report the rank lost once its process ended, or its event loop was silent too long.
+
+        A group that has answered no call yet starts: what it imports, loads and builds may hold its
+        event loop up for longer than silence may last.
+        """
         actor = self._roster.one(rank)
         (end,) = send(actor.linger)
-        # Imports block the event loop of a process that starts.
         ready = asyncio.create_task(constructed.wait())
         waiting: list[asyncio.Future[Any]] = [end, ready]
         await asyncio.wait(waiting, timeout=START_LIMIT_S, return_when=FIRST_COMPLETED)
         if not ready.done() and not end.done():
             return self._lose(rank, f"its constructor took over {START_LIMIT_S:g} s")
+        started = asyncio.create_task(self._has_started.wait())
+        waiting = [end, started]
+        await asyncio.wait(waiting, timeout=START_LIMIT_S, return_when=FIRST_COMPLETED)
+        started.cancel()
         # Each rank looks after the next, so that the controller need not ping them all.
         (word,) = (
             [asyncio.create_task(until_silent(actor, silence_s, lambda: self._heard_s))]
@@ -206,6 +214,7 @@ class MonarchGroup:
 
     def _hear(self) -> None:
         self._heard_s = asyncio.get_running_loop().time()
+        self._has_started.set()
 
     async def _watch_pids(self, part: Part) -> None:
         """Report a rank lost if its process is gone and Monarch, now and then, says nothing."""

@@ -42,7 +42,8 @@ class ClusterConfig:
     """Torch threads of each executor process (monarch only); more than cores / processes is much
     slower."""
     silence_s: float = number(60.0, least=0.1, most=DAY_S)
-    """A process whose event loop answers nothing for this long counts as lost (monarch only)."""
+    """A process whose event loop answers nothing for this long counts as lost (monarch only); not
+    while it starts."""
 
     def __post_init__(self) -> None:
         check_fields("cluster", self)

@@ -75,6 +75,9 @@ class Probe:
     async def return_unpicklable(self) -> Any:
         return threading.Lock()
 
+    async def block_for(self, seconds: float) -> None:
+        time.sleep(seconds)  # the event loop answers nothing meanwhile
+
     async def meet(self) -> str:
         """Returns once `arrive` was called: only overlapping calls can end."""
         await self.meeting.wait()
