@@ -190,6 +190,7 @@ def make_dispatch(executors: Executors) -> Dispatch:
         executors.storage,
         collectors=[group.first for group in executors.collectors],
         watches={index: group.watch for index, group in groups},
+        stops={index: group.stop for index, group in groups},
     )
 
 

@@ -2,7 +2,9 @@
 
 Owns: the live replicas, what runs on each, and what happens to a dead one's work. Does not own: the
 bound (`staleness.py`) or the weights. Invariant: every request submitted comes out of `collect`
-exactly once, or `collect` raises; a lost replica's requests start again elsewhere.
+exactly once, or `collect` raises; a lost replica's requests start again elsewhere, once its
+processes have ended. Should they hang for longer than STOP_S, or a message of theirs still be under
+way, then storage takes nothing from them: what starts again has a higher `Request.attempt`.
 
 Replicas are asked one by one which rollouts stopped; or, where there are hundreds, collectors ask
 them, and the dispatcher hears from those. It is itself a Generator, so the controller sees one
@@ -14,17 +16,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from llamarl.cluster.errors import GroupLost
 from llamarl.protocols import Collector, Generator, Storage
-from llamarl.types import Request, Row
+from llamarl.types import FinishReason, Request, Row
 
 log = logging.getLogger(__name__)
 
 BEHIND_SHARE = 0.25  # more loaded than it is counts a replica that has yet to flip
+STOP_S = 10.0  # for the processes of a lost replica to end; its rollouts wait no longer
 
 
 @dataclass(slots=True)
@@ -65,49 +69,71 @@ class Dispatch:
         storage: Storage,
         collectors: Sequence[Collector] = (),
         watches: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+        stops: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
     ) -> None:
-        """`collectors` hear from all `generators`; `watches` then raise once a replica is lost."""
+        """`collectors` hear from all `generators`; `watches` then raise once a replica is lost.
+        `stops` end a replica's processes."""
         self.replicas = {index: Replica(generator) for index, generator in generators.items()}
         self._storage = storage
         self._collectors = collectors
         self._watches = watches or {}
+        self._stops = stops or {}
         self._rows: asyncio.Queue[list[Row] | BaseException] = asyncio.Queue()
         self._listeners: dict[int, asyncio.Task[None]] = {}  # by replica
         self._hearing: list[asyncio.Task[None]] = []  # one of each collector
-        self._burials: set[asyncio.Future[None]] = set()
+        self._burials: set[asyncio.Task[None]] = set()
+        self._homeless: dict[int, Request] = {}  # of lost replicas, not yet started again
+        self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best."""
         shares: dict[int, list[Request]] = {}
         queues: dict[int, list[tuple[bool, float, int]]] = {}  # by min_version: who is next
         for _, run in groupby(requests, key=lambda request: request.prompt_ids):
-            group = list(run)
+            group = [self._renewed(request) for request in run]
             min_version = max(request.min_version for request in group)
             index = self._choose(queues.setdefault(min_version, []), min_version)
             for request in group:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
-        await asyncio.gather(*(self._hand_over(index, share) for index, share in shares.items()))
+        calls = (self._hand_over(self.replicas[i], i, share) for i, share in shares.items())
+        await asyncio.gather(*calls)
 
     async def submit_to(self, index: int, requests: list[Request]) -> None:
         """Queue requests on this very replica; nothing happens if it is lost."""
         if index in self.replicas:
+            replica = self.replicas[index]
             for request in requests:
-                self.replicas[index].hold(request)
-            await self._hand_over(index, requests)
+                replica.hold(request)
+            await self._hand_over(replica, index, requests)
 
-    async def _hand_over(self, index: int, requests: list[Request]) -> None:
-        """One call for all that goes to a replica."""
+    def _renewed(self, request: Request) -> Request:
+        """The request under its present attempt."""
+        attempt = self._attempts[request.row_id]
+        return request if request.attempt == attempt else replace(request, attempt=attempt)
+
+    async def _hand_over(self, replica: Replica, index: int, requests: list[Request]) -> None:
+        """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
         if not self._hearing:
             self._hearing = [
                 asyncio.create_task(self._hear_from(each)) for each in self._collectors
             ]
+        if self.replicas.get(index) is not replica:
+            return  # lost since they were given to it, so they start elsewhere
         if index not in self._listeners:
             self._listeners[index] = asyncio.create_task(self._listen(index))
+        await self._ask(replica, index, replica.generator.submit(requests))
+
+    async def _ask(self, replica: Replica, index: int, call: Awaitable[None]) -> None:
+        """Await a call; its replica may be lost before, meanwhile or by what it raises."""
         try:
-            await self.replicas[index].generator.submit(requests)
+            await call
         except GroupLost as error:
-            await self._bury(index, error)
+            self.lost(index, error)
+        except Exception:
+            if self.replicas.get(index) is not replica:  # whatever a replica that is stopped raises
+                return
+            raise
 
     async def collect(self) -> list[Row]:
         """Rows that stopped on any replica. RuntimeError when the last replica is lost."""
@@ -124,19 +150,32 @@ class Dispatch:
     async def abort(self, row_ids: list[int]) -> None:
         """Stop these rollouts wherever they run."""
         wanted = set(row_ids)
-        for replica in list(self.replicas.values()):
-            held = sorted(wanted & replica.running.keys())
-            if held:
-                await replica.generator.abort(held)
+        held = {i: sorted(wanted & each.running.keys()) for i, each in self.replicas.items()}
+        calls = (
+            self._ask(self.replicas[i], i, self.replicas[i].generator.abort(those))
+            for i, those in held.items()
+            if those
+        )
+        await asyncio.gather(*calls)
+        self._give_up([self._homeless.pop(i) for i in sorted(wanted & self._homeless.keys())])
 
     def flipped(self, replica: int, version: int) -> None:
         """A publish made `version` live on `replica`."""
         if replica in self.replicas:
             self.replicas[replica].version = version
 
-    def lost(self, replica: int, why: Exception) -> None:
-        """A publish gave `replica` up; its requests start again elsewhere."""
-        self._burials.add(asyncio.ensure_future(self._bury(replica, why)))
+    def lost(self, index: int, why: Exception) -> None:
+        """`index` is given up, by a publish or because it died: once its processes have ended its
+        requests start again elsewhere. Without effect if it is lost already."""
+        replica = self.replicas.pop(index, None)
+        if replica is None:
+            return
+        listener = self._listeners.pop(index, None)
+        if listener is not None and listener is not asyncio.current_task():
+            listener.cancel()
+        log.warning("%s; its %d rollouts start again elsewhere", why, len(replica.running))
+        self._homeless |= replica.running
+        self._burials.add(asyncio.create_task(self._bury(index, list(replica.running))))
 
     async def close(self) -> None:
         """Stop listening to the replicas."""
@@ -171,7 +210,7 @@ class Dispatch:
             while not self._collectors:
                 self._hear(index, await replica.generator.collect())
         except GroupLost as error:
-            await self._bury(index, error)
+            self.lost(index, error)
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
@@ -181,10 +220,10 @@ class Dispatch:
                 for index, told in await collector.collect():
                     if isinstance(told, GroupLost):
                         self.lost(index, told)
-                    elif isinstance(told, Exception):
-                        raise told
-                    else:
+                    elif not isinstance(told, Exception):
                         self._hear(index, told)
+                    elif index in self.replicas:  # else it was being stopped
+                        raise told
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
@@ -196,20 +235,33 @@ class Dispatch:
         if known:
             self._rows.put_nowait(known)
 
-    async def _bury(self, index: int, error: Exception) -> None:
-        replica = self.replicas.pop(index, None)
-        if replica is None:
-            return
-        listener = self._listeners.pop(index, None)
-        if listener is not None and listener is not asyncio.current_task():
-            listener.cancel()  # a replica that was only slow must not tell of these rollouts too
-        log.warning("%s; its %d rollouts start again elsewhere", error, len(replica.running))
-        requests = [replace(request, resume=False) for request in replica.running.values()]
+    async def _bury(self, index: int, row_ids: list[int]) -> None:
         try:
+            if index in self._stops:
+                stopping = asyncio.ensure_future(self._stops[index]())
+                await asyncio.wait({stopping}, timeout=STOP_S)
+                if not stopping.done():
+                    log.warning("generator %d does not end: nothing is taken from it", index)
+            lost = [row_id for row_id in row_ids if row_id in self._homeless]
             # What the lost replica stored but never announced must not meet the new arrays.
-            await self._storage.retire(
-                [request.row_id for request in requests], {"fate": "lost", "replica": index}
-            )
-            await self.submit(requests)
+            await self._storage.retire(lost, {"fate": "lost", "replica": index})
+            self._attempts.update(lost)
+            requests = [self._homeless.pop(i) for i in lost if i in self._homeless]
+            await self.submit([replace(request, resume=False) for request in requests])
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
             self._rows.put_nowait(failure)
+
+    def _give_up(self, requests: list[Request]) -> None:
+        """Tell of rollouts that will not be written."""
+        rows = [
+            Row(
+                row_id=request.row_id,
+                num_prompt_tokens=len(request.prompt_ids),
+                num_tokens=0,
+                spans=(),
+                finish_reason=FinishReason.ABORTED,
+            )
+            for request in requests
+        ]
+        if rows:
+            self._rows.put_nowait(rows)

@@ -85,15 +85,21 @@ class Reference(Protocol):
 class Storage(Protocol):
     """Holds the arrays of rollouts."""
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None:
-        """Write whole cells; overwriting a cell is allowed only for a partial rollout."""
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
+        """Write whole cells; overwriting a cell is allowed only for a partial rollout.
+
+        `attempts` (of a generator's rollouts, `Request.attempt`): a row that was retired as lost
+        since its attempt began is passed over, for another replica writes it.
+        """
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
 
     async def retire(self, row_ids: list[int], fate: Fate) -> None:
         """Archive these rows with their fate (trained at which version, or dropped and why), free
-        them."""
+        them. The fate "lost" ends an attempt: the rows are written again, under the next one."""
 
 
 class Tenant(Protocol):

@@ -152,8 +152,9 @@ class Request:
     """One rollout asked of a generator.
 
     `min_version`: a replica below it may not start the rollout. `segment_tokens` 0 means never
-    cut; `resume` says that the store holds the tokens written so far under `row_id`.
-    Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once.
+    cut; `resume` says that the store holds the tokens written so far under `row_id`. `attempt`
+    counts the replicas that were lost with the rollout: the store takes nothing from an earlier
+    one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once.
     """
 
     row_id: int
@@ -164,6 +165,7 @@ class Request:
     segment_tokens: int = 0
     resume: bool = False
     purpose: Purpose = Purpose.TRAIN
+    attempt: int = 0
 
     @property
     def cohort(self) -> tuple[tuple[int, ...], int]:

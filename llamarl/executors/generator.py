@@ -29,7 +29,7 @@ from llamarl.executors.decoding import KINDS, Decoding
 from llamarl.executors.engines import make_engine
 from llamarl.executors.lockstep import Lockstep
 from llamarl.executors.offload import Offload
-from llamarl.executors.rows import columns_of, read_written, row_of
+from llamarl.executors.rows import read_written, row_of, write_finished
 from llamarl.generation.protocol import Finished
 from llamarl.metrics.span import Spans
 from llamarl.models.process_group import compute_device, use_device
@@ -148,9 +148,7 @@ class GeneratorExecutor:
             finished, self._finished = self._finished, []
             self._has_news.clear()
         if finished:
-            await self._storage.write(
-                [item.request.row_id for item in finished], columns_of(finished)
-            )
+            await write_finished(self._storage, finished)
         return [row_of(item, self._replica) for item in finished]
 
     async def abort(self, row_ids: list[int]) -> None:

@@ -39,6 +39,16 @@ async def read_written(storage: Storage, requests: list[Request]) -> dict[int, W
     }
 
 
+async def write_finished(storage: Storage, finished: list[Finished]) -> None:
+    """Store the columns of these rollouts."""
+    requests = [item.request for item in finished]
+    await storage.write(
+        [request.row_id for request in requests],
+        columns_of(finished),
+        [request.attempt for request in requests],
+    )
+
+
 def row_of(finished: Finished, replica: int) -> Row:
     """What the controller hears of it."""
     return Row(

@@ -2,14 +2,17 @@
 
 Owns: the arrays, and one archive line per retired rollout. Does not own: which rows exist or who
 may take them (the ledger). Invariant: a cell is written once, except that a partial rollout may be
-written again; a row is archived at most once; a retired row's memory is given back.
+written again; of a rollout that was lost, what an earlier attempt still writes is passed over, so
+that a replica given up too early harms nothing; a retired row's memory is given back.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,6 +34,8 @@ from llamarl.types import (
     FinishReason,
     finish_reason,
 )
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     PROMPT_IDS: np.dtype(np.int32),
@@ -69,6 +74,7 @@ class StorageExecutor:
         self._spans = spans
         self._archive_tokens = archive_tokens
         self._rows: dict[int, Cells] = {}
+        self._attempts: Counter[int] = Counter()  # of rows that were lost, and how often
         self._path = (
             Path(archive_folder) / f"rollouts-{unit}.jsonl" if archive_folder is not None else None
         )
@@ -81,15 +87,25 @@ class StorageExecutor:
             _drop_torn_line(self._path)
             self._archive = self._path.open("a")
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None:
-        """Write whole cells, all or none.
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
+        """Write whole cells, all or none, but pass over rows lost since their attempt began.
 
         RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT);
         ValueError if an array is not 1-D of its column's dtype, or counts do not match.
         """
         with self._spans.span("write_rows", rows=len(row_ids)):
-            self._check(row_ids, columns)
+            stale: set[int] = set()
+            if attempts is not None:
+                pairs = zip(row_ids, attempts, strict=True)
+                stale = {row_id for row_id, attempt in pairs if attempt < self._attempts[row_id]}
+            if stale:
+                log.info("passed over %d rows, which were started again elsewhere", len(stale))
+            self._check(row_ids, columns, stale)
             for position, row_id in enumerate(row_ids):
+                if row_id in stale:
+                    continue
                 row = self._rows.setdefault(row_id, {})
                 for name, cells in columns.items():
                     # A copy of its own, for views would keep the whole message alive.
@@ -103,8 +119,8 @@ class StorageExecutor:
     async def retire(self, row_ids: list[int], fate: Fate) -> None:
         """Archive these rows with `fate` (its key "fate" says what became of them), free them.
 
-        Rows that hold nothing, never written or retired before, are passed over. OSError if the
-        archive cannot be written.
+        Rows that hold nothing, never written or retired before, leave no line. Of rows that are
+        lost the next attempt begins. OSError if the archive cannot be written.
         """
         if "fate" not in fate:
             raise ValueError(f'fate must have the key "fate", got {sorted(fate)}')
@@ -113,6 +129,8 @@ class StorageExecutor:
             self._append([self._line(row_id, row, fate) for row_id, row in retired.items()])
             for row_id in retired:
                 del self._rows[row_id]
+            if fate["fate"] == "lost":
+                self._attempts.update(row_ids)
 
     async def usage(self) -> dict[str, int]:
         """`num_rows` held now and the `num_bytes` of their arrays."""
@@ -125,7 +143,7 @@ class StorageExecutor:
             self._archive.close()
             self._archive = None
 
-    def _check(self, row_ids: list[int], columns: Columns) -> None:
+    def _check(self, row_ids: list[int], columns: Columns, stale: set[int]) -> None:
         if len(set(row_ids)) != len(row_ids):
             raise ValueError(f"row ids of one write must differ, got {row_ids}")
         for name, cells in columns.items():
@@ -140,7 +158,7 @@ class StorageExecutor:
                         f"column {name} must be 1-D {dtype}, got {cell.dtype} {cell.shape}"
                     )
                 row = self._rows.get(row_id, {})
-                if name in row and not _is_partial(row):
+                if name in row and row_id not in stale and not _is_partial(row):
                     raise RuntimeError(f"row {row_id} already has column {name} and is not partial")
 
     def _cell(self, row_id: int, name: str) -> np.ndarray:

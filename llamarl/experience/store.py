@@ -57,7 +57,9 @@ class Store:
             raise ValueError("a store must have at least one storage unit, got none")
         self._units = units
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None:
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
         """Write whole cells. ValueError if a column does not have one array per row."""
         for name, cells in columns.items():
             if len(cells) != len(row_ids):
@@ -69,6 +71,7 @@ class Store:
                 self._units[unit].write(
                     [row_ids[place] for place in places],
                     Parcel({n: [cells[place] for place in places] for n, cells in columns.items()}),
+                    None if attempts is None else [attempts[place] for place in places],
                 )
                 for unit, places in self._places(row_ids).items()
             )

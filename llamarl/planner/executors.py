@@ -47,7 +47,9 @@ class ModelledStorage:
         self._costs, self._cores, self._timeline = costs, cores, timeline
         self.rows: dict[int, Row] = {}
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None:
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
         await self._serve("write_rows", row_ids)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:

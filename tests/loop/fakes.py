@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from llamarl.cluster.errors import GroupLost
+from llamarl.executors.rows import read_written, row_of, write_finished
+from llamarl.executors.storage import StorageExecutor
+from llamarl.generation.protocol import Finished
+from llamarl.generation.scheduler import Written, nothing_written
+from llamarl.metrics.span import Spans
 from llamarl.types import (
+    RESPONSE_IDS,
+    REWARD,
     Batch,
-    Columns,
+    Fate,
     FinishReason,
     Prompt,
     Request,
@@ -21,28 +30,37 @@ from llamarl.types import (
     Score,
     ScoreStatus,
     StepStats,
-    VersionSpan,
 )
 from llamarl.weights.errors import StaleVersion
 from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout, Route
 
+T = TypeVar("T")
 
-class FakeStorage:
-    """Remembers fates; `fates[row_id]` is what `retire` said last."""
+SILENCE_S = 5.0
+STOP_S = 0.2
+GATHER_S = 0.05
+
+
+class FakeStorage(StorageExecutor):
+    """A storage unit without an archive; `fates[row_id]` is what `retire` said last."""
 
     def __init__(self) -> None:
-        self.fates: dict[int, dict[str, str | int | float]] = {}
+        super().__init__(
+            rank=0,
+            num_ranks=1,
+            spans=Spans("storage", None),
+            unit=0,
+            archive_folder=None,
+            archive_tokens=False,
+        )
+        self.fates: dict[int, Fate] = {}
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None: ...
-
-    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        return {name: [np.zeros(1, np.int32) for _ in row_ids] for name in names}
-
-    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+    async def retire(self, row_ids: list[int], fate: Fate) -> None:
         for row_id in row_ids:
             before = self.fates.get(row_id, {"fate": "lost"})["fate"]
             assert before == "lost", f"row {row_id} retired twice: {before} then {fate}"
             self.fates[row_id] = dict(fate)
+        await super().retire(row_ids, fate)
 
 
 class FakeTenant:
@@ -75,7 +93,12 @@ class FakeReplica(FakeTenant):
     """Writes `length(request)` tokens at `token_s` each, `max_running` rollouts at a time.
 
     It is a Generator, a Receiver and, for the other replicas of its host, a Sender: a flip takes
-    effect at the next token, so long rollouts carry several versions.
+    effect at the next token, so long rollouts carry several versions. Stored are a rollout's
+    columns by `collect`, as by the real one.
+
+    At `dies_at_s` its process ends. From `silent_s[0]` to `silent_s[1]` it does and answers
+    nothing; after SILENCE_S of that it counts as lost, and whoever asks it is told so, but the
+    process wakes up again and goes on with what it was asked before, unless `stop` ends it.
     """
 
     kinds = ("weights", "kv")
@@ -88,90 +111,162 @@ class FakeReplica(FakeTenant):
         token_s: float = 0.01,
         max_running: int = 64,
         dies_at_s: float | None = None,
+        silent_s: tuple[float, float] | None = None,
         flip_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.index, self.version, self.token_s, self.flip_s = index, -1, token_s, flip_s
-        self.dies_at_s = dies_at_s
+        self.dies_at_s, self.silent_s = dies_at_s, silent_s
+        self.storage = FakeStorage()
         self._length = length
         self._slots = asyncio.Semaphore(max_running)
-        self._done: asyncio.Queue[Row] = asyncio.Queue()
+        self._done: list[Finished] = []
+        self._has_done = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._partial: dict[int, list[int]] = PARTIALS
+        self._requests: dict[int, Request] = {}
         self._flipped = asyncio.Condition()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._work: set[asyncio.Future[Any]] = set()
+        self._lost: asyncio.Future[None] | None = None
+        self.is_stopped = False
         self.started: list[tuple[Request, int]] = []
         self.written: dict[int, Row] = {}
 
-    def _check_alive(self) -> None:
-        if self.dies_at_s is not None and asyncio.get_running_loop().time() >= self.dies_at_s:
-            for task in self._tasks.values():
-                task.cancel()
-            raise GroupLost(f"generator-{self.index} died")
+    # The process and what the cluster knows of it
+
+    def _begin(self) -> asyncio.Future[None]:
+        """The future that says why it is lost; what happens to the process is set at first use."""
+        if self._lost is None:
+            loop = asyncio.get_running_loop()
+            self._lost = loop.create_future()
+            self._lost.add_done_callback(lambda lost: lost.exception())
+            if self.dies_at_s is not None:
+                loop.call_at(self.dies_at_s, self._die, "died")
+            if self.silent_s is not None:
+                start_s, end_s = self.silent_s
+                loop.call_at(start_s, self._awake.clear)
+                loop.call_at(end_s, self._awake.set)
+                if end_s > start_s + SILENCE_S:
+                    loop.call_at(start_s + SILENCE_S, self._lose, "was silent")
+        return self._lost
+
+    def _die(self, how: str) -> None:
+        for work in [*self._tasks.values(), *self._work]:
+            work.cancel()
+        self._lose(how)
+
+    def _lose(self, how: str) -> None:
+        assert self._lost is not None
+        if not self._lost.done():
+            self._lost.set_exception(GroupLost(f"generator-{self.index} {how}"))
 
     async def watch(self) -> None:
         """As an executor group's: raises once the replica is lost."""
-        if self.dies_at_s is None:
-            await asyncio.Event().wait()
-        else:
-            await asyncio.sleep(self.dies_at_s - asyncio.get_running_loop().time())
-            raise GroupLost(f"generator-{self.index} died")
+        await asyncio.shield(self._begin())
+
+    async def stop(self) -> None:
+        """As an executor group's: the process ends."""
+        self._begin()
+        await asyncio.sleep(STOP_S)
+        self.is_stopped = True
+        self._die("was stopped")
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the process do something; GroupLost if it is lost before it answers."""
+        lost = self._begin()
+        if lost.done():
+            work.close()
+            lost.result()
+        doing = asyncio.ensure_future(work)
+        self._work.add(doing)
+        doing.add_done_callback(self._work.discard)
+        await asyncio.wait({doing, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
+        return doing.result()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Time passes in the process."""
+        await asyncio.sleep(seconds)
+        await self._awake.wait()
+
+    # Generator
 
     async def submit(self, requests: list[Request]) -> None:
-        self._check_alive()
+        await self._call(self._submit(requests))
+
+    async def _submit(self, requests: list[Request]) -> None:
+        await self._sleep(0.0)
+        resumed = [request for request in requests if request.resume]
+        written = await read_written(self.storage, resumed)
         for request in requests:
-            self._tasks[request.row_id] = asyncio.create_task(self._write(request))
+            assert request.row_id not in self._tasks, "asked twice"
+            before = written.get(request.row_id, nothing_written())
+            self._requests[request.row_id] = request
+            self._tasks[request.row_id] = asyncio.create_task(self._write(request, before))
 
     async def collect(self) -> list[Row]:
-        try:
-            rows = [await asyncio.wait_for(self._done.get(), 1.0)]
-        except TimeoutError:
-            rows = []
-        self._check_alive()
-        while not self._done.empty():
-            rows.append(self._done.get_nowait())
+        return await self._call(self._collect())
+
+    async def _collect(self) -> list[Row]:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_done.wait(), 1.0)
+        await self._sleep(GATHER_S)
+        done, self._done = self._done, []
+        self._has_done.clear()
+        if done:
+            await write_finished(self.storage, done)
+        rows = [row_of(each, self.index) for each in done]
+        self.written |= {row.row_id: row for row in rows}
         return rows
 
     async def abort(self, row_ids: list[int]) -> None:
+        await self._call(self._abort(row_ids))
+
+    async def _abort(self, row_ids: list[int]) -> None:
+        await self._sleep(0.0)
         for row_id in row_ids:
             if row_id in self._tasks:
-                self._tasks[row_id].cancel()
+                self._tasks.pop(row_id).cancel()
+                self._finish(self._requests[row_id], [], FinishReason.ABORTED)
 
-    async def _write(self, request: Request) -> None:
+    async def _write(self, request: Request, before: Written) -> None:
         async with self._flipped:
             await self._flipped.wait_for(lambda: self.version >= request.min_version)
         async with self._slots:
-            if not request.resume:
-                self._partial.pop(request.row_id, None)
-            versions = self._partial.pop(request.row_id, [])
+            versions = before.versions.tolist()
             total = self._length(request)
             self.started.append((request, self.version))
             room = request.segment_tokens or total
             for _ in range(min(room, total - len(versions))):
                 await self.returned.wait()
                 versions.append(self.version)
-                await asyncio.sleep(self.token_s)
+                await self._sleep(self.token_s)
         is_cut = len(versions) < total
-        if is_cut:
-            self._partial[request.row_id] = versions
-        self.written[request.row_id] = Row(
-            row_id=request.row_id,
-            num_prompt_tokens=len(request.prompt_ids),
-            num_tokens=len(versions),
-            spans=spans(versions),
-            finish_reason=FinishReason.SEGMENT if is_cut else FinishReason.STOP,
-            replica=self.index,
+        del self._tasks[request.row_id]
+        self._finish(request, versions, FinishReason.SEGMENT if is_cut else FinishReason.STOP)
+
+    def _finish(self, request: Request, versions: list[int], reason: FinishReason) -> None:
+        written = Written(
+            ids=np.ones(len(versions), np.int32),
+            logprobs=np.zeros(len(versions), np.float32),
+            versions=np.array(versions, np.int32),
         )
-        self._done.put_nowait(self.written[request.row_id])
+        self._done.append(Finished(request=request, written=written, reason=reason))
+        self._has_done.set()
+
+    # Receiver
 
     async def target_layout(self) -> list[RankLayout]:
         return [one_parameter(0)]
 
     async def connect_source(self, route: Route) -> list[None]:
-        self._check_alive()
+        await self._call(self._sleep(0.0))
         return [None]
 
     async def offer(self, version: int, part: int) -> list[Offer]:
-        self._check_alive()
+        await self._call(self._sleep(0.0))
         assert version > self.version
         offer = Offer(
             version=version,
@@ -185,12 +280,14 @@ class FakeReplica(FakeTenant):
         return [offer]
 
     async def fingerprint(self, version: int, part: int) -> list[dict[str, int]]:
-        self._check_alive()
+        await self._call(self._sleep(0.0))
         return [{"w": version}]
 
     async def flip(self, version: int, part: int) -> list[int]:
-        self._check_alive()
-        await asyncio.sleep(self.flip_s)
+        return await self._call(self._flip(version))
+
+    async def _flip(self, version: int) -> list[int]:
+        await self._sleep(self.flip_s)
         async with self._flipped:
             self.version = version
             self._flipped.notify_all()
@@ -199,28 +296,20 @@ class FakeReplica(FakeTenant):
     async def discard(self, version: int) -> list[None]:
         return [None]
 
+    # Sender
+
     async def source_layout(self) -> list[RankLayout]:
         return [one_parameter(0)]
 
     async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        self._check_alive()
+        await self._call(self._sleep(0.0))
         return [None]
 
     async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
-        self._check_alive()
+        await self._call(self._sleep(0.0))
         if version != self.version:
             raise StaleVersion(f"{version} is not {self.version}")
         return [{"w": version}]
-
-
-PARTIALS: dict[int, list[int]] = {}  # what storage would hold: any replica may resume it
-
-
-def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
-    counts: dict[int, int] = {}
-    for version in versions:
-        counts[version] = counts.get(version, 0) + 1
-    return tuple(VersionSpan(version=v, num_tokens=n) for v, n in counts.items())
 
 
 def one_parameter(rank: int) -> RankLayout:
@@ -236,9 +325,12 @@ class FakeScorer:
     drop_share: float = 0.0
     fail_share: float = 0.0
     score_s: float = 0.001
+    storage: FakeStorage | None = None
 
     async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
         await asyncio.sleep(self.score_s)
+        assert self.storage is not None
+        await self.storage.read([row_id for row_id, _ in rollouts], [RESPONSE_IDS])
         scores = []
         for row_id, prompt in rollouts:
             rng = random.Random(f"{prompt.epoch}/{prompt.prompt_id}")
@@ -249,6 +341,7 @@ class FakeScorer:
             reward = 0.0 if is_equal else float(row_id % 2)
             parts = {"fake": reward}
             scores.append(Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts=parts))
+            await self.storage.write([row_id], {REWARD: [np.array([reward])]})
         return scores
 
 
@@ -268,6 +361,7 @@ class FakeTrainer(FakeTenant):
     writes: list[tuple[int, int]] = field(default_factory=list)
     inferred: list[tuple[int, int]] = field(default_factory=list)
     difference: Callable[[int], float] = lambda row_id: 1e-6
+    storage: FakeStorage | None = None
     kinds = ("weights", "state")
 
     def __post_init__(self) -> None:
@@ -277,6 +371,10 @@ class FakeTrainer(FakeTenant):
         assert batch.version == self.version
         assert self.returned.is_set(), "trained away from the device"
         self.part_starts[batch.version].append(asyncio.get_running_loop().time())
+        assert self.storage is not None
+        columns = await self.storage.read([row.row_id for row in batch.rows], [RESPONSE_IDS])
+        sizes = [len(cell) for cell in columns[RESPONSE_IDS]]
+        assert sizes == [row.num_tokens for row in batch.rows]
         await asyncio.sleep(self.step_s)
         self.batches.append(batch)
 

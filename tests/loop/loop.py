@@ -75,7 +75,10 @@ def make_dispatch(
         for share in shares
     ]
     watches = {index: replica.watch for index, replica in replicas.items()}
-    return Dispatch(dict(replicas), storage, collectors, watches)
+    stops = {index: replica.stop for index, replica in replicas.items()}
+    for replica in replicas.values():
+        replica.storage = storage
+    return Dispatch(dict(replicas), storage, collectors, watches, stops)
 
 
 @dataclass(kw_only=True)
@@ -125,6 +128,8 @@ class Loop:
         config, sampling = self.config(), Sampling(max_tokens=256)
         replicas = self.replicas or {0: FakeReplica(0, length=self.length)}
         self.written: dict[int, Row] = {}
+        for executor in (self.scorer, self.trainer, *replicas.values()):
+            executor.storage = self.storage
         for replica in replicas.values():
             replica.written = self.written
         spans = Spans("controller", None)

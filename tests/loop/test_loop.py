@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster.errors import GroupLost
-from llamarl.dispatch import Dispatch
+from llamarl.dispatch import STOP_S, Dispatch
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated
 from llamarl.planner.clock import run
-from llamarl.types import Purpose, Request, Row, Sampling
-from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
+from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Row, Sampling
+from tests.loop.fakes import SILENCE_S, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail, make_dispatch
 
 HARD = {"drop_share": 0.2, "fail_share": 0.02}
@@ -169,23 +169,56 @@ def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_wi
 
 
 @pytest.mark.parametrize("num_collectors", [0, 1])
-def test_a_slow_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more(
-    num_collectors: int,
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
+    ends: bool, num_collectors: int
 ) -> None:
+    """It is stopped before its rollouts start elsewhere; or it cannot be, and storage takes nothing
+    of what it still writes."""
+
+    async def main() -> tuple[list[int], list[int], float]:
+        # It falls silent when its rollout is written, and not yet stored.
+        silent = FakeReplica(0, length=lambda request: 1, token_s=0.4, silent_s=(0.42, 20.0))
+        other = FakeReplica(1, length=lambda request: 1, token_s=10.0)
+        await silent.flip(0, 0)
+        await other.flip(3, 0)
+        if not ends:
+            silent.stop = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+        storage = FakeStorage()
+        dispatch = make_dispatch({0: silent, 1: other}, storage, num_collectors)
+        request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
+        await dispatch.submit([request])
+        rows = await dispatch.collect()
+        end_s = asyncio.get_running_loop().time()
+        with contextlib.suppress(TimeoutError):
+            rows += await asyncio.wait_for(dispatch.collect(), 20.0)
+        assert silent.is_stopped == ends
+        assert (7 in silent.written) == (not ends), "it woke, and wrote what it had"
+        versions = (await storage.read([7], [TOKEN_VERSIONS]))[TOKEN_VERSIONS][0].tolist()
+        await dispatch.close()
+        return [row.row_id for row in rows], versions, end_s
+
+    row_ids, versions, end_s = run(main())
+    assert row_ids == [7]
+    assert versions == [3]
+    assert end_s < 0.42 + SILENCE_S + (1.0 if ends else STOP_S) + 10.0 + 0.5
+
+
+def test_a_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None:
     async def main() -> list[int]:
         slow = FakeReplica(0, length=lambda request: 1, token_s=5.0)
         replicas = {0: slow, 1: FakeReplica(1, length=lambda request: 1)}
         for replica in replicas.values():
             await replica.flip(0, 0)
-        dispatch = make_dispatch(replicas, FakeStorage(), num_collectors)
+        dispatch = make_dispatch(replicas, FakeStorage(), num_collectors=1)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
         dispatch.lost(0, TimeoutError("flip took too long"))
         rows = await dispatch.collect()
-        with contextlib.suppress(TimeoutError):  # long enough for the slow one to finish
+        with contextlib.suppress(TimeoutError):
             rows += await asyncio.wait_for(dispatch.collect(), 20.0)
         await dispatch.close()
-        assert slow.written[7].num_tokens == 1
+        assert slow.is_stopped
         return [row.row_id for row in rows]
 
     assert run(main()) == [7]

@@ -55,7 +55,9 @@ class MemoryStorage:
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         return {name: [self._cells[name]] * len(row_ids) for name in names}
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None:
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
         """Nobody reads it."""
 
 

@@ -23,7 +23,9 @@ PROMPT_TOKENS = 16
 class NoStorage:
     """Takes rollouts and keeps nothing."""
 
-    async def write(self, row_ids: list[int], columns: Columns) -> None: ...
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None: ...
 
 
 class DecodingGenerator:

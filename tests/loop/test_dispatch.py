@@ -1,0 +1,177 @@
+"""The dispatcher under whatever may happen to its replicas, in any order, on a virtual clock."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.cluster.errors import GroupLost
+from llamarl.planner.clock import run
+from llamarl.types import RESPONSE_IDS, FinishReason, Request, Row, Sampling
+from tests.loop.fakes import SILENCE_S, FakeReplica, FakeStorage
+from tests.loop.loop import make_dispatch
+
+NUM_REPLICAS = 3
+PAUSES_S = [0.0, 0.0, 0.001, 0.01, 0.06, 1.0, 6.0]
+replicas = st.integers(0, NUM_REPLICAS - 1)
+events = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 4), st.sampled_from([0, 2])),
+    st.tuples(st.just("submit to"), replicas, st.integers(1, 2)),
+    st.tuples(st.just("flip"), replicas),
+    st.tuples(st.just("abort"), st.integers(0, 20)),
+    st.tuples(st.just("lose"), replicas),
+    st.tuples(st.just("kill"), replicas),
+    st.tuples(st.just("freeze"), replicas),
+    st.tuples(st.just("thaw"), replicas),
+)
+scripts = st.lists(
+    st.tuples(events, st.integers(0, 3), st.sampled_from(PAUSES_S)), min_size=2, max_size=20
+)
+
+
+@dataclass
+class Play:
+    """One script, and what came out of `collect`; a cut rollout goes on, as in the controller."""
+
+    num_collectors: int
+    ends: bool
+    asked: dict[int, Request] = field(default_factory=dict)
+    told: Counter[int] = field(default_factory=Counter)
+    stopped: dict[int, Row] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+    async def perform(self, script: list[Any]) -> None:
+        self.storage = FakeStorage()
+        self.fakes = {i: FakeReplica(i, length=lambda request: 5) for i in range(NUM_REPLICAS)}
+        self.dispatch = make_dispatch(self.fakes, self.storage, self.num_collectors)
+        for index, fake in self.fakes.items():
+            await fake.flip(0, 0)
+            if not self.ends:
+                fake.stop = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+            self.dispatch.flipped(index, 0)
+        hearing = asyncio.create_task(self._hear())
+        calls = []
+        try:
+            for (name, *arguments), num_ticks, pause_s in script:
+                calls.append(asyncio.create_task(self._act(name, *arguments)))
+                for _ in range(num_ticks):  # what happens in the same moment interleaves
+                    await asyncio.sleep(0)
+                await asyncio.sleep(pause_s) if pause_s else None
+            async with asyncio.timeout(200.0):
+                await asyncio.gather(*calls)
+                while not hearing.done() and self.stopped.keys() != self.asked.keys():
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"never came: {self.asked.keys() - self.stopped.keys()}") from None
+        finally:
+            hearing.cancel()
+            await asyncio.gather(hearing, *calls, return_exceptions=True)
+            await asyncio.sleep(30.0)  # whatever wakes late does so now
+            await self.dispatch.close()
+        if hearing.done() and not hearing.cancelled():
+            hearing.result()
+
+    async def _act(self, name: str, *arguments: int) -> None:
+        if name == "submit":
+            await self.dispatch.submit(self._requests(*arguments))
+        elif name == "submit to":
+            index, count = arguments
+            if index in self.dispatch.replicas:  # else nothing is to come
+                await self.dispatch.submit_to(index, self._requests(count, 0))
+        elif name == "abort":
+            await self.dispatch.abort(list(range(arguments[0])))
+        elif name == "flip":
+            fake = self.fakes[arguments[0]]
+            version = fake.version + 1
+            with contextlib.suppress(GroupLost):
+                await fake.flip(version, 0)
+                self.dispatch.flipped(arguments[0], version)
+        elif name == "thaw":
+            self.fakes[arguments[0]]._awake.set()
+        elif name == "freeze":
+            self.fakes[arguments[0]]._awake.clear()
+            await asyncio.sleep(SILENCE_S)
+            if self.fakes[arguments[0]]._awake.is_set():
+                return
+            if self._may_go(arguments[0]):
+                self.fakes[arguments[0]]._lose("was silent")
+                await asyncio.sleep(SILENCE_S)
+            self.fakes[arguments[0]]._awake.set()  # the last one, or one that is given up
+        elif self._may_go(arguments[0]):
+            if name == "lose":
+                self.dispatch.lost(arguments[0], TimeoutError("a flip took too long"))
+            else:
+                self.fakes[arguments[0]]._die("died")
+
+    def _may_go(self, index: int) -> bool:
+        """Whether a replica stays if this one is lost; counts it as lost then."""
+        if len(self.gone | {index}) == NUM_REPLICAS:
+            return False
+        self.gone.add(index)
+        return True
+
+    def _requests(self, count: int, segment_tokens: int) -> list[Request]:
+        number = len(self.asked)
+        requests = [
+            Request(
+                row_id=row_id,
+                prompt_ids=(number,),
+                sampling=Sampling(max_tokens=5),
+                seed=0,
+                segment_tokens=segment_tokens,
+            )
+            for row_id in range(number, number + count)
+        ]
+        self.asked |= {request.row_id: request for request in requests}
+        return requests
+
+    async def _hear(self) -> None:
+        while True:
+            for row in await self.dispatch.collect():
+                if row.finish_reason is FinishReason.SEGMENT:
+                    cut = replace(self.asked[row.row_id], resume=True)
+                    await self.dispatch.submit([cut])
+                else:
+                    self.told[row.row_id] += 1
+                    self.stopped[row.row_id] = row
+
+
+@pytest.mark.parametrize("num_collectors", [0, 1])
+@pytest.mark.parametrize("ends", [True, False])
+@settings(max_examples=100, deadline=None)
+@given(script=scripts)
+def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(
+    num_collectors: int, ends: bool, script: list[Any]
+) -> None:
+    play = Play(num_collectors, ends)
+
+    async def main() -> None:
+        await play.perform(script)
+        for row_id, row in play.stopped.items():
+            if row.finish_reason is not FinishReason.ABORTED:
+                (ids,) = (await play.storage.read([row_id], [RESPONSE_IDS]))[RESPONSE_IDS]
+                assert len(ids) == row.num_tokens == 5
+
+    run(main())
+    assert play.told == Counter(dict.fromkeys(play.asked, 1))
+
+
+def test_losing_the_last_replica_is_told_by_collect() -> None:
+    async def main() -> None:
+        fakes = {0: FakeReplica(0, length=lambda request: 5, dies_at_s=0.02)}
+        dispatch = make_dispatch(fakes, FakeStorage(), 0)
+        await fakes[0].flip(0, 0)
+        request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
+        await dispatch.submit([request])
+        try:
+            with pytest.raises(RuntimeError, match="every generator replica is lost"):
+                await dispatch.collect()
+        finally:
+            await dispatch.close()
+
+    run(main())
