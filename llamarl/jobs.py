@@ -39,15 +39,14 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.inputs import Inputs, read_inputs, read_planned_architecture
-from llamarl.metrics.aggregate import LiveWaits, SpanTails
 from llamarl.metrics.console import Progress
 from llamarl.metrics.flat import flatten
 from llamarl.metrics.journal import Journal
+from llamarl.metrics.live import LiveSpans, SpanTails
 from llamarl.metrics.panel import render_summary, shorten
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
-from llamarl.metrics.trace import merge
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.fit import check_fit
 from llamarl.protocols import Storage
@@ -84,10 +83,9 @@ async def _train(
 ) -> dict[str, Any]:
     state, folder = start
     spans_folder = f"{run_dir}/spans"
-    progress = Progress(
-        config.num_steps, live=config.metrics.live, spans_folder=spans_folder, console=console
-    )
-    spans = Spans("controller", spans_folder)
+    times = LiveSpans(SpanTails(spans_folder))
+    progress = Progress(config.num_steps, live=config.metrics.live, times=times, console=console)
+    spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     metrics = MetricsLog(run_dir, tensorboard=config.metrics.tensorboard)
     with progress:
         async with _cluster(config, run_dir) as cluster:
@@ -104,7 +102,7 @@ async def _train(
                 progress=progress,
                 spans=spans,
                 max_staleness=config.staleness.max_staleness,
-                waits=LiveWaits(SpanTails(spans_folder)),
+                times=times,
                 read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
                 num_samples=config.metrics.sample_rollouts,
             )
@@ -129,7 +127,6 @@ async def _train(
                 spans.close()
             progress.phase("stopping the executors")
     summary = summarize(run_dir)
-    merge(spans_folder, f"{run_dir}/trace.json")
     finals = {key: value for key, value in summary.items() if isinstance(value, int | float)}
     metrics.log_hyperparameters(flatten(config), finals)
     metrics.close()
@@ -274,6 +271,7 @@ async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
         config.cluster,
         spans_folder=f"{run_dir}/spans",
         logs_folder=f"{run_dir}/logs",
+        spans_bytes=config.metrics.spans_bytes,
         num_processes=sum(map(len, assign(config).values())),
     )
     task = asyncio.current_task()

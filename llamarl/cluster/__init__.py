@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llamarl.cluster.credentials import prepare
@@ -18,6 +19,7 @@ from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
 from llamarl.cluster.inline import InlineCluster
 from llamarl.config import ClusterConfig
+from llamarl.metrics.span import Spans
 
 __all__ = [
     "Cluster",
@@ -39,22 +41,29 @@ os.environ.setdefault(POLL, f"{LEAST_POLL_MS}ms")
 
 
 def make_cluster(
-    config: ClusterConfig, *, spans_folder: str | None, logs_folder: str, num_processes: int = 1
+    config: ClusterConfig,
+    *,
+    spans_folder: str | None,
+    logs_folder: str,
+    spans_bytes: int | None = None,
+    num_processes: int = 1,
 ) -> Cluster:
     """The cluster that `config.backend` names; nothing starts before the first `spawn`.
 
-    Every executor process records spans into `spans_folder` (None records nothing) and logs into
-    `logs_folder`. The more processes there will be, the more rarely Monarch looks at each.
+    Every executor process records spans into `spans_folder` (None records nothing), at most
+    `spans_bytes` of them on disk, and logs into `logs_folder`. The more processes there will be,
+    the more rarely Monarch looks at each.
     """
+    make_spans = partial(Spans, folder=spans_folder, limit_bytes=spans_bytes)
     if config.backend == "inline":
-        return InlineCluster(spans_folder=spans_folder)
+        return InlineCluster(make_spans)
     prepare(config)
     if os.environ[POLL] == f"{LEAST_POLL_MS}ms":  # else it is the user's choice
         poll_ms = min(MOST_POLL_MS, max(LEAST_POLL_MS, POLL_MS_PER_PROCESS * num_processes))
         os.environ[POLL] = f"{poll_ms}ms"
     from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
 
-    return MonarchCluster(config, spans_folder=spans_folder, logs_folder=logs_folder)
+    return MonarchCluster(config, make_spans, logs_folder=logs_folder)
 
 
 @contextmanager

@@ -59,16 +59,16 @@ class ExecutorActor(Actor):
         name: str,
         factory: Factory,
         kwargs: Any,
-        folders: tuple[str | None, str],
+        make_spans: Callable[[str], Spans],
+        logs_folder: str,
     ) -> list[Outcome]:
         """`first_rank` is that of this host's first rank."""
         rank = self._rank = first_rank + current_rank().rank
         self._roster, self._name, num_ranks = roster, name, roster.num_ranks
-        spans_folder, logs_folder = folders
         self._where = process_name(name, rank, num_ranks)
         try:
             redirect_output(logs_folder, self._where)
-            self._spans = Spans(self._where, spans_folder)
+            self._spans = make_spans(self._where)
             gc.disable()  # imports make next to no garbage: looking for it is a fifth of their time
             maker = resolve(factory)
             gc.enable()

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class InlineCluster:
     """Constructs executors in this process."""
 
-    def __init__(self, *, spans_folder: str | None) -> None:
-        self._spans_folder = spans_folder
+    def __init__(self, make_spans: Callable[[str], Spans]) -> None:
+        self._make_spans = make_spans
         self._groups: dict[str, InlineGroup] = {}
         self._stopped = asyncio.Event()
 
@@ -44,7 +44,7 @@ class InlineCluster:
         self._groups[name] = group
         for rank in range(num_ranks):
             where = process_name(name, rank, num_ranks)
-            spans = Spans(where, self._spans_folder)
+            spans = self._make_spans(where)
             group.spans.append(spans)
             try:
                 executor = resolve(factory)(rank=rank, num_ranks=num_ranks, spans=spans, **kwargs)

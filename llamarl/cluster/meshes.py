@@ -33,6 +33,7 @@ from llamarl.cluster.group import ExecutorGroup, Factory, process_name
 from llamarl.cluster.hosts import Host, attach
 from llamarl.cluster.process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
+from llamarl.metrics.span import Spans
 from llamarl.types import Seat
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class MonarchGroup:
         seats: Sequence[Seat],
         config: ClusterConfig,
         executor: tuple[Factory, dict[str, Any]],
-        spans_folder: str | None,
+        make_spans: Callable[[str], Spans],
     ) -> None:
         """Start the processes and construct the executors; raises what a constructor raises."""
         self._parts = [self._start_part(*part, config) for part in parts_of(hosts, seats)]
@@ -102,7 +103,7 @@ class MonarchGroup:
         self._watchers += [asyncio.create_task(self._watch_host(part)) for part in self._parts]
         self.first = Methods(self.name, roster, True, self._lost, self._hear)
         self.every = Methods(self.name, roster, False, self._lost, self._hear)
-        told = (self.name, *executor, (spans_folder, self._logs_folder))
+        told = (self.name, *executor, make_spans, self._logs_folder)
         pids = await asyncio.gather(
             *(
                 results_by_rank(
@@ -245,10 +246,10 @@ class MonarchCluster:
     """Starts executor groups on this machine, or on the hosts of worker daemons."""
 
     def __init__(
-        self, config: ClusterConfig, *, spans_folder: str | None, logs_folder: str
+        self, config: ClusterConfig, make_spans: Callable[[str], Spans], *, logs_folder: str
     ) -> None:
         self._config = config
-        self._spans_folder = spans_folder
+        self._make_spans = make_spans
         self._logs_folder = logs_folder
         self._id = uuid.uuid4().hex
         self._groups: dict[str, MonarchGroup] = {}
@@ -276,7 +277,7 @@ class MonarchCluster:
             self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
         hosts = await asyncio.shield(self._attaching)
         places = seats or [Seat(host=0, gpu=None)] * num_ranks
-        await group.start(hosts, places, self._config, (factory, kwargs), self._spans_folder)
+        await group.start(hosts, places, self._config, (factory, kwargs), self._make_spans)
         return group
 
     async def watch(self) -> None:

@@ -15,6 +15,8 @@ from llamarl.config.plan import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
+LEAST_SPANS_BYTES = 2**20  # many times what a process writes at once
+
 
 @dataclass(kw_only=True)
 class StalenessConfig:
@@ -145,6 +147,9 @@ class MetricsConfig:
     """Rollouts per step shown as text."""
     live: bool = True
     """Draw the live progress display when standard output is a terminal."""
+    spans_bytes: int = 16 * 1024 * 1024
+    """Most bytes on disk for the spans of one process, a few hours of them at most; of older ones
+    sums are kept, so that busy and wait shares stay right, and trace.json begins later."""
 
     def __post_init__(self) -> None:
         check_fields("metrics", self)

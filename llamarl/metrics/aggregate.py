@@ -1,7 +1,7 @@
 """What the processes of a run did with their time, computed from their span files.
 
-Owns: busy and wait shares, overlap of generator and trainer, tokens written during publishes, and
-the same shares while the run is going on. Does not own: the files (`span.py`) or what is shown.
+Owns: busy and wait shares, overlap of generator and trainer, tokens written during publishes. Does
+not own: the files (`span_file.py`), the same while a run goes on (`live.py`) or what is shown.
 Invariant: for each process busy and wait shares are disjoint, so they sum to at most 1.
 
 An executor's processes are named `<executor>-<number>`, with a rank behind it if need be; its
@@ -10,11 +10,9 @@ shares are the mean over them.
 
 from __future__ import annotations
 
-import math
-import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.metrics.intervals import EMPTY, Intervals, intersect, length, overlaps, subtract, union
-from llamarl.metrics.span import Span, SpanReader, span_files
+from llamarl.metrics.span_file import Span, SpanReader, span_files
 
-LIVE_WINDOW_NS = 10 * 10**9
-MOST_TAILS = 64  # files of an executor that are read while the run goes on; means need no more
+LAST_NS = 2**63 - 1
 
 
 @dataclass(slots=True)
@@ -57,25 +54,28 @@ class Timeline:
 
     `steps` is the set of time from the first to the last `step` mark, one interval per session (a
     resumed run has several). `sessions` reaches from the first process's start to the last span.
+    Before `whole_ns` there are sums of spans, which show how much but not exactly when.
     """
 
     processes: dict[str, Tracks]
     steps: Intervals
     sessions: Intervals
+    whole_ns: int = 0
 
     def shares(self, window: Intervals | None = None) -> dict[str, Shares]:
         """Busy and wait shares of every process in `window` (default: `steps`)."""
         window = self.steps if window is None else window
-        return {name: _shares(tracks, window) for name, tracks in self.processes.items()}
+        return {name: shares_of(tracks, window) for name, tracks in self.processes.items()}
 
     def both_busy_share(self, window: Intervals | None = None) -> float:
-        """Share of the window in which a generator process and a trainer process were busy."""
-        window = self.steps if window is None else window
+        """Share of the window, from `whole_ns` on, in which generator and trainer were busy."""
+        window = self._whole(self.steps if window is None else window)
         both = intersect(self._busy("generator"), self._busy("trainer"))
         return _share(intersect(both, window), window)
 
     def tokens_during_publish(self) -> int:
-        """Tokens decoded while a publish was under way; a span partly inside counts partly."""
+        """Tokens decoded, from `whole_ns` on, while a publish was under way; a span partly inside
+        counts partly."""
         publishing = union(
             _concatenate(
                 [
@@ -91,9 +91,14 @@ class Timeline:
             if ("busy", "decode") in tracks:
                 decode = tracks["busy", "decode"]
                 spans = decode.intervals()
-                inside = overlaps(publishing, spans) / np.maximum(spans[:, 1] - spans[:, 0], 1)
+                inside = overlaps(self._whole(publishing), spans) / np.maximum(
+                    spans[:, 1] - spans[:, 0], 1
+                )
                 num_tokens += float(inside @ np.array(decode.tokens, dtype=np.int64))
         return round(num_tokens)
+
+    def _whole(self, window: Intervals) -> Intervals:
+        return intersect(window, np.array([[self.whole_ns, LAST_NS]]))
 
     def _busy(self, executor: str) -> Intervals:
         return union(
@@ -114,16 +119,25 @@ def executor_of(process: str) -> str:
     return process.partition("-")[0]
 
 
-def read_timeline(folder: str | Path) -> Timeline:
-    """Read the span files of all processes in `folder`; no file at all gives an empty timeline."""
+def read_timeline(
+    folder: str | Path, see: Callable[[str, Span], None] = lambda process, span: None
+) -> Timeline:
+    """Read the span files of all processes in `folder`; no file at all gives an empty timeline.
+
+    `see` is called with each process and span on the way: to read them again would take as long.
+    """
     processes: dict[str, Tracks] = {}
     steps: dict[tuple[str, int], list[int]] = {}
     sessions: list[Intervals] = []
+    whole_ns = 0
     for path in span_files(folder):
         tracks: Tracks = defaultdict(Track)
         extents: dict[tuple[str, int], list[int]] = {}
         reader = SpanReader(path)
         for span in reader.read():
+            see(reader.process, span)
+            if span.is_sum:
+                whole_ns = max(whole_ns, span.end_ns)
             track = tracks[span.cat, span.name]
             track.times_ns.extend((span.start_ns, span.end_ns))
             if span.name == "decode":
@@ -134,7 +148,8 @@ def read_timeline(folder: str | Path) -> Timeline:
                 _stretch(steps, key, span.start_ns, span.end_ns)
         processes[reader.process] = dict(tracks)
         sessions.append(_as_intervals(extents))
-    return Timeline(processes, union(_as_intervals(steps)), union(_concatenate(sessions)))
+    steps_ns, sessions_ns = union(_as_intervals(steps)), union(_concatenate(sessions))
+    return Timeline(processes, steps_ns, sessions_ns, whole_ns)
 
 
 def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
@@ -152,91 +167,7 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
     return result
 
 
-class SpanTails:
-    """Reads what the span files of the processes have gained since last asked: of an executor with
-    more than `MOST_TAILS` those of so many, evenly spread, and always the same.
-
-    A span appears once it has ended and its process has flushed it.
-    """
-
-    def __init__(self, folder: str | Path, since_ns: int | None = None) -> None:
-        """Leave out spans that ended before `since_ns` (Unix; default now): older sessions'."""
-        self.since_ns = time.time_ns() if since_ns is None else since_ns
-        self._folder = Path(folder)
-        self._readers: dict[str, SpanReader] = {}
-        self._files: dict[str, int] = {}  # by executor, how many are read
-        self._seen: set[str] = set()
-
-    def read(self) -> Iterator[tuple[str, Span]]:
-        """(process, span) of each new busy or wait span."""
-        self._choose()
-        for process, reader in self._readers.items():
-            for span in reader.read():
-                if span.end_ns >= self.since_ns and span.cat in ("busy", "wait"):
-                    yield process, span
-
-    def _choose(self) -> None:
-        """Among the files that are new."""
-        new: dict[str, list[Path]] = defaultdict(list)
-        for path in span_files(self._folder):
-            if path.stem not in self._seen:
-                new[executor_of(path.stem)].append(path)
-                self._seen.add(path.stem)
-        for executor, paths in new.items():
-            room = MOST_TAILS - self._files.get(executor, 0)
-            chosen = paths[:: math.ceil(len(paths) / room)] if room else []
-            self._readers |= {path.stem: SpanReader(path) for path in chosen}
-            self._files[executor] = self._files.get(executor, 0) + len(chosen)
-
-
-class LiveShares:
-    """Busy and wait shares of the last seconds while the run goes on.
-
-    Each process's window ends at its newest span known; a wait that lasts still is not in it.
-    """
-
-    def __init__(self, tails: SpanTails) -> None:
-        self._tails = tails
-        self._processes: dict[str, Tracks] = {}
-
-    def poll(self) -> dict[str, Shares]:
-        """Shares by executor over the last ten seconds."""
-        for process, span in self._tails.read():
-            tracks = self._processes.setdefault(process, {})
-            track = tracks.setdefault((span.cat, span.name), Track())
-            track.times_ns.extend((span.start_ns, span.end_ns))
-        shares = {}
-        for process, tracks in self._processes.items():
-            newest_ns = max((track.times_ns[-1] for track in tracks.values()), default=0)
-            oldest_ns = max(newest_ns - LIVE_WINDOW_NS, self._tails.since_ns)
-            _forget_before(tracks, oldest_ns)
-            shares[process] = _shares(tracks, union(np.array([[oldest_ns, newest_ns]])))
-        return by_executor(shares)
-
-
-class LiveWaits:
-    """Seconds waited, step by step, while the run goes on."""
-
-    def __init__(self, tails: SpanTails) -> None:
-        self._tails = tails
-        self._waited_ns: dict[str, int] = {}
-
-    def take_s(self) -> dict[str, float]:
-        """Executor -> seconds waited (mean over its processes) in waits heard of since last asked.
-
-        Overlapping waits of one process count each.
-        """
-        for process, span in self._tails.read():
-            waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
-            self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
-        members: dict[str, list[float]] = defaultdict(list)
-        for process, waited_ns in self._waited_ns.items():
-            members[executor_of(process)].append(waited_ns / 1e9)
-            self._waited_ns[process] = 0
-        return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
-
-
-def _shares(tracks: Tracks, window: Intervals) -> Shares:
+def shares_of(tracks: Tracks, window: Intervals) -> Shares:
     """Busy time wins over waiting, and a wait over those whose names come later."""
     taken = union(_concatenate([t.intervals() for (cat, _), t in tracks.items() if cat == "busy"]))
     busy = _share(intersect(taken, window), window)
@@ -251,16 +182,6 @@ def _shares(tracks: Tracks, window: Intervals) -> Shares:
 
 def _share(part: Intervals, whole: Intervals) -> float:
     return length(part) / length(whole) if len(whole) else 0.0
-
-
-def _forget_before(tracks: Tracks, time_ns: int) -> None:
-    for key, track in list(tracks.items()):
-        times_ns = track.intervals()
-        kept = times_ns[times_ns[:, 1] > time_ns]
-        if len(kept):
-            track.times_ns = array("q", kept.tobytes())
-        else:
-            del tracks[key]
 
 
 def _concatenate(parts: list[Intervals]) -> Intervals:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 from rich import box
@@ -23,8 +22,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.metrics.aggregate import LiveShares, Shares, SpanTails, executor_of
+from llamarl.metrics.aggregate import Shares, executor_of
 from llamarl.metrics.drops import Drops, in_words
+from llamarl.metrics.live import LiveSpans
 from llamarl.metrics.panel import clock, draw_curve, draw_shares, facts_grid, is_shaped
 from llamarl.metrics.record import Scalars
 from llamarl.metrics.startup import Report, Startup
@@ -40,7 +40,7 @@ class Progress:
     """Shows how far the run is; use it as a context manager.
 
     `num_steps` 0: nothing is trained. `live` False, or a console that is no terminal, prints lines.
-    `spans_folder` (optional) is read for the busy shares of generator and trainer.
+    `times` (optional) gives the busy shares of generator and trainer.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Progress:
         num_steps: int,
         *,
         live: bool,
-        spans_folder: str | Path | None = None,
+        times: LiveSpans | None = None,
         console: Console | None = None,
     ) -> None:
         self.console = console or Console()
@@ -62,7 +62,7 @@ class Progress:
         self._drops = Drops()
         self._startup: Startup | None = None
         self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
-        self._live_shares = LiveShares(SpanTails(spans_folder)) if spans_folder else None
+        self._times = times
         self._shares: dict[str, Shares] = {}
         self._shares_s = 0.0
         self._live: Live | None = None
@@ -183,9 +183,9 @@ class Progress:
 
     def _poll(self) -> None:
         now_s = time.monotonic()
-        if self._live_shares is not None and now_s - self._shares_s >= SHARES_INTERVAL_S:
+        if self._times is not None and now_s - self._shares_s >= SHARES_INTERVAL_S:
             self._shares_s = now_s
-            self._shares = self._live_shares.poll()
+            self._shares = self._times.shares()
 
     def _left(self) -> str:
         num_done = self._step - self._first_step

@@ -6,13 +6,14 @@ the display (`console.py`). Invariant: it only listens; the run would go the sam
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from llamarl.metrics.aggregate import LiveWaits
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import Drops
+from llamarl.metrics.live import LiveSpans
 from llamarl.metrics.record import sample_rows, step_scalars
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
@@ -26,14 +27,14 @@ class Journal:
     """Listens to one run.
 
     `read_completions` decodes rows that are still in storage; it and `num_samples` give the sample
-    rollouts of each step. `waits` is None where no spans are kept.
+    rollouts of each step. `times` is None where no spans are kept.
     """
 
     log: MetricsLog
     progress: Progress
     spans: Spans
     max_staleness: int
-    waits: LiveWaits | None = None
+    times: LiveSpans | None = None
     read_completions: ReadCompletions | None = None
     num_samples: int = 0
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
@@ -71,10 +72,11 @@ class Journal:
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
         seconds = {"step": (now_ns - self._step_ended_ns) / 1e9, **self._seconds}
-        if self.waits is not None:
-            seconds |= {f"wait/{name}": wait_s for name, wait_s in self.waits.take_s().items()}
         dropped = self._drops.take(len(groups))
         self._step_ended_ns, self._seconds = now_ns, {}
+        if self.times is not None:  # many lines are read: not on the loop's thread
+            waits_s = await asyncio.to_thread(self.times.take_waits_s)
+            seconds |= {f"wait/{name}": wait_s for name, wait_s in waits_s.items()}
         completions: dict[int, str] = {}
         if self.read_completions is not None and self.num_samples:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))

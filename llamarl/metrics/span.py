@@ -1,8 +1,9 @@
 """Spans: what each process did, from when to when.
 
-Owns: the recorder every executor carries, the file format and its reader. Does not own: what is
-computed from spans (`aggregate.py`). Invariant: every line is one finished span; times are
-nanoseconds of the host's monotonic clock, which all processes of one host share.
+Owns: the recorder every executor carries. Does not own: the format of its files (`span_file.py`),
+how old spans are summed (`past.py`), what is computed from spans (`aggregate.py`). Invariant: what
+a process records stays below its limit on disk; times are nanoseconds of the host's monotonic
+clock, which all processes of one host share.
 
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
@@ -13,39 +14,36 @@ a `start` mark; so a resumed run's file holds several sessions.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from llamarl.metrics.past import KEPT_FILES, sum_old_files
+from llamarl.metrics.span_file import full_files, past_of
+
+SHARES = 3 + KEPT_FILES  # of the limit: also the file being written, one being summed, the sums
 FLUSH_SPANS = 256  # a killed process loses at most this many,
 FLUSH_NS = 10**9  # and none that is followed by another one this much later
-
-
-class Span(NamedTuple):
-    """One finished span as read back; times are Unix nanoseconds, so processes compare.
-
-    `session` counts the starts of the process within one run folder, from 0.
-    """
-
-    session: int
-    name: str
-    cat: str
-    start_ns: int
-    end_ns: int
-    args: dict[str, Any]
 
 
 class Spans:
     """Records spans of one process into `folder/<process>.jsonl`; `folder` None keeps nothing.
 
-    Thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`.
+    Thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`. Its files take
+    at most `limit_bytes` (None: as many as they take); older spans are then summed.
     """
 
-    def __init__(self, process: str, folder: str | Path | None) -> None:
+    def __init__(
+        self, process: str, folder: str | Path | None, limit_bytes: int | None = None
+    ) -> None:
         self.process = process
+        self._share_bytes = None if limit_bytes is None else limit_bytes // SHARES
+        self._num_bytes = 0
+        self._summing: threading.Thread | None = None
         self._lines: list[str] = []
         self._lock = threading.Lock()
         self._path = Path(folder) / f"{process}.jsonl" if folder is not None else None
@@ -54,8 +52,9 @@ class Spans:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._lines.append("")  # ends the line that a killed session left unfinished
-            origin = {"process": process, "unix_minus_monotonic_ns": time.time_ns() - now_ns}
-            self._lines.append(json.dumps(origin))
+                self._num_bytes = self._path.stat().st_size
+            self._origin = {"process": process, "unix_minus_monotonic_ns": time.time_ns() - now_ns}
+            self._lines.append(json.dumps(self._origin))
             self.record("start", now_ns, now_ns, "mark")
 
     @contextmanager
@@ -81,54 +80,32 @@ class Spans:
         """Write what is still in memory."""
         with self._lock:
             self._flush()
+        if self._summing is not None:
+            self._summing.join()
 
     def _flush(self) -> None:
         self._flushed_ns = time.monotonic_ns()
         if self._path is not None and self._lines:
-            with self._path.open("a") as file:
-                file.write("\n".join(self._lines) + "\n")
+            text = "\n".join(self._lines) + "\n"
             self._lines.clear()
+            with self._path.open("a") as file:
+                file.write(text)
+            self._num_bytes += len(text)
+            if self._share_bytes is not None and self._num_bytes >= self._share_bytes:
+                self._turn(self._path, self._share_bytes)
 
-
-class SpanReader:
-    """Reads one process's file, also while it grows: every `read` continues where the last ended.
-
-    A line that a killed process left unfinished is skipped.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.process = self.path.stem
-        self._num_bytes_read = 0
-        self._session = -1
-        self._unix_minus_monotonic_ns = 0
-
-    def read(self) -> Iterator[Span]:
-        """Spans not read yet, in the order they were recorded (by their end, nearly)."""
-        with self.path.open("rb") as file:
-            file.seek(self._num_bytes_read)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    return  # still being written
-                self._num_bytes_read += len(text)
-                span = self._parse(text)
-                if span is not None:
-                    yield span
-
-    def _parse(self, text: bytes) -> Span | None:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            return None
-        if "unix_minus_monotonic_ns" in line:
-            self._unix_minus_monotonic_ns = line["unix_minus_monotonic_ns"]
-            self._session += 1
-            return None
-        offset_ns = self._unix_minus_monotonic_ns
-        start_ns, end_ns = line.pop("start_ns") + offset_ns, line.pop("end_ns") + offset_ns
-        return Span(self._session, line.pop("name"), line.pop("cat"), start_ns, end_ns, line)
-
-
-def span_files(folder: str | Path) -> list[Path]:
-    """The span files of all processes, in a stable order."""
-    return sorted(Path(folder).glob("*.jsonl"))
+    def _turn(self, path: Path, share_bytes: int) -> None:
+        """Go on in a new file."""
+        if self._summing is not None:
+            self._summing.join()  # over long ago, unless spans come by the ten thousand a second
+        numbers = [int(full.suffix[1:]) for full in full_files(path)]
+        number = max([past_of(path)[1], *numbers]) + 1
+        os.replace(path, path.with_name(f"{path.name}.{number}"))
+        text = json.dumps(self._origin | {"goes_on": True}) + "\n"
+        path.write_text(text)
+        self._num_bytes = len(text)
+        # Beside the process's work: reading a full file back takes a tenth of a second.
+        self._summing = threading.Thread(
+            target=sum_old_files, args=(path, share_bytes // 2), daemon=True
+        )
+        self._summing.start()

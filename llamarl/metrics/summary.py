@@ -21,9 +21,11 @@ from llamarl.metrics.aggregate import Timeline, by_executor, read_timeline
 from llamarl.metrics.intervals import length
 from llamarl.metrics.record import TRAINED_TOKENS
 from llamarl.metrics.sinks import METRICS_FILE, read_metrics
+from llamarl.metrics.trace import TraceFile
 
 SUMMARY_FILE = "summary.json"
 SPANS_FOLDER = "spans"
+TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
 
@@ -33,6 +35,8 @@ Summary = dict[str, Any]
 def summarize(run_dir: str | Path) -> Summary:
     """Compute the summary, write it to `run_dir/summary.json` in one move and return it.
 
+    `trace.json` is written beside it from the same spans, which are read once.
+
     accuracy_before, accuracy_after: share of full marks by the first reward function among the
     scored held-out rollouts of the first and of the last version evaluated; null where there was
     none (after: no second one). reward_before, reward_after: their mean reward.
@@ -41,11 +45,13 @@ def summarize(run_dir: str | Path) -> Summary:
     the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
     groups_dropped: reason -> groups. both_busy_share and executors (busy and wait shares, mean over
     the executor's processes): shares of the time from the first step's start to the last one's end.
-    tokens_during_publish: tokens decoded while a publish was under way. ratio_*: means over trained
-    tokens, from metrics.jsonl. A figure that nothing was stored for is null.
+    tokens_during_publish: tokens decoded while a publish was under way. (Both it and
+    both_busy_share: over the part of the run whose spans are kept one by one.) ratio_*: means over
+    trained tokens, from metrics.jsonl. A figure that nothing was stored for is null.
     """
     run_dir = Path(run_dir)
-    timeline = read_timeline(run_dir / SPANS_FOLDER)
+    with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
+        timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
     rollouts = _tally(run_dir / ARCHIVE_FOLDER)
     steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
     summary = {**rollouts.summary(), **_timing(timeline, rollouts), **_ratios(steps)}

@@ -1,75 +1,93 @@
 """The spans of all processes as one timeline that https://ui.perfetto.dev opens.
 
-Owns: the conversion to Chrome's trace event format. Does not own: the spans. Invariant: spans on
-one track never overlap (Perfetto drops those that do), and no file is ever whole in memory.
+Owns: the conversion to Chrome's trace event format. Does not own: the spans, or reading them
+(`aggregate.py`). Invariant: spans on one track never overlap (Perfetto drops those that do), and no
+file is ever whole in memory.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from llamarl.metrics.aggregate import executor_of
-from llamarl.metrics.span import Span, SpanReader, span_files
+from llamarl.metrics.span_file import Span, SpanReader, span_files
 
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 MAX_LANES = 1000
 PROCESS_ORDER = ("controller", "generator", "trainer", "scorer", "reference", "storage")
 
 
-def merge(spans_folder: str | Path, out_path: str | Path) -> int:
-    """Write the trace of every `<process>.jsonl` in the folder; returns the number of spans.
+class TraceFile:
+    """Writes one trace; use it as a context manager, and give it the spans process by process.
 
     Times are microseconds since the first span of all, on a clock common to all processes (each
     process's origin line leads from its host's monotonic clock to Unix time). Replaces `out_path`
-    in one move.
+    in one move, once the block has ended well.
     """
-    paths = sorted(span_files(spans_folder), key=_place)
-    starts_ns = (span.start_ns for path in paths for span in SpanReader(path).read())
-    zero_ns = min(starts_ns, default=0)
-    unfinished = Path(f"{out_path}.tmp")
-    num_spans = 0
-    with unfinished.open("w") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        separator = ""
-        for pid, path in enumerate(paths, start=1):
-            for event in _events(pid, path, zero_ns):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-                num_spans += event["ph"] == "X"
-        file.write("\n]}\n")
-    os.replace(unfinished, out_path)
-    return num_spans
 
+    def __init__(self, spans_folder: str | Path, out_path: str | Path) -> None:
+        self.num_spans = 0
+        paths = sorted(span_files(spans_folder), key=_place)
+        self._pids = {path.stem: pid for pid, path in enumerate(paths, start=1)}
+        # The first that a process records is its start.
+        firsts = (next(SpanReader(path).read(), None) for path in paths)
+        self._zero_ns = min((span.start_ns for span in firsts if span is not None), default=0)
+        self._out_path = out_path
+        self._unfinished = Path(f"{out_path}.tmp")
+        self._lanes: dict[str, _Lanes] = {}
+        self._cut_ns: dict[str, int] = {}  # by process: before this, its spans are sums
 
-def _events(pid: int, path: Path, zero_ns: int) -> Iterator[dict[str, Any]]:
-    yield _name("process_name", pid, 0, path.stem)
-    yield {
-        "ph": "M",
-        "name": "process_sort_index",
-        "pid": pid,
-        "tid": 0,
-        "args": {"sort_index": pid},
-    }
-    lanes = _Lanes()
-    for span in SpanReader(path).read():
-        tid, is_new = lanes.place(span)
+    def __enter__(self) -> TraceFile:
+        self._file = self._unfinished.open("w")
+        self._separator = ""
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        cut = {name: f"from {_utc(ns)} on" for name, ns in self._cut_ns.items()}
+        self._file.write(
+            "\n]" + (f', "otherData": {json.dumps({"cut": cut})}' if cut else "") + "}\n"
+        )
+        self._file.close()
+        if kind is None:
+            os.replace(self._unfinished, self._out_path)
+
+    def add(self, process: str, span: Span) -> None:
+        """Write `span`; sums of spans only leave a note that the trace of `process` is cut."""
+        pid = self._pids[process]
+        if process not in self._lanes:
+            self._lanes[process] = _Lanes()
+            self._write(_name("process_name", pid, 0, process))
+            self._write(_event("process_sort_index", pid, 0, sort_index=pid))
+        if span.is_sum:
+            self._cut_ns[process] = max(self._cut_ns.get(process, 0), span.end_ns)
+            return
+        tid, is_new = self._lanes[process].place(span)
         if is_new:
             track, lane = TRACKS[tid // MAX_LANES], tid % MAX_LANES
-            yield _name("thread_name", pid, tid, f"{track} {lane}" if lane > 1 else track)
-        yield {
-            "ph": "X",
-            "name": span.name,
-            "cat": span.cat,
-            "pid": pid,
-            "tid": tid,
-            "ts": (span.start_ns - zero_ns) / 1e3,
-            "dur": (span.end_ns - span.start_ns) / 1e3,
-            "args": span.args,
-        }
+            self._write(_name("thread_name", pid, tid, f"{track} {lane}" if lane > 1 else track))
+        self.num_spans += 1
+        times_us = (span.start_ns - self._zero_ns) / 1e3, (span.end_ns - span.start_ns) / 1e3
+        self._write(
+            f'{{"ph": "X", "name": {_quoted(span.name)}, "cat": {_quoted(span.cat)}, "pid": {pid}, '
+            f'"tid": {tid}, "ts": {times_us[0]}, "dur": {times_us[1]}, '
+            f'"args": {json.dumps(span.args)}}}'
+        )
+
+    def _write(self, event: str) -> None:
+        self._file.write(self._separator + event)
+        self._separator = ",\n"
 
 
 class _Lanes:
@@ -90,8 +108,19 @@ class _Lanes:
         return TRACKS.index(track) * MAX_LANES + lane + 1, is_new
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _name(kind: str, pid: int, tid: int, name: str) -> str:
+    return _event(kind, pid, tid, name=name)
+
+
+def _event(kind: str, pid: int, tid: int, **args: Any) -> str:
+    return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
+
+
+_quoted = functools.cache(json.dumps)
+
+
+def _utc(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat(timespec="seconds")
 
 
 def _place(path: Path) -> tuple[int, str]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from llamarl.config import Config
 from llamarl.metrics.aggregate import executor_of
 from llamarl.metrics.intervals import Intervals, overlaps, union
-from llamarl.metrics.span import Span, SpanReader, span_files
+from llamarl.metrics.span_file import Span, SpanReader, span_files
 from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
 from llamarl.models.architecture import Architecture
 from llamarl.planner.costs import Costs
@@ -195,11 +195,11 @@ def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
 
 
 def _read_spans(folder: Path) -> dict[str, list[Span]]:
-    """All spans by process."""
+    """All spans by process; sums of old ones do not tell what one call takes."""
     readers = [SpanReader(path) for path in span_files(folder)]
     if not readers:
         raise ValueError(f"the run must have recorded spans, got none in {folder}")
-    return {reader.process: list(reader.read()) for reader in readers}
+    return {r.process: [span for span in r.read() if not span.is_sum] for r in readers}
 
 
 def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,8 @@ from llamarl.metrics.console import Progress
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.record import sample_rows, step_scalars, token_staleness
 from llamarl.metrics.sinks import MetricsLog, read_metrics
-from llamarl.metrics.span import SpanReader, Spans
+from llamarl.metrics.span import Spans
+from llamarl.metrics.span_file import SpanReader
 from llamarl.types import (
     FinishReason,
     Group,
@@ -222,7 +223,17 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
 
 
 def test_metrics_load_neither_torch_nor_tensorflow():
-    names = ["aggregate", "console", "journal", "record", "sinks", "span", "summary", "trace"]
+    names = [
+        "aggregate",
+        "console",
+        "journal",
+        "record",
+        "sinks",
+        "span",
+        "span_file",
+        "summary",
+        "trace",
+    ]
     program = (
         "import sys\n"
         + "".join(f"import llamarl.metrics.{name}\n" for name in names)

@@ -16,6 +16,7 @@ from rich.console import Console
 from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import MEANINGS, Drops
+from llamarl.metrics.live import LiveSpans, SpanTails
 from llamarl.metrics.panel import render_summary
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
@@ -180,7 +181,9 @@ def drive(progress: Progress) -> None:
 
 def test_without_a_terminal_progress_is_whole_lines(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 4e9, 4e9 + 10)])  # in the future
-    text = show(lambda c: drive(Progress(3, live=True, spans_folder=tmp_path, console=c)))
+    text = show(
+        lambda c: drive(Progress(3, live=True, times=LiveSpans(SpanTails(tmp_path)), console=c))
+    )
     lines = text.splitlines()
     assert len(lines) == 4, "the steps between come every few seconds"
     assert "starting 4 processes" in lines[0]

@@ -14,17 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.metrics.aggregate import (
-    MOST_TAILS,
-    LiveShares,
-    LiveWaits,
-    SpanTails,
-    by_executor,
-    read_timeline,
-)
+from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import intersect, length, overlaps, subtract, union
-from llamarl.metrics.span import FLUSH_SPANS, SpanReader, Spans
-from llamarl.metrics.trace import merge
+from llamarl.metrics.live import MOST_TAILS, LiveSpans, SpanTails
+from llamarl.metrics.span import FLUSH_SPANS, Spans
+from llamarl.metrics.span_file import SpanReader
+from llamarl.metrics.trace import TraceFile
 
 S = 10**9
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
@@ -65,6 +60,13 @@ def write_spans(
         )
     with (folder / f"{process}.jsonl").open("a") as file:
         file.write("\n".join(map(json.dumps, lines)) + end)
+
+
+def write_trace(folder: Path, out: Path) -> int:
+    """The way a run ends."""
+    with TraceFile(folder, out) as trace:
+        read_timeline(folder, trace.add)
+    return trace.num_spans
 
 
 @pytest.fixture
@@ -223,22 +225,22 @@ def test_a_reader_continues_where_it_stopped_and_leaves_unfinished_lines(tmp_pat
 def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50), ("batch", "wait", 50, 52)])
     write_spans(tmp_path, "trainer-1", [("batch", "wait", 48, 52)])
-    shares, waits = (kind(SpanTails(tmp_path, since_ns=0)) for kind in (LiveShares, LiveWaits))
-    polled = shares.poll()["trainer"]
+    times = LiveSpans(SpanTails(tmp_path, since_ns=0))
+    polled = times.shares()["trainer"]
     assert (polled.busy, polled.waits) == (pytest.approx(0.4), {"batch": pytest.approx(0.3)})
-    assert waits.take_s() == {"trainer": pytest.approx(3.0)}
+    assert times.take_waits_s() == {"trainer": pytest.approx(3.0)}
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 52, 60)])
     write_spans(tmp_path, "trainer-1", [("accumulate", "busy", 52, 60)])
-    assert shares.poll()["trainer"].busy == pytest.approx(0.8)
-    assert waits.take_s() == {"trainer": 0.0}
+    assert times.shares()["trainer"].busy == pytest.approx(0.8)
+    assert times.take_waits_s() == {"trainer": 0.0}
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 98, 99)])
-    shares.poll()
-    assert list(shares._processes["trainer-0"]) == [("wait", "batch")], "what is past is forgotten"
+    times.take_waits_s()
+    assert list(times._processes["trainer-0"]) == [("wait", "batch")], "what is past is forgotten"
 
 
 def test_live_shares_leave_out_an_earlier_session(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50)])
-    assert LiveShares(SpanTails(tmp_path)).poll() == {}
+    assert LiveSpans(SpanTails(tmp_path)).shares() == {}
 
 
 def test_live_waits_read_no_more_than_so_many_files_of_an_executor(tmp_path):
@@ -246,13 +248,14 @@ def test_live_waits_read_no_more_than_so_many_files_of_an_executor(tmp_path):
         write_spans(tmp_path, f"generator-{index}", [("requests", "wait", 0, 1 + index % 2)])
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 0, 5)])
     tails = SpanTails(tmp_path, since_ns=0)
-    waits = LiveWaits(tails)
-    first = waits.take_s()
+    times = LiveSpans(tails)
+    first = times.take_waits_s()
     assert first["trainer"] == 5.0
     assert 1.0 <= first["generator"] <= 2.0
     write_spans(tmp_path, "generator-0-late", [("requests", "wait", 0, 9)])
     write_spans(tmp_path, "generator-0", [("requests", "wait", 2, 66)])
-    assert waits.take_s() == {"trainer": 0.0, "generator": pytest.approx(1.0)}, "the same files"
+    expected = {"trainer": 0.0, "generator": pytest.approx(64 / MOST_TAILS)}
+    assert times.take_waits_s() == expected, "the same files"
     assert len(tails._readers) == MOST_TAILS + 1
 
 
@@ -260,7 +263,7 @@ def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
     with (run_spans / "trainer-0.jsonl").open("a") as file:
         file.write('{"name": "accu')
     out = tmp_path / "trace.json"
-    num_spans = merge(run_spans, out)
+    num_spans = write_trace(run_spans, out)
     events = json.loads(out.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == num_spans == 11
@@ -290,7 +293,7 @@ def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
 def test_spans_on_one_track_never_overlap(tmp_path_factory, times):
     folder = tmp_path_factory.mktemp("spans")
     write_spans(folder, "scorer-0", [("score", "busy", min(t), max(t)) for t in times])
-    merge(folder, folder / "trace.json")
+    write_trace(folder, folder / "trace.json")
     tracks: dict[int, set[int]] = {}
     for event in json.loads((folder / "trace.json").read_text())["traceEvents"]:
         if event["ph"] == "X":

@@ -13,7 +13,8 @@ from typing import Any
 
 from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
-from llamarl.metrics.span import Span, SpanReader, Spans
+from llamarl.metrics.span import Spans
+from llamarl.metrics.span_file import Span, SpanReader
 from llamarl.types import Columns, Request, Sampling
 from weights_bench.model import Model, config_json
 

@@ -1,0 +1,129 @@
+"""What the processes of a run do with their time while it goes on.
+
+Owns: which span files are read meanwhile, and what is kept of them. Does not own: the files
+(`span_file.py`) or what a share is (`aggregate.py`). Invariant: each file is read once, whoever
+asks and from whichever thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.metrics.aggregate import (
+    Shares,
+    Track,
+    Tracks,
+    by_executor,
+    executor_of,
+    shares_of,
+)
+from llamarl.metrics.intervals import union
+from llamarl.metrics.span_file import Span, SpanReader, span_files
+
+WINDOW_NS = 10 * 10**9
+MOST_TAILS = 16  # files of an executor that are read while the run goes on; means need no more
+
+
+class SpanTails:
+    """Reads what the span files of the processes have gained since last asked: of an executor with
+    more than `MOST_TAILS` those of so many, evenly spread, and always the same.
+
+    A span appears once it has ended and its process has flushed it.
+    """
+
+    def __init__(self, folder: str | Path, since_ns: int | None = None) -> None:
+        """Leave out spans that ended before `since_ns` (Unix; default now): older sessions'."""
+        self.since_ns = time.time_ns() if since_ns is None else since_ns
+        self._folder = Path(folder)
+        self._readers: dict[str, SpanReader] = {}
+        self._files: dict[str, int] = {}  # by executor, how many are read
+        self._seen: set[str] = set()
+
+    def read(self) -> Iterator[tuple[str, Span]]:
+        """(process, span) of each new busy or wait span."""
+        self._choose()
+        for process, reader in self._readers.items():
+            for span in reader.read():
+                if span.end_ns >= self.since_ns and span.cat in ("busy", "wait"):
+                    yield process, span
+
+    def _choose(self) -> None:
+        """Among the files that are new."""
+        new: dict[str, list[Path]] = defaultdict(list)
+        for path in span_files(self._folder):
+            if path.stem not in self._seen:
+                new[executor_of(path.stem)].append(path)
+                self._seen.add(path.stem)
+        for executor, paths in new.items():
+            room = MOST_TAILS - self._files.get(executor, 0)
+            chosen = paths[:: math.ceil(len(paths) / room)] if room else []
+            self._readers |= {path.stem: SpanReader(path) for path in chosen}
+            self._files[executor] = self._files.get(executor, 0) + len(chosen)
+
+
+class LiveSpans:
+    """Shares of the last seconds, and seconds waited. Safe to ask from any thread.
+
+    Each process's window ends at its newest span known; a wait that lasts still is not in it.
+    """
+
+    def __init__(self, tails: SpanTails) -> None:
+        self._tails = tails
+        self._processes: dict[str, Tracks] = {}
+        self._waited_ns: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def shares(self) -> dict[str, Shares]:
+        """Busy and wait shares by executor over the last ten seconds."""
+        with self._lock:
+            self._read()
+            shares = {
+                process: shares_of(tracks, union(np.array([self._window(tracks)])))
+                for process, tracks in self._processes.items()
+            }
+        return by_executor(shares)
+
+    def take_waits_s(self) -> dict[str, float]:
+        """Executor -> seconds waited (mean over its processes) in waits heard of since last asked.
+
+        Overlapping waits of one process count each.
+        """
+        with self._lock:
+            self._read()
+            members: dict[str, list[float]] = defaultdict(list)
+            for process, waited_ns in self._waited_ns.items():
+                members[executor_of(process)].append(waited_ns / 1e9)
+                self._waited_ns[process] = 0
+        return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
+
+    def _read(self) -> None:
+        for process, span in self._tails.read():
+            tracks = self._processes.setdefault(process, {})
+            track = tracks.setdefault((span.cat, span.name), Track())
+            track.times_ns.extend((span.start_ns, span.end_ns))
+            waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
+            self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
+        for tracks in self._processes.values():
+            _forget_before(tracks, self._window(tracks)[0])
+
+    def _window(self, tracks: Tracks) -> tuple[int, int]:
+        newest_ns = max((track.times_ns[-1] for track in tracks.values()), default=0)
+        return max(newest_ns - WINDOW_NS, self._tails.since_ns), newest_ns
+
+
+def _forget_before(tracks: Tracks, time_ns: int) -> None:
+    for key, track in list(tracks.items()):
+        times_ns = track.intervals()
+        kept = times_ns[times_ns[:, 1] > time_ns]
+        if len(kept):
+            track.times_ns = array("q", kept.tobytes())
+        else:
+            del tracks[key]
