@@ -199,6 +199,10 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, config: GSPOConfig) -> tuple[Ten
         0.003, 0.004                    26       13      4      0       0
         0.015, 0.02                      0        0      0      0       0
 
+    Measured: the quickstart with staleness.max_staleness=0 (15 tokens per rollout) clips 20 % of
+    the first step's tokens under the paper's bounds and 2 % under these with a bfloat16 generator,
+    44 % and 3 % with int8.
+
     Log-probs recomputed in the trainer would give s = 1 always, for there is one optimizer step per
     batch: no clip at all. So the bounds stand just above the noise instead; they catch a rollout
     whose tokens moved by 2 % on average. A run warns if its first step clips (`tally`).
