@@ -35,6 +35,9 @@ EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may diff
 PROMPTS = "data.prompts"
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # an old name and a new one
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute."""
@@ -53,6 +56,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     """Read and check checkpoint, tokenizer, prompts and task.py; ValueError says what to change."""
     if isinstance(config.generator, VllmConfig):
         check_installed()
+    _check_allocator(config)
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
     architecture = check_checkpoint(checkpoint)
@@ -167,6 +171,20 @@ def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
     """What ends a completion: the tokenizer's ids and those of the model's config."""
     ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
     return tuple(dict.fromkeys(ids))
+
+
+def _check_allocator(config: Config) -> None:
+    """ValueError if torch's allocator makes GPU memory that others cannot map by its handle: they
+    would need a system call, pidfd_getfd, that containers forbid. cuda_ipc has one host, so all
+    processes have this environment."""
+    for name in ALLOCATOR_VARIABLES if config.weights.transport == "cuda_ipc" else ():
+        settings = os.environ.get(name, "")
+        require(
+            "expandable_segments:true" not in settings.lower().replace(" ", ""),
+            name,
+            "not have expandable_segments:True with weights.transport=cuda_ipc",
+            settings,
+        )
 
 
 def _check_planned(config: Config, architecture: Architecture) -> None:

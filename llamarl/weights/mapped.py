@@ -64,6 +64,12 @@ class Block:
             self._address = _share(self.flat)
         return self._address
 
+    @property
+    def is_freed_when_away(self) -> bool:
+        """True if other processes' mappings must go before it can leave: a GPU's memory, while a
+        segment gives up its pages under them."""
+        return self._segment is None
+
     def renew(self) -> None:
         """Make the address anew at its next use: the memory may have been elsewhere meanwhile."""
         self._address = self._segment.path if self._segment is not None else None
@@ -83,12 +89,15 @@ def _share(flat: Tensor) -> CudaHandle:
     torch counts on exactly one opening: until it is closed, and for ever after a second one, it
     keeps the memory from being freed. Here its owner says when it goes, so that count is given up,
     and the handle names a counter that does not exist, which torch passes over.
+
+    Nor is there anything to wait for: an arena is synchronised before it is offered. The opener
+    would make an event for that at each opening and never destroy it.
     """
-    device, memory, num_bytes, offset, counter, place, *event = (
+    device, memory, num_bytes, offset, counter, place, event, _ = (
         flat.untyped_storage()._share_cuda_()
     )
     torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
-    return device, memory, num_bytes, offset, b"/uncounted", 0, *event
+    return device, memory, num_bytes, offset, b"/uncounted", 0, event, False
 
 
 class Opened:
@@ -150,7 +159,7 @@ class MappedOutlet:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        self._unmap_devices()
+        self._let_go([offer.address for offer in offers.values() if offer.may_leave])
 
     def close(self) -> None:
         self._is_closed = True  # the piece that is being written is the last one
@@ -159,11 +168,12 @@ class MappedOutlet:
                 opened.close()
             self._opened.clear()
 
-    def _unmap_devices(self) -> None:
-        """Forget CUDA memory: its owner may free it between two writes, when others need it."""
+    def _let_go(self, addresses: Sequence[object]) -> None:
+        """Unmap these; all else stays mapped from write to write."""
         with self._lock:
-            for address in [each for each in self._opened if not isinstance(each, str)]:
-                self._opened.pop(address).close()
+            for address in addresses:
+                if address in self._opened:
+                    self._opened.pop(address).close()
 
     def _flat(self, offer: Offer, dtype: torch.dtype) -> Tensor:
         """The offered memory, mapped once; with the lock held."""

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +158,29 @@ def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
     assert 0 < (found == 7).sum() < 24
     assert not ends.arena.shadow.any()
     assert outcome == ["lost"]
+
+
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_it(
+    ends, may_leave
+) -> None:
+    outlet, copies, num_mapped = MappedOutlet("here"), list(ends.route.copies), []
+    for version in range(3):
+        offer = replace(ends.arena.offer(version, 0), may_leave=may_leave)
+        ends.arena.shadow.zero_()
+        before = num_mappings()
+        outlet.write(version, copies, {0: offer}, lambda copy, target: target.fill_(7))
+        num_mapped.append(num_mappings() - before)
+        assert (ends.arena.shadow == 7).sum() == 24
+        ends.arena.flip(version, 0)
+    # Two memories take turns.
+    assert num_mapped == ([0, 0, 0] if may_leave else [1, 1, 0])
+    outlet.close()
+
+
+def num_mappings() -> int:
+    """How often this process has mapped segments."""
+    return pathlib.Path("/proc/self/maps").read_text().count("memfd:llamarl-test")
 
 
 def test_calls_in_a_wrong_order_are_refused_and_change_nothing(arena) -> None:

@@ -149,6 +149,19 @@ def recipe(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_gpu_memory_that_others_cannot_map_by_its_handle_is_refused(
+    name: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = ["generator.device=cuda", "trainer.device=cuda"]
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+    read(recipe, [*cuda, "weights=collective"])
+    with pytest.raises(ValueError, match=f"{name} must not have expandable_segments:True with"):
+        read(recipe, [*cuda, "weights=cuda_ipc"])
+    monkeypatch.setenv(name, "expandable_segments:False")
+    read(recipe, [*cuda, "weights=cuda_ipc"])
+
+
 def test_the_recipe_has_no_mistake_yet(recipe: Path) -> None:
     _, inputs = read(recipe, [])
     assert len(inputs.prompts) == 20
