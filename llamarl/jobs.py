@@ -87,6 +87,7 @@ async def _train(
     progress = Progress(config.num_steps, live=config.metrics.live, times=times, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     metrics = MetricsLog(run_dir, tensorboard=config.metrics.tensorboard)
+    metrics.log_hyperparameters(flatten(config))
     with progress:
         async with _cluster(config, run_dir) as cluster:
             with progress.startup() as report:
@@ -105,6 +106,7 @@ async def _train(
                 times=times,
                 read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
                 num_samples=config.metrics.sample_rollouts,
+                answer_field=config.reward.answer_field,
             )
             controller, publisher, dispatch = build_controller(
                 config,
@@ -127,8 +129,6 @@ async def _train(
                 spans.close()
             progress.phase("stopping the executors")
     summary = summarize(run_dir)
-    finals = {key: value for key, value in summary.items() if isinstance(value, int | float)}
-    metrics.log_hyperparameters(flatten(config), finals)
     metrics.close()
     _show(config, run_dir, summary, console)
     return summary

@@ -15,8 +15,6 @@ from llamarl.config.plan import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
-LEAST_SPANS_BYTES = 2**20  # many times what a process writes at once
-
 
 @dataclass(kw_only=True)
 class StalenessConfig:
@@ -143,13 +141,13 @@ class MetricsConfig:
 
     tensorboard: bool = True
     """Write TensorBoard files beside the metrics JSONL."""
-    sample_rollouts: int = number(2, least=0, most=1000)
-    """Rollouts per step shown as text."""
+    sample_rollouts: int = number(4, least=0, most=1000)
+    """Rollouts per step shown as text, with prompt, reward and the answer expected."""
     live: bool = True
     """Draw the live progress display when standard output is a terminal."""
-    spans_bytes: int = 16 * 1024 * 1024
-    """Most bytes on disk for the spans of one process, a few hours of them at most; of older ones
-    sums are kept, so that busy and wait shares stay right, and trace.json begins later."""
+    spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
+    """Most bytes on disk for the spans of one process (16 MiB hold some 100,000 of them). Of older
+    ones sums are kept, so that busy and wait shares stay right; trace.json begins later."""
 
     def __post_init__(self) -> None:
         check_fields("metrics", self)

@@ -27,7 +27,8 @@ class Journal:
     """Listens to one run.
 
     `read_completions` decodes rows that are still in storage; it and `num_samples` give the sample
-    rollouts of each step. `times` is None where no spans are kept.
+    rollouts of each step, `answer_field` of the prompt's row the answer shown beside them. `times`
+    is None where no spans are kept.
     """
 
     log: MetricsLog
@@ -37,6 +38,7 @@ class Journal:
     times: LiveSpans | None = None
     read_completions: ReadCompletions | None = None
     num_samples: int = 0
+    answer_field: str | None = None
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
     _seconds: dict[str, float] = field(default_factory=dict)
     _drops: Drops = field(default_factory=Drops)
@@ -88,6 +90,7 @@ class Journal:
             seconds,
             oldest_version=stats.version - 1 - self.max_staleness,
             completions=completions,
+            answer_field=self.answer_field,
         )
         self.log.log(stats.version, scalars, histograms, texts)
         self.progress.step(stats.version, scalars)

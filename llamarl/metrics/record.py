@@ -14,11 +14,12 @@ import numpy as np
 from llamarl.types import FinishReason, Group, Row, Score, ScoreStatus, StepStats
 
 Scalars = dict[str, float]
-Histograms = dict[str, dict[int, int]]  # tag -> exact value -> how often
+Histograms = dict[str, dict[float, int]]  # tag -> value -> how often
 Texts = dict[str, str]
 StepRecord = tuple[Scalars, Histograms, Texts]
 
 STALENESS_HISTOGRAM = "staleness/tokens"
+MOST_VALUES = 32  # of a histogram; of more, equal ranges are counted
 TRAINED_TOKENS = "tokens/trained"
 
 # Statistics of trainer and canaries by the tag they are shown under; others go under `trainer/`.
@@ -47,6 +48,7 @@ def step_scalars(
     *,
     oldest_version: int = 0,
     completions: Mapping[int, str] | None = None,
+    answer_field: str | None = None,
 ) -> StepRecord:
     """The record of one step: (scalars by tag, histograms by tag, texts by tag).
 
@@ -56,7 +58,7 @@ def step_scalars(
     trained and dropped groups together: groups with equal rewards are dropped, so the trained ones
     alone would never look better than half-good. `seconds`: `step` (since the last step ended),
     `publish`, and `wait/<executor>` where known. `completions`: decoded text of the rows chosen by
-    `sample_rows`.
+    `sample_rows`, shown beside the answer that `answer_field` of the prompt's row expects.
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rows.values()]
@@ -74,8 +76,17 @@ def step_scalars(
         scalars["tokens/per_s"] = num_tokens / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
-    texts = {"rollouts": _samples(step, groups, completions)} if completions else {}
-    return scalars, {STALENESS_HISTOGRAM: staleness}, texts
+    texts: Texts = {}
+    if completions:
+        texts["rollouts"] = _samples(step, groups, completions, answer_field)
+    rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
+    lengths = [row.num_tokens for group in finished for row in group.rows.values()]
+    histograms: Histograms = {
+        STALENESS_HISTOGRAM: dict(staleness.items()),
+        "reward/values": count_values(rewards),
+        "length/tokens": count_values(lengths),
+    }
+    return scalars, histograms, texts
 
 
 def token_staleness(rows: Sequence[Row], version: int, oldest_version: int = 0) -> dict[int, int]:
@@ -150,19 +161,44 @@ def _staleness(staleness: dict[int, int], rows: list[Row]) -> Scalars:
     return scalars
 
 
-def _samples(step: int, groups: Sequence[Group], completions: Mapping[int, str]) -> str:
+def count_values(values: Sequence[float]) -> dict[float, int]:
+    """Value -> how often; of more than MOST_VALUES the middles of as many equal ranges."""
+    counts = Counter(values)
+    if len(counts) > MOST_VALUES:
+        amounts, edges = np.histogram(np.array(values, dtype=np.float64), bins=MOST_VALUES)
+        middles = (edges[:-1] + edges[1:]) / 2
+        counts = Counter(dict(zip(middles.tolist(), amounts.tolist(), strict=True)))
+    return {value: count for value, count in sorted(counts.items()) if count}
+
+
+def _samples(
+    step: int,
+    groups: Sequence[Group],
+    completions: Mapping[int, str],
+    answer_field: str | None,
+) -> str:
     """Markdown; code blocks keep the model's own markup from being rendered."""
     parts = []
     for group in groups:
+        answer = group.prompt.fields.get(answer_field or "")
+        expected = "" if answer is None else f"\n\nExpected:\n\n{_code(str(answer))}"
         for row_id, score in group.scores.items():
             if row_id in completions:
-                versions = ", ".join(str(span.version) for span in group.rows[row_id].spans)
                 parts.append(
-                    f"**step {step}, row {row_id}**, reward {score.reward:g}, "
-                    f"versions {versions}\n\n"
-                    f"{_code(group.prompt.text)}\n\n{_code(completions[row_id])}"
+                    f"**Step {step}, row {row_id}**: {_verdict(group.rows[row_id], score)}\n\n"
+                    f"Prompt:\n\n{_code(group.prompt.text)}\n\n"
+                    f"Completion:\n\n{_code(completions[row_id])}{expected}"
                 )
     return "\n\n---\n\n".join(parts)
+
+
+def _verdict(row: Row, score: Score) -> str:
+    """Such as `reward 1.25 (exact 1, format 0.25), stop after 34 tokens, versions 3, 4`."""
+    parts = ", ".join(f"{name} {part:g}" for name, part in score.parts.items())
+    reward = f"reward {score.reward:g}" + (f" ({parts})" if len(score.parts) > 1 else "")
+    versions = ", ".join(str(span.version) for span in row.spans)
+    finish = f"{row.finish_reason.value} after {row.num_tokens} tokens"
+    return f"{reward}, {finish}, version{'s' * (len(row.spans) > 1)} {versions}"
 
 
 def _code(text: str) -> str:

@@ -36,10 +36,19 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as text_me
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
+from llamarl.metrics.charts import chart_tag, description
 from llamarl.metrics.record import Histograms, Scalars, Texts
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+MOST_BUCKETS = 64
+JUDGED_BY = (  # what TensorBoard's table of hyper-parameters shows of each run: the last values
+    "evaluation/accuracy",
+    "evaluation/reward",
+    "accuracy/train",
+    "reward/mean",
+    "tokens/per_s",
+)
 
 
 class MetricsLog:
@@ -78,14 +87,10 @@ class MetricsLog:
         if self._events is not None:
             self._events.log(step, scalars, histograms or {}, texts or {})
 
-    def log_hyperparameters(
-        self, flat_config: Mapping[str, object], final_metrics: Mapping[str, float]
-    ) -> None:
-        """Once, at the end: dotted config key -> value, beside the metrics that judge them."""
-        metrics = {tag: _finite(value) for tag, value in final_metrics.items()}
-        self._write_line({"hyperparameters": dict(flat_config), "final_metrics": metrics})
+    def log_hyperparameters(self, flat_config: Mapping[str, object]) -> None:
+        """Dotted config key -> value, for TensorBoard's table; config.yaml has them too."""
         if self._events is not None:
-            self._events.log_hyperparameters(flat_config, final_metrics)
+            self._events.log_hyperparameters(flat_config)
 
     def close(self) -> None:
         """Close both files."""
@@ -120,6 +125,7 @@ class EventFile:
         self._file = (folder / name).open("ab")
         self._records = RecordWriter(self._file)
         self._has_steps = False
+        self._described: set[str] = set()
         self._add(Event(file_version="brain.Event:2"))
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
@@ -128,26 +134,27 @@ class EventFile:
             # Makes TensorBoard forget what a crashed session logged at and after this step.
             self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
             self._has_steps = True
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values = [self._scalar(tag, value) for tag, value in scalars.items()]
         values += [_histogram(tag, counts) for tag, counts in histograms.items() if counts]
         values += [_text(tag, text) for tag, text in texts.items()]
         self._add(Event(step=step, summary=Summary(value=values)))
 
-    def log_hyperparameters(
-        self, flat_config: Mapping[str, object], final_metrics: Mapping[str, float]
-    ) -> None:
+    def _scalar(self, tag: str, value: float) -> Summary.Value:
+        """TensorBoard takes a tag's description from the first value that it meets."""
+        scalar = Summary.Value(tag=chart_tag(tag), simple_value=value)
+        if tag not in self._described:
+            self._described.add(tag)
+            scalar.metadata.summary_description = description(tag)
+        return scalar
+
+    def log_hyperparameters(self, flat_config: Mapping[str, object]) -> None:
         """For the HPARAMS tab; runs with other values of the same keys are compared there."""
         values = {
             key: value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in flat_config.items()
         }
-        self._add(Event(summary=_experiment(values, list(final_metrics))))
+        self._add(Event(summary=_experiment(values)))
         self._add(Event(summary=hparams_pb(values)))
-        finals = [
-            Summary.Value(tag=f"final/{tag}", simple_value=value)
-            for tag, value in final_metrics.items()
-        ]
-        self._add(Event(summary=Summary(value=finals)))
 
     def close(self) -> None:
         """Close the file."""
@@ -159,25 +166,30 @@ class EventFile:
         self._records.flush()
 
 
-def _histogram(tag: str, counts: dict[int, int]) -> Summary.Value:
-    """Buckets [value - 0.5, value + 0.5), one per integer from the smallest to the largest."""
-    buckets = [
-        [value - 0.5, value + 0.5, counts.get(value, 0)]
-        for value in range(min(counts), max(counts) + 1)
-    ]
-    tensor = make_tensor_proto(np.array(buckets, dtype=np.float64))
-    return Summary.Value(tag=tag, metadata=histogram_metadata(None, None), tensor=tensor)
+def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
+    """Equal buckets around the values, from the smallest to the largest."""
+    values = np.array(sorted(counts), dtype=np.float64)
+    gap = float(np.diff(values).min()) if len(values) > 1 else 1.0
+    width = max(gap, float(values[-1] - values[0]) / MOST_BUCKETS)
+    num_buckets = round((values[-1] - values[0]) / width) + 1
+    edges = values[0] - width / 2 + width * np.arange(num_buckets + 1)
+    weights = [counts[value] for value in values.tolist()]
+    places = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, num_buckets - 1)
+    amounts = np.bincount(places, weights=weights, minlength=num_buckets)
+    tensor = make_tensor_proto(np.stack([edges[:-1], edges[1:], amounts], axis=1))
+    metadata = histogram_metadata(None, description(tag))
+    return Summary.Value(tag=chart_tag(tag), metadata=metadata, tensor=tensor)
 
 
-def _experiment(values: Mapping[str, bool | float | str], metric_tags: list[str]) -> Summary:
-    """Which columns the HPARAMS tab has, and of which type."""
+def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
+    """Which columns the HPARAMS tab has, and of which type; metrics are charts that there are."""
     kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
     columns = [
         HParamInfo(name=key, type=DataType.Value(kinds.get(type(value), "DATA_TYPE_FLOAT64")))
         for key, value in sorted(values.items())
     ]
     metrics = [
-        MetricInfo(name=MetricName(tag=f"final/{tag}"), display_name=tag) for tag in metric_tags
+        MetricInfo(name=MetricName(tag=chart_tag(tag)), display_name=tag) for tag in JUDGED_BY
     ]
     experiment = Experiment(hparam_infos=columns, metric_infos=metrics)
     metadata = hparams_metadata(HParamsPluginData(experiment=experiment))
@@ -186,9 +198,9 @@ def _experiment(values: Mapping[str, bool | float | str], metric_tags: list[str]
 
 
 def _text(tag: str, text: str) -> Summary.Value:
-    metadata: SummaryMetadata = text_metadata(None, None)
+    metadata: SummaryMetadata = text_metadata(None, description(tag))
     tensor = make_tensor_proto(np.array([text.encode()], dtype=object))
-    return Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+    return Summary.Value(tag=chart_tag(tag), metadata=metadata, tensor=tensor)
 
 
 def _finite(value: float) -> float | None:

@@ -8,13 +8,23 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
+from llamarl.metrics.charts import OTHERS, chart_tag, description
 from llamarl.metrics.console import Progress
 from llamarl.metrics.journal import Journal
-from llamarl.metrics.record import sample_rows, step_scalars, token_staleness
-from llamarl.metrics.sinks import MetricsLog, read_metrics
+from llamarl.metrics.record import (
+    TRAINER_TAGS,
+    count_values,
+    sample_rows,
+    step_scalars,
+    token_staleness,
+)
+from llamarl.metrics.sinks import MOST_BUCKETS, MetricsLog, _histogram, read_metrics
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import SpanReader
 from llamarl.types import (
@@ -50,7 +60,12 @@ def make_group(group_id: int, rows: list[Row], rewards: list[float | None]) -> G
         scores[row.row_id] = score
     return Group(
         group_id=group_id,
-        prompt=Prompt(prompt_id=group_id, text=f"question {group_id}", token_ids=(1,)),
+        prompt=Prompt(
+            prompt_id=group_id,
+            text=f"question {group_id}",
+            token_ids=(1,),
+            fields={"answer": "*4*"},
+        ),
         row_ids=tuple(row.row_id for row in rows),
         min_version=3,
         rows={row.row_id: row for row in rows},
@@ -111,13 +126,17 @@ def test_a_step_is_recorded_with_hand_worked_numbers():
         "dropped/equal_rewards": 1,
     }
     assert scalars == pytest.approx(expected)
-    assert histograms == {"staleness/tokens": {1: 26, 2: 4}}
+    assert histograms == {
+        "staleness/tokens": {1: 26, 2: 4},
+        "reward/values": {0.25: 1, 1.25: 1, 1.5: 1},
+        "length/tokens": {10: 1, 20: 1, 30: 1, 40: 1},
+    }
     assert texts == {}
 
 
 def test_masked_tokens_count_as_untrained():
     scalars, histograms, _ = record(oldest_version=4)
-    assert histograms == {"staleness/tokens": {1: 26}}
+    assert histograms["staleness/tokens"] == {1: 26}
     assert scalars["tokens/trained"] == 26
     assert scalars["staleness/max"] == 1
     assert token_staleness([make_row(0, (0, 5))], version=3, oldest_version=1) == {}
@@ -136,7 +155,12 @@ def test_samples_show_the_best_and_the_worst_by_turns():
     _, _, texts = record(completions={0: "so *it* is\nAnswer: 4"})
     assert "question 0" in texts["rollouts"]
     assert "    so *it* is\n    Answer: 4" in texts["rollouts"], "shown as written, not as markup"
-    assert "reward 1.25" in texts["rollouts"]
+    assert (
+        "reward 1.25 (exact 1, format 1), stop after 10 tokens, versions 3, 4" in texts["rollouts"]
+    )
+    assert "Expected" not in texts["rollouts"], "the data has no such field"
+    _, _, texts = record(completions={0: "four"}, answer_field="answer")
+    assert "Expected:\n\n    *4*" in texts["rollouts"]
 
 
 def read_events(folder):
@@ -160,26 +184,25 @@ def test_both_sinks_hold_every_value(tmp_path):
             "metrics.live": True,
             "data.system": None,
         },
-        {"accuracy_after": 0.75},
     )
     # Everything is on disk already: nobody calls close() in a killed process.
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert list(steps) == [0, 6]
     assert steps[6]["reward/mean"] == pytest.approx(1.0)
     assert steps[6]["evaluation/accuracy"] is None
-    assert steps[6]["histograms"] == {"staleness/tokens": {"1": 26, "2": 4}}
+    assert steps[6]["histograms"]["staleness/tokens"] == {"1": 26, "2": 4}
     assert "four" in steps[6]["texts"]["rollouts"]
-    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["hyperparameters"]["trainer.betas"] == [0.9, 0.95]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all("step" in line for line in lines)
 
     events = read_events(tmp_path / "tensorboard")
     scalars, _, _ = record()
     for tag, value in scalars.items():
-        (event,) = events.Scalars(tag)
+        (event,) = events.Scalars(chart_tag(tag))
         assert (event.step, event.value) == (6, pytest.approx(value))
-    (histogram,) = events.Tensors("staleness/tokens")
+    (histogram,) = events.Tensors("4_pace/staleness/tokens")
     assert make_ndarray(histogram.tensor_proto).tolist() == [[0.5, 1.5, 26], [1.5, 2.5, 4]]
-    (text,) = events.Tensors("rollouts")
+    (text,) = events.Tensors("2_rollouts/rollouts")
     assert b"four" in make_ndarray(text.tensor_proto)[0]
     log.close()
 
@@ -190,7 +213,7 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
 
     log = MetricsLog(tmp_path, tensorboard=True)
     config = {"trainer.lr": 1e-4, "trainer.betas": [1, 2], "metrics.live": True}
-    log.log_hyperparameters(config, {"accuracy_after": 0.75})
+    log.log_hyperparameters(config)
     log.close()
     events = read_events(tmp_path / "tensorboard")
     contents = events.PluginTagToContent("hparams")
@@ -204,8 +227,9 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
         "trainer.betas": DataType.Value("DATA_TYPE_STRING"),
         "metrics.live": DataType.Value("DATA_TYPE_BOOL"),
     }
-    assert [metric.name.tag for metric in experiment.metric_infos] == ["final/accuracy_after"]
-    assert events.Scalars("final/accuracy_after")[0].value == 0.75
+    shown = [metric.name.tag for metric in experiment.metric_infos]
+    assert shown[0] == "1_outcome/evaluation/accuracy", "a chart that there is"
+    assert events.Tags()["scalars"] == [], "no chart of one point"
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
@@ -218,7 +242,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
             file.write('{"step": 9, "rew')  # killed while writing
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert {s: line["reward/mean"] for s, line in steps.items()} == {1: 0, 2: 0, 3: 1, 4: 1, 5: 0}
-    events = read_events(tmp_path / "tensorboard").Scalars("reward/mean")
+    events = read_events(tmp_path / "tensorboard").Scalars("1_outcome/reward/mean")
     assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
@@ -300,3 +324,39 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
     shown = (tmp_path / "console").read_text()
     assert "step 6/7" in shown
     assert "62.5%" in shown
+
+
+def test_every_chart_has_a_section_and_a_description_that_tensorboard_reads(tmp_path):
+    from tensorboard import data_compat
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    scalars, histograms, texts = record(completions={0: "four"})
+    scalars |= dict.fromkeys(TRAINER_TAGS.values(), 0.0)
+    log = MetricsLog(tmp_path, tensorboard=True)
+    log.log(6, scalars, histograms, texts)
+    log.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    events = [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
+    values = [data_compat.migrate_value(v) for e in events for v in e.summary.value]
+    found = {value.tag: value.metadata.summary_description for value in values}
+    assert set(found) == {chart_tag(tag) for tag in (*scalars, *histograms, *texts)}
+    for tag, words in found.items():
+        assert not tag.startswith(OTHERS), tag
+        assert words.endswith("."), tag
+    assert sorted(found)[0].startswith("1_outcome/accuracy"), "what matters most comes first"
+    assert chart_tag("my_own/tag") == "6_others/my_own/tag"
+    assert description("my_own/tag") == ""
+
+
+@given(st.lists(st.floats(-10, 10) | st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=200))
+def test_a_histogram_holds_every_value_in_few_buckets(values):
+    from tensorboard.util.tensor_util import make_ndarray
+
+    counts = count_values(values)
+    assert sum(counts.values()) == len(values)
+    buckets = make_ndarray(_histogram("reward/values", counts).tensor)
+    assert len(buckets) <= MOST_BUCKETS + 1
+    assert buckets[:, 2].sum() == len(values)
+    assert buckets[0, 0] <= min(counts) <= max(counts) <= buckets[-1, 1] + 1e-9
+    assert np.allclose(buckets[1:, 0], buckets[:-1, 1])

@@ -1,0 +1,92 @@
+"""What TensorBoard shows beside a tag: in which section it stands, and what it means.
+
+Owns: sections and descriptions. Does not own: the values (`record.py`, `journal.py`) or the file
+(`sinks.py`). Invariant: every tag of a run has a section and a description.
+
+TensorBoard sorts by name, so a section's name begins with its place; the tag that metrics.jsonl
+has follows it.
+"""
+
+from __future__ import annotations
+
+SECTIONS = {  # by the first word of a tag
+    "reward": "1_outcome",
+    "accuracy": "1_outcome",
+    "evaluation": "1_outcome",
+    "reward_parts": "1_outcome",
+    "reward_failures": "2_rollouts",
+    "rollouts": "2_rollouts",
+    "groups": "2_rollouts",
+    "dropped": "2_rollouts",
+    "length": "2_rollouts",
+    "policy": "3_training",
+    "ratio": "3_training",
+    "kl": "3_training",
+    "trainer": "3_training",
+    "tokens": "4_pace",
+    "time": "4_pace",
+    "wait": "4_pace",
+    "staleness": "4_pace",
+    "canary": "5_checks",
+}
+OTHERS = "6_others"
+
+DESCRIPTIONS = {  # by tag, or by its first word and a slash
+    "reward/mean": "Mean reward of the rollouts finished in the step, trained and dropped ones.",
+    "reward/std": "Their standard deviation.",
+    "reward/values": "How often each reward was given.",
+    "accuracy/train": "Share of these rollouts to which the first reward function gave full marks "
+    "(1 or more).",
+    "evaluation/accuracy": "Share of held-out prompts answered with full marks by the first reward "
+    "function.",
+    "evaluation/reward": "Mean reward on held-out prompts.",
+    "evaluation/length": "Mean tokens of a held-out completion.",
+    "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
+    "evaluation/failed": "Held-out completions whose reward failed; they are in no mean.",
+    "reward_parts/": "Mean of this reward function before its weight.",
+    "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
+    "gave no finite number (invalid).",
+    "rollouts": "Completions of the step, by turns the best and the worst of a group.",
+    "rollouts/trained": "Rollouts trained in the step.",
+    "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
+    "dropped/groups": "Groups finished since the last step that were not worth training on.",
+    "dropped/solved": "Of these, groups whose rollouts all have full marks: too easy.",
+    "dropped/equal_rewards": "Of these, groups whose rewards are all equal: they give no signal.",
+    "dropped/failed_reward": "Of these, groups with a rollout whose reward failed.",
+    "dropped/": "Groups dropped for this reason since the last step.",
+    "length/tokens": "Tokens of the completions finished in the step.",
+    "length/truncated_share": "Share of completions cut at sampling.max_tokens.",
+    "length/": "Tokens of a completion.",
+    "policy/entropy": "Mean entropy of the trainer's next-token distribution, in nats.",
+    "policy/grad_norm": "Norm of the gradient before clipping.",
+    "ratio/mean": "Mean of pi/mu over trained tokens, trainer over generator: 1 where they agree.",
+    "ratio/max": "Its largest value.",
+    "ratio/clipped_share": "Share of trained tokens whose ratio was clipped.",
+    "kl/generator_trainer": "KL divergence between generator and trainer, per token, in nats.",
+    "kl/reference": "The KL penalty's estimate per token against the frozen model, in nats.",
+    "trainer/": "Reported by the trainer at the optimizer step.",
+    "tokens/per_s": "Response tokens trained per second of the step.",
+    "tokens/trained": "Response tokens trained in the step.",
+    "tokens/masked": "Response tokens without weight in the loss: too old, or truncated.",
+    "time/step_s": "Seconds from the end of the step before to the end of this one.",
+    "time/publish_s": "Seconds until the latest publish was live on the generators.",
+    "time/": "Seconds.",
+    "wait/": "Seconds that a process of this executor waited during the step, on average.",
+    "staleness/mean": "Mean age of trained tokens, in versions.",
+    "staleness/max": "Largest age of a trained token, at most staleness.max_staleness.",
+    "staleness/tokens": "Trained tokens by age, in versions.",
+    "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
+    "canary/rows": "Short rollouts compared between generators and trainer in the step.",
+    "canary/difference": "The largest difference of their log-probs, in nats.",
+    "canary/tolerance": "What difference is tolerated.",
+}
+
+
+def chart_tag(tag: str) -> str:
+    """`reward/mean` -> `1_outcome/reward/mean`."""
+    return f"{SECTIONS.get(tag.partition('/')[0], OTHERS)}/{tag}"
+
+
+def description(tag: str) -> str:
+    """What the values of `tag` mean; "" for a tag that a reward function or a plug-in made up."""
+    return DESCRIPTIONS.get(tag) or DESCRIPTIONS.get(tag.partition("/")[0] + "/", "")
