@@ -31,6 +31,7 @@ from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
 from llamarl.placement import Colocated, Disaggregated, Placement
+from llamarl.rewards.pool import try_loading
 from llamarl.seats import assign, companions
 from llamarl.staleness import Gate
 from llamarl.types import Seat
@@ -69,21 +70,21 @@ async def spawn_executors(
     trains: bool,
     report: Report,
 ) -> Executors:
-    """Start every executor that the recipe needs, all at once; a reference only for a KL term."""
+    """Start every executor that the recipe needs, all at once; a reference only for a KL term.
+
+    A task.py that does not load ends this before any of them starts.
+    """
+    if inputs.task_source is not None:
+        await try_loading(config.reward, inputs.task_source)
     spawn = partial(_spawn, cluster, assign(config) | companions(config))
     start = partial(_start, spawn, report)
+    archive = {
+        "archive_folder": f"{run_dir}/archive",
+        "archive_tokens": config.experience.archive_tokens,
+    }
+    num_units = config.experience.num_storage_units
     units = await asyncio.gather(
-        *(
-            start(
-                f"storage-{unit}",
-                {
-                    "unit": unit,
-                    "archive_folder": f"{run_dir}/archive",
-                    "archive_tokens": config.experience.archive_tokens,
-                },
-            )
-            for unit in range(config.experience.num_storage_units)
-        )
+        *(start(f"storage-{unit}", {"unit": unit, **archive}) for unit in range(num_units))
     )
     storage = Store([unit.first for unit in units])
     replicas = range(config.generator.num_replicas)

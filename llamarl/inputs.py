@@ -65,7 +65,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
     task_source = _task_source(config)
-    check_rewards(config.reward, task_source)
+    check_rewards(config.reward, task_source, str(Path(config.recipe_dir) / "task.py"))
     prompts, held_out = [], []
     if needs_prompts:
         prompts = _read_prompts(config, config.data.prompts, tokenizer)
@@ -246,9 +246,11 @@ def _task_source(config: Config) -> str | None:
     path = Path(config.recipe_dir) / "task.py"
     require(path.is_file(), "reward.functions", f"not name task without a {path}", "task")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} must be a file that can be read, got {error}") from error
 
 
 def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:

@@ -72,7 +72,10 @@ class Scorer(Protocol):
     """Runs reward code."""
 
     async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
-        """Read the completions of these (row id, prompt) pairs and score them, in order."""
+        """Read the completions of these (row id, prompt) pairs and score them, in order.
+
+        Raises UserCodeError if too many rewards fail.
+        """
 
 
 class Reference(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 
 from llamarl.cluster.errors import RemoteError
 from llamarl.cluster.group import Mergeable
+from llamarl.errors import UserCodeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ _LOOP_SIGNALS = (StopIteration, StopAsyncIteration)
 
 
 def _traceback(error: BaseException) -> str:
+    if isinstance(error, UserCodeError):
+        return _text(error)
     report = traceback.TracebackException.from_exception(error)
     report.__notes__ = None  # they travel on their own
     return "".join(report.format()).rstrip()

@@ -16,6 +16,7 @@ import numpy as np
 
 from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.errors import UserCodeError
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Storage
 from llamarl.rewards.pool import Completion, RewardPool
@@ -75,7 +76,7 @@ class ScorerExecutor:
     async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
         """Score these (row id, prompt) pairs, in order, and write REWARD of those that have one.
 
-        Raises RuntimeError if more than `config.max_failure_rate` of the last 1000 rewards failed
+        Raises UserCodeError if more than `config.max_failure_rate` of the last 1000 rewards failed
         (judged after 50).
         """
         self._begin()
@@ -135,7 +136,7 @@ class ScorerExecutor:
                 for status in ScoreStatus
                 if status is not ScoreStatus.OK
             )
-            raise RuntimeError(
+            raise UserCodeError(
                 f"at most {self._config.max_failure_rate:.0%} of rewards may fail "
                 f"(reward.max_failure_rate), got {num_failed} of the last {len(self._statuses)} "
                 f"({kinds}); the last one:\n{failures[-1].error}"

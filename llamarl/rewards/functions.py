@@ -14,6 +14,7 @@ from pathlib import Path
 
 from llamarl.config import RewardConfig
 from llamarl.rewards.answer import expected_answer
+from llamarl.rewards.source import check_source
 from llamarl.types import Prompt
 
 Reward = Callable[[Prompt, str, bool, RewardConfig], float]
@@ -32,10 +33,13 @@ def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, R
     return functions
 
 
-def check_rewards(config: RewardConfig, task_source: str | None) -> None:
+def check_rewards(
+    config: RewardConfig, task_source: str | None, task_path: str = "task.py"
+) -> None:
     """Raise ValueError, one line, if the section cannot work whatever the prompts are.
 
-    Checked: the pattern, and that task.py is there and is Python (it is not run here).
+    Checked: the pattern, and that task.py is there, is Python and may define `reward`; it is not
+    run here.
     """
     if "exact" in config.functions or "format" in config.functions:
         try:
@@ -50,12 +54,7 @@ def check_rewards(config: RewardConfig, task_source: str | None) -> None:
                 f"got {config.pattern!r}"
             )
     if "task" in config.functions:
-        try:
-            compile(_require_task(task_source), "task.py", "exec")
-        except SyntaxError as error:
-            raise ValueError(
-                f"task.py must be Python, got {error.msg} (line {error.lineno})"
-            ) from error
+        check_source(_require_task(task_source), task_path)
 
 
 def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | Path) -> None:

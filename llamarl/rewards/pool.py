@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
@@ -215,10 +215,17 @@ class RewardPool:
             process.close()
 
 
+async def try_loading(config: RewardConfig, task_source: str | None) -> None:
+    """Start a reward process and end it. ValueError, in one line, if the functions do not load."""
+    pool = RewardPool(replace(config, num_workers=1), task_source)
+    await pool.start()
+    pool.close()
+
+
 def _failure(completion: Completion, status: ScoreStatus, why: str) -> Score:
     text = completion.prompt.text
     shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
-    error = f"on the prompt of line {completion.prompt.prompt_id} ({shown!r}): {why}"
+    error = f"on the prompt of line {completion.prompt.prompt_id} ({shown!r}):\n{why}"
     return Score(row_id=completion.row_id, status=status, error=error)
 
 

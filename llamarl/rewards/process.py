@@ -23,6 +23,7 @@ from llamarl.rewards.supervisor import end_descendants
 
 logger = logging.getLogger(__name__)
 
+OWN_FRAMES = ("llamarl/rewards/worker.py", "llamarl/rewards/task.py", "<frozen runpy>")
 STACK_S = 0.5  # a hung worker gets this long to write its stack
 READ_BYTES = 65536
 STDERR_LINES = 40
@@ -111,7 +112,8 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
-        return "\n".join(self._stderr) or "(it gave no stack)"
+        lines = [line for line in self._stderr if not any(name in line for name in OWN_FRAMES)]
+        return "\n".join(lines) or "(it gave no stack)"
 
     def kill(self) -> None:
         """Have the supervisor end the worker and everything it started; from any thread."""

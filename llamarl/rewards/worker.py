@@ -33,11 +33,13 @@ import traceback
 from typing import Any
 
 from llamarl.config import RewardConfig
+from llamarl.rewards import task
 from llamarl.rewards.functions import Reward, load_functions
 from llamarl.rewards.supervisor import supervise
 from llamarl.types import Prompt, ScoreStatus
 
 MAX_TRACEBACK_CHARS = 8000
+OWN_FILES = {__file__, task.__file__}  # whose lines say nothing about user code
 CHANNEL_DESCRIPTORS = (
     100,
     200,
@@ -126,16 +128,26 @@ def judge(
 
 
 def _traceback(error: BaseException) -> str:
-    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, own))
+    """The error with the frames of user code, and of libraries that it calls."""
+    report = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = report
+    while part is not None:
+        frames = [frame for frame in part.stack if frame.filename not in OWN_FILES]
+        part.stack = traceback.StackSummary.from_list(frames)
+        part = part.__cause__ or part.__context__
+    lines = report.format() if report.stack else report.format_exception_only()
+    text = "".join(lines).rstrip()
     return text if len(text) <= MAX_TRACEBACK_CHARS else "..." + text[-MAX_TRACEBACK_CHARS:]
 
 
 def _where(error: BaseException) -> str:
     """The error on one line, with the line of task.py it came from."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "task.py"]
-    return f"{text} (task.py, line {lines[-1]})" if lines else text
+    if isinstance(error, SyntaxError) and error.filename == task.FILE:
+        return f"{text} ({task.FILE}, line {error.lineno})"
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if frame.filename == task.FILE]
+    return f"{text} ({task.FILE}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def test_an_attack_decides_no_reward_but_its_own_and_never_ends_the_pool(attack,
     assert {scored.reward for scored in others if scored not in failed} == {0.25}
     if error:
         assert error in own.error
-        assert own.error.startswith("on the prompt of line 7 ('what is it?'): ")
+        assert own.error.startswith("on the prompt of line 7 ('what is it?'):\n")
         assert len(own.error) < 10_000
     assert len(caplog.records) < 3 * LOGGED_LINES
     assert ("was not quiet" in caplog.text) == (attack == "forge_later")

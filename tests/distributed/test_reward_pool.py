@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.rewards.pool import Completion, RewardPool
+from llamarl.rewards.pool import Completion, RewardPool, try_loading
+from llamarl.rewards.supervisor import descendants
 from llamarl.types import Prompt, ScoreStatus
 
 TASK = """
@@ -116,6 +117,7 @@ def test_every_failure_is_told_apart_and_the_rest_is_scored():
     assert hung.status is ScoreStatus.HUNG
     assert "within 1.5 s (reward.timeout_s)" in hung.error
     assert 'File "task.py", line 10 in reward' in hung.error
+    assert "llamarl/rewards" not in hung.error
     for score in scores:
         assert math.isnan(score.reward) == (score.status is not ScoreStatus.OK)
 
@@ -235,17 +237,27 @@ def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1\nimport nowhere_to_be_found\n", r"No module named .* \(task\.py, line 2\)"),
+        (
+            "x = 1\nimport nowhere_to_be_found\n",
+            r"No module named .* \(task\.py, line 2: import nowhere_to_be_found\)",
+        ),
         ("x = 1\n", r"task\.py must define a function reward"),
         ("raise SystemExit(2)\n", "SystemExit: 2"),
     ],
 )
 def test_a_task_that_does_not_load_ends_the_start_in_one_line(source, message):
     pool = RewardPool(config(), source)
-    with pytest.raises(ValueError, match=message) as error:
-        asyncio.run(pool.start())
-    assert "\n" not in str(error.value)
+    for start in (pool.start(), try_loading(config(), source)):
+        with pytest.raises(ValueError, match=message) as error:
+            asyncio.run(start)
+        assert "\n" not in str(error.value)
     assert pool.pids == []
+
+
+def test_loading_is_tried_in_a_process_that_is_gone_afterwards():
+    before = descendants(os.getpid())
+    asyncio.run(try_loading(config(num_workers=100), TASK))
+    assert descendants(os.getpid()) <= before
 
 
 def test_close_ends_every_process_even_one_that_hangs_and_its_children():

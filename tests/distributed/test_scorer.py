@@ -11,6 +11,7 @@ import pytest
 
 from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.errors import UserCodeError
 from llamarl.executors.scorer import ScorerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.types import (
@@ -135,10 +136,11 @@ def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder
     storage = DictStorage()
     bad, good = make_rows(folder, storage, 6, 44)
     config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    with pytest.raises(RuntimeError, match="at most 10% of rewards may fail") as error:
+    with pytest.raises(UserCodeError, match="at most 10% of rewards may fail") as error:
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
     assert "got 6 of the last 50 (6 raised, 0 hung, 0 invalid)" in str(error.value)
     assert "LookupError: bad" in str(error.value)
+    assert "on the prompt of line 1 ('q'):" in str(error.value)
 
 
 def test_few_failures_or_few_rewards_do_not_end_the_run(folder):

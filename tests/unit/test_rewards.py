@@ -3,6 +3,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llamarl.config import RewardConfig
 from llamarl.rewards import exact
@@ -10,6 +12,7 @@ from llamarl.rewards import format as format_reward
 from llamarl.rewards import math as math_reward
 from llamarl.rewards.answer import normal_form
 from llamarl.rewards.functions import check_answers, check_rewards, load_functions
+from llamarl.rewards.source import check_source
 from llamarl.rewards.worker import judge
 from llamarl.types import Prompt, ScoreStatus
 
@@ -176,13 +179,95 @@ def test_a_number_too_large_for_a_float_is_raised():
         ({"functions": ["exact"], "pattern": "("}, None, "must be a regular expression, got '[(]'"),
         ({"functions": ["exact"], "pattern": "a"}, None, "must have a group around the answer"),
         ({"functions": ["task"]}, None, r"must have a task\.py in the recipe's folder"),
-        ({"functions": ["task"]}, "def reward(:\n", r"task\.py must be Python.*line 1"),
+        ({"functions": ["task"]}, "def reward(:\n", r"task\.py must be Python.*line 1: 'def rew"),
+        ({"functions": ["task"]}, "x = '\0'\n", r"task\.py must be Python, got .*null"),
+        ({"functions": ["task"]}, "x = " + "[" * 9999, r"task\.py must be Python, got"),
+        (
+            {"functions": ["task"]},
+            "import os\ndef score(p, c):\n    reward = 1\n",
+            r"must define a function reward\(prompt, completion\), got os, score$",
+        ),
+        ({"functions": ["task"]}, "", "must define a function reward.* got no name at all"),
     ],
 )
 def test_a_reward_section_that_cannot_work_is_refused_in_one_line(fields, task_source, message):
     with pytest.raises(ValueError, match=message) as error:
         check_rewards(RewardConfig(**fields), task_source)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(p, c): return 1",
+        "from words import reward",
+        "from words import score as reward",
+        "from words import *",
+        "reward = lambda p, c: 1",
+        "if 1:\n  def reward(p, c): return 1",
+        "try:\n  import a\nexcept ImportError:\n  a, (b, reward) = 1, (2, 3)",
+        "class reward: pass",
+        "(reward := print)",
+        "globals()['rew' + 'ard'] = print",
+    ],
+)
+def test_a_task_that_may_define_a_reward_is_left_to_the_process_that_loads_it(source):
+    check_source(source, "task.py")
+
+
+@given(st.text(st.characters(codec=None)) | st.binary().map(lambda data: data.decode("latin-1")))
+def test_whatever_text_a_task_is_it_passes_or_is_refused_in_one_line(source):
+    refusal = "/recipe/task.py must pass"
+    try:
+        check_source(source, "/recipe/task.py")
+    except ValueError as error:
+        refusal = str(error)
+    assert refusal.startswith("/recipe/task.py must ")
+    assert len(refusal.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "got"),
+    [
+        ("def reward(prompt): return 1", r"got reward\(prompt\): too many positional"),
+        ("def reward(a, b, c): return 1", r"got reward\(a, b, c\): missing a required"),
+        ("async def reward(a, b): return 1", "got an async one"),
+        ("reward = 3", "got 3"),
+    ],
+)
+def test_a_reward_of_other_arguments_is_refused_when_it_is_loaded(source, got):
+    with pytest.raises(ValueError, match=got):
+        load_functions(RewardConfig(functions=["task"]), source)
+
+
+def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
+    source = (
+        "def check(text):\n"
+        "    return int(text)\n"
+        "\n"
+        "def reward(prompt, completion):\n"
+        "    try:\n"
+        "        return check(completion)\n"
+        "    except ValueError as error:\n"
+        "        raise LookupError('no number') from error\n"
+    )
+    functions = load_functions(RewardConfig(functions=["task"]), source)
+    error = judge(functions, prompt(), "x", True, CONFIG)["error"]
+    assert [line.strip() for line in error.splitlines() if "^" not in line] == [
+        "task: Traceback (most recent call last):",
+        'File "task.py", line 6, in reward',
+        "return check(completion)",
+        'File "task.py", line 2, in check',
+        "return int(text)",
+        "ValueError: invalid literal for int() with base 10: 'x'",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        'File "task.py", line 8, in reward',
+        "raise LookupError('no number') from error",
+        "LookupError: no number",
+    ]
 
 
 def test_a_reward_section_that_can_work_passes():
