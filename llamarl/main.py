@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import difflib
 import errno
 import gc
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -25,11 +27,12 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 
-from llamarl import jobs
+from llamarl import __version__, jobs
 from llamarl.cluster import GroupLost, whole_process
-from llamarl.composition import DictConfig, for_each_config, to_config, to_yaml
+from llamarl.composition import DictConfig, for_each_config, reference, to_config, to_yaml
 from llamarl.config import Config
 from llamarl.metrics.provenance import record_provenance
+from llamarl.reference import did_you_mean
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any] | None]
@@ -39,23 +42,16 @@ COMMANDS = {
     "evaluate": "score a checkpoint on held-out prompts",
     "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
     "launch": "print what starts a recipe on cluster.scheduler",
+    "config": "list the keys of a recipe with their meanings; with KEY or a section, all about it",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 
-USAGE = """usage: llamarl COMMAND --config-dir RECIPE [--config-name run] [key=value ...]
-
-commands:
-{commands}
-
-options:
-  --config-dir RECIPE    folder of the recipe; its run.yaml is read unless --config-name says else
-  --cfg job              print the composed config and stop
-  --multirun             run every combination of comma-separated values (train, evaluate)
-{plan_options}
-  --help                 this text; after a command, the recipe's keys
-
-example: llamarl train --config-dir recipes/quickstart trainer.lr=1e-4
-"""
+OPTIONS = {  # of the commands that compose a recipe: name and value, what it does
+    "--config-dir RECIPE": "folder of the recipe, whose run.yaml is read",
+    "--config-name NAME": "read NAME.yaml of it instead",
+    "--cfg job": "print the composed config and stop",
+}
+RUN_OPTIONS = {"--multirun": "run every combination of comma-separated values"}
 PLAN_OPTIONS = {  # name of the option and of its value, what it does
     "json": ("FILE", "plan: write the figures as JSON"),
     "html": ("FILE", "plan: write a timeline and a memory chart as one page"),
@@ -69,6 +65,9 @@ def main() -> None:
     with whole_process():
         try:
             _main()
+            sys.stdout.flush()
+        except BrokenPipeError:  # who reads the output, such as head, has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         finally:
             gc.freeze()  # else the interpreter's end looks at all that was imported
 
@@ -76,12 +75,18 @@ def main() -> None:
 def _main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "help"):
-        sys.stdout.write(_usage())
-        return
+        return _show(_usage())
+    if command == "--version":
+        return _show(f"llamarl {__version__}\n")
     if command not in COMMANDS:
-        _fail(f"the command must be one of {', '.join(COMMANDS)}, got {command!r}")
+        meant = did_you_mean(difflib.get_close_matches(command, COMMANDS, n=1))
+        _fail(f"the command must be one of {', '.join(COMMANDS)}, got {command!r}{meant}")
     if command == "worker":
         return _serve(arguments)
+    if {"--help", "-h"} & set(arguments):
+        return _show(_help(command))
+    if command == "config":
+        return _explain_keys(arguments)
     job, composed_arguments = _choose(command, arguments)
     program = f"llamarl {command}"
     try:
@@ -91,17 +96,56 @@ def _main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("llamarl: interrupted\n")
         sys.exit(130)
+    except BrokenPipeError:
+        raise
     except OSError as error:  # of Hydra, which makes the folder
         _fail(f"run_dir must be a folder that can be written to, got {error}")
 
 
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+
+
 def _usage() -> str:
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:<{width}}{words}" for name, words in COMMANDS.items()]
-    options = [
-        f"  --{f'{name} {value}':<21}{words}" for name, (value, words) in PLAN_OPTIONS.items()
-    ]
-    return USAGE.format(commands="\n".join(lines), plan_options="\n".join(options))
+    """What `llamarl --help` says."""
+    return (
+        "usage: llamarl COMMAND --config-dir RECIPE [KEY=VALUE ...]\n\n"
+        f"commands:\n{_table(COMMANDS)}\n"
+        f"options:\n{_table(OPTIONS | RUN_OPTIONS | _plan_options())}"
+        f"{_table({'--help': 'this text; after a command, its options and every key'})}"
+        f"{_table({'--version': 'the version of llamarl'})}\n"
+        "example: llamarl train --config-dir recipes/quickstart trainer.lr=1e-4\n"
+    )
+
+
+def _help(command: str) -> str:
+    """What `llamarl COMMAND --help` says."""
+    if command == "config":
+        return f"usage: llamarl config [KEY]\n{COMMANDS[command]}\n"
+    options = OPTIONS | (RUN_OPTIONS if command in JOBS else {})
+    options |= _plan_options() if command == "plan" else {}
+    return (
+        f"usage: llamarl {command} --config-dir RECIPE [GROUP=CHOICE ...] [KEY=VALUE ...]\n"
+        f"{COMMANDS[command]}\n\noptions:\n{_table(options)}\n{reference().everything()}"
+    )
+
+
+def _plan_options() -> dict[str, str]:
+    return {f"--{name} {value}": words for name, (value, words) in PLAN_OPTIONS.items()}
+
+
+def _table(rows: dict[str, str]) -> str:
+    return "".join(f"  {name:<22} {words}\n" for name, words in rows.items())
+
+
+def _explain_keys(names: list[str]) -> None:
+    """What `llamarl config [KEY ...]` prints."""
+    try:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        texts = [reference().about(name) for name in names] or [reference().overview(width)]
+    except ValueError as error:
+        _fail(str(error))
+    _show("\n\n".join(text.rstrip("\n") for text in texts) + "\n")
 
 
 def _serve(arguments: list[str]) -> None:

@@ -38,6 +38,7 @@ FLOORS: list[set[str]] = [
     {"starting_point"},
     {"planner"},
     {"jobs"},
+    {"reference"},
     {"composition"},
     {"main"},
     {"__main__"},

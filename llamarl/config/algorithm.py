@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.config.check import require, require_choice
+from llamarl.config.check import check_fields, number, require_choice
 
 ADVANTAGES = ("mean", "mean_std", "leave_one_out", "none")
 NORMALIZATIONS = ("tokens", "rollouts", "constant")
@@ -24,46 +24,29 @@ class AlgorithmConfig:
     normalization: str = "tokens"
     """The step's summed loss is divided by: its response tokens | its rollouts, each rollout
     averaged over its own tokens first | rollouts * sampling.max_tokens (constant)."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: float = number(0.0, least=0, most=1000)
     """Weight of the KL penalty to the reference model; 0 starts no reference executor."""
     kl_estimator: str = "k3"
     """Estimator of that penalty: k1 | k2 | k3 (Schulman's names)."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: float = number(0.0, least=-100, most=100)
     """Weight of an entropy bonus per response token."""
     drop_equal_rewards: bool = False
     """Drop groups whose rewards are all equal (their advantages are zero) and sample others in
     their place: DAPO's dynamic sampling, on for dapo, cispo and aipo. False counts them as trained:
     no gradient from the rewards, but KL and entropy terms, and their tokens in the divisor."""
-    overlong_penalty_tokens: int = 0
+    overlong_penalty_tokens: int = number(0, least=0, most=2**24)
     """DAPO's soft length penalty: the reward falls linearly to -1 over the last this many tokens
     before sampling.max_tokens; 0 switches it off."""
     mask_truncated: bool = False
     """Give rollouts cut at max_tokens zero loss weight (DAPO's overlong filtering)."""
-    max_drops_in_row: int = 2048
+    max_drops_in_row: int = number(2048, least=1, most=2**31)
     """Groups dropped one after another before the run stops and says why."""
 
     def __post_init__(self) -> None:
+        check_fields("algorithm", self)
         require_choice("algorithm.advantage", self.advantage, ADVANTAGES)
         require_choice("algorithm.normalization", self.normalization, NORMALIZATIONS)
         require_choice("algorithm.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        require(
-            self.kl_coefficient >= 0,
-            "algorithm.kl_coefficient",
-            "be at least 0",
-            self.kl_coefficient,
-        )
-        require(
-            self.overlong_penalty_tokens >= 0,
-            "algorithm.overlong_penalty_tokens",
-            "be at least 0",
-            self.overlong_penalty_tokens,
-        )
-        require(
-            self.max_drops_in_row >= 1,
-            "algorithm.max_drops_in_row",
-            "be at least 1",
-            self.max_drops_in_row,
-        )
 
 
 @dataclass(kw_only=True)
@@ -71,12 +54,8 @@ class AIPOConfig(AlgorithmConfig):
     """LlamaRL section 6: truncated importance weights, upper clip only."""
 
     drop_equal_rewards: bool = True
-    rho: float = 4.0
+    rho: float = number(4.0, least=1, most=1e6)
     """Upper bound of pi/mu, at least 1; the paper advises 2 to 10."""
-
-    def __post_init__(self) -> None:
-        AlgorithmConfig.__post_init__(self)
-        require(self.rho >= 1, "algorithm.rho", "be at least 1", self.rho)
 
 
 @dataclass(kw_only=True)
@@ -95,30 +74,19 @@ class RLOOConfig(AlgorithmConfig):
 class ClipConfig(AlgorithmConfig):
     """Fields of the losses that clip the ratio on both sides."""
 
-    clip_low: float = 0.2
+    clip_low: float = number(0.2, above=0, most=1)
     """The ratio's lower bound is 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = number(0.2, above=0, most=1e6)
     """The ratio's upper bound is 1 + clip_high; DAPO's clip-higher sets it above clip_low."""
-
-    def __post_init__(self) -> None:
-        AlgorithmConfig.__post_init__(self)
-        require(
-            0 < self.clip_low <= 1, "algorithm.clip_low", "be above 0 and at most 1", self.clip_low
-        )
-        require(self.clip_high > 0, "algorithm.clip_high", "be above 0", self.clip_high)
 
 
 @dataclass(kw_only=True)
 class SurrogateConfig(ClipConfig):
     """Fields of the losses that differentiate the clipped ratio."""
 
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = number(3.0, above=1, most=1e9)
     """Dual clip: with a negative advantage a ratio above this counts as this and gives no gradient.
     Above 1; 1e9 switches it off, and a single token may then outweigh the batch."""
-
-    def __post_init__(self) -> None:
-        ClipConfig.__post_init__(self)
-        require(self.clip_ratio_c > 1, "algorithm.clip_ratio_c", "be above 1", self.clip_ratio_c)
 
 
 @dataclass(kw_only=True)

@@ -157,11 +157,11 @@ class MetricsConfig:
 class Config:
     """A whole recipe."""
 
-    run_dir: str = ""
+    run_dir: str = "."
     """Folder of this run: config, metrics, traces, checkpoints, exported weights."""
     recipe_dir: str = "."
     """Folder that relative paths start at; the command line fills it with --config-dir."""
-    seed: int = number(0, least=0, most=2**63 - 1)
+    seed: int = number(0, least=0, most=2**53 - 1)
     """Seed of prompt order, sampling and everything else that is drawn."""
     num_steps: int = number(100, least=1, most=10**9)
     """Optimizer steps of the run."""

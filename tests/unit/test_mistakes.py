@@ -1,0 +1,211 @@
+"""A mistake in a recipe or an argument is one line that names key, place and way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from llamarl.composition import for_each_config, reference, to_config
+from llamarl.config import Config
+from llamarl.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "quickstart"
+
+
+def compose(folder: Path, *overrides: str) -> Config:
+    """As `llamarl plan` composes, which makes no run folder."""
+    found: list[Config] = []
+    arguments = ["--config-dir", str(folder), "hydra.run.dir=.", *overrides]
+    for_each_config(
+        "llamarl plan", arguments, lambda composed, _: found.append(to_config(composed))
+    )
+    (config,) = found
+    return config
+
+
+def mistake(folder: Path, *overrides: str) -> str:
+    with pytest.raises(ValueError, match=r"\S") as raised:
+        compose(folder, *overrides)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("num_step=3", "num_step must be a known key, got a new one (did you mean num_steps?)"),
+        (
+            "+trainer.lrr=3",
+            "trainer.lrr must be a known key, got a new one (did you mean t",
+        ),
+        (
+            "beta=0.1",
+            "beta must be a known key, got a new one (did you mean algorithm.kl_coef",
+        ),
+        (
+            "trainer={lrr: 3}",
+            "trainer.lrr must be a known key, got a new one (did you mean tr",
+        ),
+        ("algorithm.clip_low=0.1", "algorithm.clip_low must come with algorithm=cispo|dapo|"),
+        ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
+        ("num_steps=1.5", "num_steps must be a whole number, got 1.5"),
+        ("trainer.betas=[a,0.1]", "trainer.betas must be a list of numbers, got 'a'"),
+        ("data.chat=maybe", "data.chat must be true or false, got 'maybe'"),
+        ("trainer.lr=null", "trainer.lr must be a number, got None"),
+        ("num_steps=???", "num_steps must be given, got ???"),
+        ("trainer=null", "trainer must be one of fsdp2, got None"),
+        ("=3", "an argument must be KEY=VALUE, got '=3'"),
+        ("seed=1,2", "seed must be one value, a list as [1,2], or come with --multirun, got 1,2"),
+        ("a b", "an argument must be KEY=VALUE, where text with special characters"),
+        ("num_steps='a", "an argument must be KEY=VALUE, where text with special characters"),
+        ("algorithm=grppo", "algorithm must be one of aipo, cispo, "),
+        ("cluster=in_line", "got 'in_line' (did you mean inline?)"),
+        (
+            "generator.num_collectors=9223372036854775807",
+            "generator.num_collectors must be at most",
+        ),
+        ("run_dir=", "run_dir must not be empty, got ''"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(argument: str, line: str) -> None:
+    assert line in mistake(RECIPE, argument)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (
+            "num_steps: 30",
+            "num_step: 30",
+            ":3: num_step must be a known key, got a new one (did",
+        ),
+        ("max_running", "max_runing", ":13: generator.max_runing must be a known key, got a new"),
+        (
+            "trainer:",
+            "trainers:",
+            ":14: trainers must be a known key, got a new one (did you mean t",
+        ),
+        ("num_steps: 30", "num_steps: ten", ":3: num_steps must be a whole number, got 'ten'"),
+        ("  lr: 2.0e-4", "  lr: null", ":18: trainer.lr must be a number, got None"),
+        ("sampling: {", "sampling: {{", ":11: must be YAML, got a mistake at column 1: expected"),
+        ("trainer:\n", "trainer: 3\nmetrics:\n", ":14: trainer must be a section, got 3"),
+        ("aipo}", "aippo}", ":1: algorithm must be one of aipo, "),
+        ("[config,", "[configs,", ":1: defaults must name files, got 'configs'"),
+        ("defaults:", "d:", "defaults must begin with config, as in `defaults: [config, _self_]`"),
+        ("num_steps: 30", "num_steps: \udcff", "run.yaml must be UTF-8 text, got "),
+    ],
+)
+def test_a_wrong_recipe_is_named_with_its_line(
+    before: str, after: str, line: str, tmp_path: Path
+) -> None:
+    text = (RECIPE / "run.yaml").read_text()
+    assert before in text
+    changed = text.replace(before, after, 1).encode("utf-8", "surrogateescape")
+    (tmp_path / "run.yaml").write_bytes(changed)
+    said = mistake(tmp_path)
+    assert line in said
+    assert not line.startswith(":") or said.startswith(f"{tmp_path}/run.yaml:")
+
+
+def test_a_key_of_a_group_file_of_the_recipes_own_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "slow.yaml").write_text("defaults: [fsdp2_schema]\nlr: 1\nlrr: 2\n")
+    text = (RECIPE / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("aipo}", "aipo}, {override /trainer: slow}"))
+    said = mistake(tmp_path)
+    assert said.startswith(f"{tmp_path}/trainer/slow.yaml:3: trainer.lrr must be a known key")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["tran"], "got 'tran' (did you mean train?)"),
+        (["train", "--config-dir", "nowhere"], "--config-dir must be a recipe's folder"),
+        (["train", "--config-dir", str(RECIPE), "--foo"], "an option must be one of --cfg, --conf"),
+        (["train", "--config-dir"], "--config-dir must come with a value, got none"),
+        (["config", "trainer.lrr"], "(did you mean trainer.lr?)"),
+    ],
+)
+def test_a_wrong_command_ends_with_code_two_and_one_line(
+    arguments: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llamarl", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+WRONG = [math.nan, math.inf, -math.inf, -1, 2**63, 1e308, 1e-320, "", None, [1], {"a": 1}, "\0"]
+WRONG += ["\ud800", "é" * 1000, True, "x"]
+MINIMUM: dict[str, dict[str, Any]] = {
+    "ModelConfig": {"checkpoint": "x"},
+    "DataConfig": {"prompts": "x"},
+}
+SECTIONS = {
+    each.section: name
+    for name, choices in reference().sections.items()
+    for each in choices.values()
+}
+
+
+def refusal(section: type, name: str, value: object) -> str | None:
+    """Why the field must be another one; "" if the type is already wrong, None if it may be."""
+    composed = OmegaConf.structured(section(**MINIMUM.get(section.__name__, {})))
+    try:
+        OmegaConf.update(composed, name, value)
+        found = getattr(OmegaConf.to_object(composed), name)
+    except OmegaConfBaseException:
+        return ""
+    except ValueError as error:
+        return str(error)
+    return None if is_sane(found) else "accepted: give it limits (config/check.py)"
+
+
+def is_sane(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(is_sane, value))
+    if isinstance(value, str):
+        return value.isprintable() and bool(value)
+    return not isinstance(value, float | int) or (math.isfinite(value) and abs(value) < 2**60)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda kind: kind.__name__)
+def test_whatever_a_field_is_set_to_it_makes_sense_or_is_refused_in_one_line(section: type) -> None:
+    for field in dataclasses.fields(section):
+        for value in WRONG:
+            said = refusal(section, field.name, value)
+            if said and not (value == "" and field.default == ""):
+                key = f"{SECTIONS[section]}.{field.name}"
+                assert re.fullmatch(rf"{SECTIONS[section]}\.\w+ must .+, got .+", said), (
+                    f"{key}={value!r}: {said}"
+                )
+
+
+WRITTEN = ["nan", "inf", "-inf", "-1", str(2**63), "1e308", "1e-320", "", "''", "null", "[1]"]
+WRITTEN += ["{a: 1}", "é", "'\\ud800'", "true", "x", "[]", "{}", "???", "${x}", "1,2", "a=b", "'"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, len(WRITTEN), 4))
+def test_whatever_is_written_after_a_key_composes_or_is_one_line(start: int) -> None:
+    names = [*reference().groups, *reference().sections, *reference().keys]
+    for index, name in enumerate(names):
+        written = WRITTEN[(start + index) % len(WRITTEN)]
+        try:
+            compose(RECIPE, f"{name}={written}")
+        except ValueError as error:
+            assert len(str(error).splitlines()) == 1, f"{name}={written}"  # noqa: PT017
