@@ -199,7 +199,7 @@ def plan(
     from llamarl.planner.chart import draw_page
     from llamarl.planner.published import published_figures
     from llamarl.planner.recipe import figures, forecast_recipe
-    from llamarl.planner.report import render_report, title_of
+    from llamarl.planner.report import assumptions, render_report, title_of
 
     _check_writable("--json", json)
     _check_writable("--html", html)
@@ -210,7 +210,8 @@ def plan(
     if json is not None:
         _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
     if html is not None:
-        _write("--html", html, draw_page(title_of(config, forecast), forecast))
+        words = assumptions(config, forecast)
+        _write("--html", html, draw_page(title_of(config, forecast), forecast, words))
 
 
 def _check_writable(flag: str, path: str | None) -> None:

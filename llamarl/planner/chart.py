@@ -8,10 +8,10 @@ two overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-from llamarl.planner.forecast import Activity, Forecast, RankMemory
+from llamarl.planner.forecast import Activity, Forecast, RankMemory, StepForecast
 
 GIB = 2**30
 WIDTH, LEFT, RIGHT = 1000, 130, 20  # pixels: the drawing, its labels' column, its margin
@@ -20,11 +20,11 @@ LETTER = 6.7  # pixels a letter of 11 px takes at most, on average over a label
 ROUNDING_S = 1e-6
 MAX_ALIKE = 4  # executors of one kind in the timeline; the others do what these do
 
-# Okabe and Ito's colours, which the colour-blind tell apart too, then lighter and darker ones;
-# dark or white letters stand on each, whichever can be read.
+# Okabe and Ito's colours, which the colour-blind tell apart too, then lighter and darker ones, so
+# ordered that neighbours differ; dark or white letters stand on each, whichever can be read.
 COLOURS = (
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999",
-    "#004c77", "#a36f00", "#00664b", "#8f4a74",
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#56b4e9", "#999999",
+    "#8f4a74", "#a36f00", "#00664b", "#f7c9a9", "#1b2a49", "#b7e1a1", "#5e4fa2", "#d9d9d9",
 )  # fmt: skip
 
 STYLE = """
@@ -44,20 +44,26 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--ink); }
 """
 
 
-def draw_page(title: str, forecast: Forecast) -> str:
-    """The whole page as text: memory of every executor's fullest rank, then the timelines."""
-    timelines = {"as planned": forecast.step.timeline} | {
-        name: variant.timeline for name, variant in forecast.variants.items()
-    }
+def draw_page(title: str, forecast: Forecast, assumptions: Sequence[str] = ()) -> str:
+    """The whole page as text: memory of every executor's fullest rank, then the timelines.
+
+    `assumptions` are sentences on what the times rest on. An activity has one colour throughout.
+    """
+    steps = {"as planned": forecast.step, **forecast.variants}
+    colours = _colours([bar.name for step in steps.values() for bar in step.timeline])
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(_summary(forecast))}</p>",
         "<h2>Memory of the fullest rank</h2>",
         *draw_memory(forecast.memory.ranks),
     ]
-    for name, activities in timelines.items():
-        if activities:
-            body += [f"<h2>Timeline: {escape(name)}</h2>", *draw_timeline(activities)]
+    body += ["<h2>What the times rest on</h2>", "<ul>"] if assumptions else []
+    body += [f"<li>{escape(words)}</li>" for words in assumptions]
+    body += ["</ul>"] if assumptions else []
+    for name, step in steps.items():
+        if step.timeline:
+            body += [f"<h2>Timeline: {escape(name)}</h2>", f"<p>{_step_words(step)}</p>"]
+            body += draw_timeline(step.timeline, colours)
     text = "\n".join(body)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}'
@@ -67,8 +73,7 @@ def draw_page(title: str, forecast: Forecast) -> str:
 
 def draw_memory(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """One bar per executor, cut by kind; a dashed line where the device ends."""
-    kinds = list(dict.fromkeys(kind for rank in ranks for kind in rank.bytes_by_kind))
-    colours = _colours(kinds)
+    colours = _colours([kind for rank in ranks for kind in rank.bytes_by_kind])
     most = max(max(rank.device_bytes, rank.total_bytes) for rank in ranks) / GIB
     scale = (WIDTH - LEFT - RIGHT) / most
     height = len(ranks) * ROW + AXIS
@@ -92,8 +97,8 @@ def draw_memory(ranks: Sequence[RankMemory]) -> Iterator[str]:
     yield _keys(colours)
 
 
-def draw_timeline(activities: Sequence[Activity]) -> Iterator[str]:
-    """One row per executor, at most MAX_ALIKE of each kind.
+def draw_timeline(activities: Sequence[Activity], colours: Mapping[str, str]) -> Iterator[str]:
+    """One row per executor, at most MAX_ALIKE of each kind; `colours` by the activities' names.
 
     What one executor does at the same time as something else stands in a lane below it.
     """
@@ -106,7 +111,6 @@ def draw_timeline(activities: Sequence[Activity]) -> Iterator[str]:
     for name in drawn:
         tops[name] = bottom + (ROW - BAR) / 2
         bottom += ROW + (BAR + 2) * max(lanes[i] for i, a in enumerate(shown) if a.executor == name)
-    colours = _colours(list(dict.fromkeys(activity.name for activity in shown)))
     origin = min(activity.start_s for activity in shown)
     duration = max(activity.end_s for activity in shown) - origin
     scale = (WIDTH - LEFT - RIGHT) / max(duration, 1e-9)
@@ -121,7 +125,8 @@ def draw_timeline(activities: Sequence[Activity]) -> Iterator[str]:
         colour = colours[activity.name]
         yield from _bar(activity.name, tip, colour, start * scale, length * scale, top)
     yield "</svg>"
-    yield _keys(colours)
+    here = {activity.name for activity in shown}
+    yield _keys({name: colour for name, colour in colours.items() if name in here})
     if len(names) > len(drawn):
         yield f"<p>{len(names) - len(drawn)} more executors, which do alike, are not drawn.</p>"
 
@@ -154,8 +159,22 @@ def _summary(forecast: Forecast) -> str:
     )
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+def _step_words(step: StepForecast) -> str:
+    """What is drawn, and the figures of one step."""
+    start_s = min(activity.start_s for activity in step.timeline)
+    drawn_s = max(activity.end_s for activity in step.timeline) - start_s
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in step.busy_shares.items())
+    return escape(
+        f"{step.step_s:.2f} s a step, {step.trained_tokens_per_s:,.0f} tokens/s trained; busy: "
+        f"{busy}; staleness of a token {step.mean_staleness:.2f} on average, at most "
+        f"{step.max_staleness}. Drawn: {drawn_s / step.step_s:.1f} steps once the pipeline is "
+        "full; seconds from the left edge."
+    )
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name; of more than there are, the last ones share."""
+    return {name: COLOURS[min(i, len(COLOURS) - 1)] for i, name in enumerate(dict.fromkeys(names))}
 
 
 def _bar(
@@ -189,8 +208,7 @@ def _ticks(most: float, scale: float, height: int, unit: str) -> Iterator[str]:
     for i in range(int(most / step + 1e-9) + 1):
         x = LEFT + i * step * scale
         yield f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 18}"/>'
-        words = f"{i * step:g}" + (f" {unit}" if i == 0 else "")
-        yield f'<text x="{x:.1f}" y="{height - 4}" text-anchor="middle">{words}</text>'
+        yield f'<text x="{x:.1f}" y="{height - 4}" text-anchor="middle">{i * step:g} {unit}</text>'
 
 
 def _keys(colours: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from llamarl.planner.forecast import (
     RankMemory,
     StepForecast,
 )
+from llamarl.planner.hardware import EFFICIENCY
 from llamarl.planner.published import CAVEAT, DIFFERENCES, Published
 from llamarl.planner.split import BestSplit
 from llamarl.planner.variants import Decomposition
@@ -56,6 +57,31 @@ def render_report(config: Config, forecast: Forecast, published: Published | Non
         console.print(part, highlight=False, markup=False)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def assumptions(config: Config, forecast: Forecast) -> list[str]:
+    """What the forecast's times rest on, in sentences."""
+    plan, sampling = config.plan, config.sampling
+    words = [
+        f"Prompts have {plan.prompt_tokens} tokens. Half of the rollouts stay below "
+        f"{plan.median_tokens} tokens; lengths are log-normal (deviation {plan.spread:g} of the "
+        f"logarithm), cut at {sampling.max_tokens}.",
+        f"A step trains {config.trainer.groups_per_step} groups of {sampling.rollouts_per_prompt} "
+        f"rollouts; {plan.num_steps} steps are simulated with the run's own controller.",
+    ]
+    if forecast.measured_step_s is not None:
+        words.append("Executors take as long as in the run that was given.")
+    else:
+        words.append(
+            f"Executors take as long as {EFFICIENCY:.0%} of the hardware's published "
+            "peaks in arithmetic and bandwidth say."
+        )
+    if forecast.num_gpus and forecast.measured_step_s is None:
+        words.append(CAVEAT)
+    if forecast.step.divisor > 1:
+        divisor = f"1/{forecast.step.divisor}"
+        words.append(f"Simulated was {divisor} of the cluster with {divisor} of the rollouts.")
+    return words
 
 
 def _parts(

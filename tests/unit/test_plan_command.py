@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.planner.chart import LEFT, WIDTH, draw_page, draw_timeline
+from llamarl.inputs import read_planned_architecture
+from llamarl.planner.chart import COLOURS, LEFT, WIDTH, draw_memory, draw_page, draw_timeline
 from llamarl.planner.forecast import (
     Activity,
     Forecast,
@@ -21,16 +22,18 @@ from llamarl.planner.forecast import (
     RankMemory,
     StepForecast,
 )
+from llamarl.planner.memory import forecast_memory
 from llamarl.planner.published import PUBLISHED
 from llamarl.planner.recipe import figures
 from llamarl.planner.report import WIDTH as REPORT_WIDTH
-from llamarl.planner.report import render_report
+from llamarl.planner.report import assumptions, render_report
 from llamarl.planner.split import BestSplit, Split
 from llamarl.planner.variants import Decomposition, Variant
 from tests.unit.composing import compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
+RECIPES = ROOT / "recipes"
+RECIPE = RECIPES / "gsm8k_llama32_1b_1gpu"
 GIB = 2**30
 # The command line as `llamarl` has it, then what the process has loaded by then.
 SCRIPT = """
@@ -222,7 +225,9 @@ def boxes(lines: list[str]) -> list[tuple[float, float, float, float]]:
 
 
 def test_what_happens_at_once_is_drawn_in_lanes_and_stays_in_the_picture() -> None:
-    found = boxes(list(draw_timeline(step(1.0).timeline)))
+    timeline = step(1.0).timeline
+    colours = {activity.name: "#000000" for activity in timeline}
+    found = boxes(list(draw_timeline(timeline, colours)))
     assert len(found) == 4
     for i, (left, right, top, bottom) in enumerate(found):
         assert LEFT <= left < right <= WIDTH
@@ -234,23 +239,56 @@ def test_what_happens_at_once_is_drawn_in_lanes_and_stays_in_the_picture() -> No
 def test_many_alike_never_push_the_others_out_of_the_picture() -> None:
     crowd = [f"publish-{i}" for i in range(40)]
     bars = [Activity(executor=e, name="x", start_s=0.0, end_s=1.0) for e in [*crowd, "trainer"]]
-    lines = list(draw_timeline(bars))
+    lines = list(draw_timeline(bars, {"x": "#000000"}))
     assert len(boxes(lines)) == 5
     assert any(">trainer</text>" in line for line in lines)
     assert "36 more executors" in lines[-1]
 
 
 def test_the_page_is_one_file_of_well_formed_xml() -> None:
-    page = draw_page("a & b", forecast())
+    page = draw_page("a & b", forecast(), ["Prompts have 3 < 4 tokens."])
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     assert [head.text for head in root.iter("h2")] == [
         "Memory of the fullest rank",
+        "What the times rest on",
         "Timeline: as planned",
         "Timeline: sync",
         "Timeline: sync, colocated",
     ]
     assert "prefers-color-scheme: dark" in page
     assert not any(word in page for word in ("http", "src=", "url(", "<script"))
+    paragraphs = ["".join(element.itertext()) for element in root.iter("p")]
+    assert [p.split(" s a step")[0] for p in paragraphs if p.endswith("the left edge.")] == [
+        "40.00",
+        "110.00",
+        "120.00",
+    ]
+    assert [item.text for item in root.iter("li")] == ["Prompts have 3 < 4 tokens."]
     texts = [element.text for element in root.iter("text")]
+    ticks = [text for text in texts if text and text[0].isdigit()]
+    assert ticks
+    assert {tick.partition(" ")[2] for tick in ticks} == {"GiB", "s"}, "every tick has its unit"
     assert "decode" in texts
     assert "flip" not in texts, "a millisecond has no room for its name"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gsm8k_llama32_1b_1gpu", "llama31_8b_math"])
+def test_no_two_kinds_of_a_recipes_memory_share_a_colour(name: str) -> None:
+    config = replace(compose_recipe(RECIPES / name, []), recipe_dir=str(RECIPES / name))
+    ranks = forecast_memory(config, read_planned_architecture(config)).ranks
+    kinds = {kind for rank in ranks for kind in rank.bytes_by_kind}
+    assert len(kinds) <= len(COLOURS) == len(set(COLOURS))
+    root = ElementTree.fromstring("<p>" + "".join(draw_memory(ranks)) + "</p>")
+    keys = [key.get("style") for key in root.iter("i")]
+    assert len(keys) == len(set(keys)) == len(kinds)
+
+
+def test_assumptions_say_what_lengths_and_times_rest_on() -> None:
+    config = compose_recipe(RECIPE, ["plan.median_tokens=321"])
+    words = " ".join(assumptions(config, forecast()))
+    assert "below 321 tokens" in words
+    assert "70% of the hardware's published peaks" in words
+    assert "optimistic" in words
+    measured = " ".join(assumptions(config, replace(forecast(), measured_step_s=41.0)))
+    assert "as in the run that was given" in measured
+    assert "published peaks" not in measured
