@@ -147,6 +147,7 @@ def build_controller(
         prompts=inputs.prompts,
         sampling=train_sampling(config, inputs),
         seed=config.seed,
+        mode=config.weights.canary,
     )
     publisher = _publisher(config, executors, run_dir, dispatch, canary, spans)
     controller = Controller(

@@ -52,6 +52,11 @@ class WeightsConfig:
     """Longest time that one call of a publish may take: past it a generator replica counts as
     lost, and the trainer's silence ends the run. Raise it for models that take long to copy."""
 
+    canary: str = "fail"
+    """After a publish a short rollout of each replica is compared with the trainer's log-probs. A
+    replica that writes with something else than what was published: fail (ends the run) | warn |
+    off (nothing is compared)."""
+
     def __post_init__(self) -> None:
         check_fields("weights", self)
         require_choice(
@@ -60,6 +65,7 @@ class WeightsConfig:
             ("shared_memory", "cuda_ipc", "collective", "rdma"),
         )
         require_choice("weights.shadow", self.shadow, ("full", "host", "bucket"))
+        require_choice("weights.canary", self.canary, ("fail", "warn", "off"))
 
 
 @dataclass(kw_only=True)

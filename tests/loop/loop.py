@@ -151,6 +151,7 @@ class Loop:
             prompts=[Prompt(prompt_id=0, text="", token_ids=(1, 2))],
             sampling=sampling,
             seed=0,
+            mode=config.weights.canary,
         )
 
         def flipped(replica: int, version: int) -> None:
