@@ -99,9 +99,11 @@ def divergence(d: float, estimator: str) -> tuple[float, float]:
     return at_3 + (math.exp(3) - 1) * (-3 - d), 1 - math.exp(3)
 
 
-def token_terms(algorithm: str, rollout: Written) -> tuple[list[float], list[float]]:
+def token_terms(
+    algorithm: str, rollout: Written, bounds: tuple[float, float] | None
+) -> tuple[list[float], list[float]]:
     """(loss, derivative by log pi) of every token, without KL and entropy."""
-    _, _, low, high = PAPERS[algorithm]
+    low, high = bounds or PAPERS[algorithm][2:]
     a = rollout.advantage
     losses, slopes = [], []
     trained = [
@@ -135,6 +137,7 @@ def step(
     kl_coefficient: float | None = None,
     kl_estimator: str = "k3",
     entropy_coefficient: float = 0.0,
+    bounds: tuple[float, float] | None = None,
 ) -> tuple[float, list[list[float]], list[list[float]]]:
     """(the step's loss, its derivative by every log pi, by every entropy)."""
     averaged_over = averaged_over or PAPERS[algorithm][1]
@@ -148,7 +151,7 @@ def step(
             "rollouts": 1 / (len(rollouts) * num_tokens),
             "constant": 1 / (len(rollouts) * max_tokens),
         }[averaged_over]
-        losses, slopes = token_terms(algorithm, rollout)
+        losses, slopes = token_terms(algorithm, rollout, bounds)
         by_log_pi.append([0.0] * num_tokens)
         by_entropy.append([0.0] * num_tokens)
         for t in range(num_tokens):

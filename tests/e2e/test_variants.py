@@ -1,0 +1,233 @@
+"""Variants of the recipe in one process: each option shows in what the run leaves behind.
+
+Every loss is worked out again from the archived tokens by formulas of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.forks import Forks
+from tests.loss_formulas import Written, advantages, step
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "quickstart"
+GROUPS, SIZE, MAX_TOKENS = 4, 8, 96
+SMALL = [
+    *("cluster=inline", "experience.archive_tokens=true", "checkpoint.export=false"),
+    *(f"trainer.groups_per_step={GROUPS}", "trainer.groups_per_part=0", "trainer.warmup_steps=0"),
+    *("evaluation.max_prompts=16", "evaluation.every_steps=0"),
+]
+Line = dict[str, Any]
+
+
+class Ended:
+    """A run's folder: its archive, spans and metrics."""
+
+    def __init__(self, run_dir: Path, output: str) -> None:
+        self._run_dir = run_dir
+        self.said = " ".join(output.split())
+        self.summary = json.loads((run_dir / "summary.json").read_text())
+        self.steps = [line for line in lines(run_dir / "metrics.jsonl") if "trainer/loss" in line]
+        self.rows = [row for path in (run_dir / "archive").iterdir() for row in lines(path)]
+        self.trained = [row for row in self.rows if row["fate"] == "trained"]
+
+    def spans(self, process: str, name: str) -> list[Line]:
+        path = self._run_dir / "spans" / f"{process}.jsonl"
+        return [span for span in lines(path) if span.get("name") == name]
+
+
+def lines(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(forks: Forks, run_dir: Path, *overrides: str, recipe: Path = RECIPE) -> Ended:
+    command = ["train", f"--config-dir={recipe}", *SMALL, *overrides, f"run_dir={run_dir}"]
+    done = forks.run(*command)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return Ended(run_dir, done.stdout + done.stderr)
+
+
+def versions(row: Line) -> list[int]:
+    """Which version wrote each token."""
+    return [version for version, length in row["spans"] for _ in range(length)]
+
+
+def differences(rows: list[Line]) -> list[tuple[int, float]]:
+    """(staleness, |log pi - log mu|) of every token of the rows that had a forward pass."""
+    return [
+        (row["version"] - version, abs(pi - mu))
+        for row in rows
+        if "trainer_logprobs" in row
+        for version, pi, mu in zip(
+            versions(row), row["trainer_logprobs"], row["generator_logprobs"], strict=True
+        )
+    ]
+
+
+def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -> None:
+    """The loss of every step is that of its archived rows by `algorithm`'s formula."""
+    groups: dict[tuple[int, str], list[Line]] = defaultdict(list)
+    for row in run.trained:
+        groups[row["version"], str(row["prompt_ids"])].append(row)
+    for version, record in enumerate(run.steps):
+        rollouts = []
+        for rows in [rows for (at, _), rows in groups.items() if at == version]:
+            assert len(rows) == SIZE
+            worth = advantages(algorithm, [row["reward"] for row in rows])
+            for row, advantage in zip(rows, worth, strict=True):
+                log_mu = row["generator_logprobs"]  # without a forward pass: no part in the loss
+                log_pi = row.get("trainer_logprobs", log_mu)
+                weights = [int(v >= row["oldest_version"]) for v in versions(row)]
+                log_ref = row.get("ref_logprobs", log_pi)
+                blank = [0.0] * len(log_mu)
+                rollouts.append(Written(log_pi, log_mu, log_ref, blank, weights, advantage))
+        assert len(rollouts) == GROUPS * SIZE
+        want, _, _ = step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields)
+        assert record["trainer/loss"] == pytest.approx(want, rel=tolerance, abs=tolerance), version
+
+
+def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path) -> None:
+    run = train(
+        forks,
+        tmp_path,
+        "num_steps=4",
+        "algorithm=grpo",
+        "trainer.lr=1e-3",
+        "generator.max_running=8",
+        "generator.kv_after_flip=recompute",
+    )
+    assert run.summary["steps"] == 4
+    assert len(run.trained) == 4 * GROUPS * SIZE
+    assert_losses(run, "grpo", 1e-4)
+    first, *later = run.steps
+    assert abs(first["kl/reference"]) < 1e-6 < min(record["kl/reference"] for record in later)
+    assert all(len(row["ref_logprobs"]) == row["num_tokens"] for row in run.trained)
+    assert max(span["tokens"] for span in run.spans("generator-0", "decode")) == 8
+    # What a version wrote, it says again in a pass of its own, also in rollouts that another began:
+    # keys and values of that other one would show.
+    renewed = [row for row in run.trained if len(row["spans"]) > 1]
+    assert any(age == 0 for age, _ in differences(renewed)), "no rollout met a new version"
+    assert max(apart for age, apart in differences(run.trained) if age == 0) < 1e-4
+    assert max(apart for age, apart in differences(run.trained) if age > 0) > 1e-2
+
+
+def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_path: Path) -> None:
+    run = train(
+        forks,
+        tmp_path,
+        "num_steps=2",
+        "algorithm=cispo",
+        "sampling.segment_tokens=8",
+        "staleness.max_staleness=2",
+        "weights.shadow=bucket",
+        "weights.bucket_bytes=300000",
+        "trainer.compute_dtype=bfloat16",
+    )
+    assert run.summary["steps"] == 2
+    assert len(run.trained) == 2 * GROUPS * SIZE
+    assert_losses(run, "cispo", 1e-3)
+    assert all(row["oldest_version"] == row["version"] - 2 for row in run.trained)
+    # A segment begins with a prefill of all that there is so far; whole rollouts of a group share
+    # the one of their prompt.
+    prefilled = sum(span["tokens"] for span in run.spans("generator-0", "prefill"))
+    assert prefilled > sum(row["num_prompt_tokens"] for row in run.rows)
+    # 2.3 MB go out in pieces of at most 300 kB, three times.
+    assert len(run.spans("generator-0", "flip")) >= 3 * 8
+    # The trainer rounds, the generator does not.
+    first = [row for row in run.trained if row["version"] == 0]
+    assert 1e-3 < max(apart for _, apart in differences(first)) < 0.5
+
+
+def test_on_policy_gspo_from_a_bfloat16_generator(forks: Forks, tmp_path: Path) -> None:
+    run = train(
+        forks,
+        tmp_path,
+        "num_steps=2",
+        "algorithm=gspo",
+        "algorithm.clip_low=3e-4",
+        "algorithm.clip_high=4e-4",
+        "staleness.max_staleness=0",
+        "generator.dtype=bfloat16",
+    )
+    assert run.summary["steps"] == 2
+    assert len(run.trained) == 2 * GROUPS * SIZE
+    assert_losses(run, "gspo", 1e-4, bounds=(1 - 3e-4, 1 + 4e-4))
+    assert run.summary["staleness_max"] == 0
+    assert all(row["spans"] == [[row["version"], row["num_tokens"]]] for row in run.trained)
+    assert 1e-3 < max(apart for _, apart in differences(run.trained)) < 0.5
+    # Bounds narrower than bfloat16's noise: rollouts are clipped before anything was learnt.
+    assert run.steps[0]["ratio/clipped_share"] > 0.05
+    assert "the first step clipped" in run.said
+
+
+def test_dapo_from_two_int8_replicas(forks: Forks, tmp_path: Path) -> None:
+    run = train(
+        forks,
+        tmp_path,
+        "num_steps=2",
+        "algorithm=dapo",
+        "algorithm.drop_equal_rewards=true",
+        "generator.quantization=int8",
+        "generator.num_replicas=2",
+    )
+    assert run.summary["steps"] == 2
+    assert len(run.trained) == 2 * GROUPS * SIZE
+    assert_losses(run, "dapo", 1e-4)
+    # Dynamic sampling: what is trained differs in reward, the rest was dropped for it.
+    assert run.summary["groups_dropped"]
+    assert any(row["fate"] == "dropped" for row in run.rows)
+    assert all(run.spans(f"generator-{replica}", "decode") for replica in (0, 1))
+    first = [row for row in run.trained if row["version"] == 0]
+    assert 1e-3 < max(apart for _, apart in differences(first)) < 1
+
+
+LATE = """
+import os, pathlib, time
+
+HERE = pathlib.Path({folder!r})
+METRICS = HERE / "run" / "metrics.jsonl"
+
+def reward(prompt, completion):
+    try:  # the first call of all waits until others have made three versions
+        os.close(os.open(HERE / "waits", os.O_CREAT | os.O_EXCL))
+        while not METRICS.exists() or METRICS.read_text().count("trainer/loss") < 3:
+            time.sleep(0.01)
+    except FileExistsError:
+        pass
+    return float(len(completion) % 3)
+"""
+
+
+def test_a_late_group_is_overtaken_and_its_old_tokens_masked(forks: Forks, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text(LATE.format(folder=str(tmp_path)))
+    run = train(
+        forks,
+        tmp_path / "run",
+        "num_steps=6",
+        "staleness.late=mask",
+        "reward.functions=[task]",
+        "reward.num_workers=2",
+        "generator.max_running=8",  # so that few are scored together with the one that waits
+        "data.held_out=null",
+        recipe=recipe,
+    )
+    assert run.summary["steps"] == 6
+    assert len(run.trained) == 6 * GROUPS * SIZE
+    assert_losses(run, "aipo", 1e-4)
+    assert all(row["oldest_version"] == row["version"] - 1 for row in run.trained)
+    is_old = [[v < row["oldest_version"] for v in versions(row)] for row in run.trained]
+    late = [row for row, old in zip(run.trained, is_old, strict=True) if any(old)]
+    assert late
+    assert min(row["version"] for row in late) >= 3
+    masked = sum(record["tokens/masked"] for record in run.steps)  # of rows with a forward pass
+    pairs = zip(run.trained, is_old, strict=True)
+    assert masked == sum(sum(old) for row, old in pairs if "trainer_logprobs" in row)
