@@ -6,8 +6,8 @@ mirror `weights/arena.py` and the embedded engine; vLLM's memory is its own, and
 settings.
 
 While a quantised version is prepared for a flip, the one before it is still at work: two sets (the
-embedded engine). vLLM quantises in place, one layer at a time; out of host memory each layer passes
-through one of two slots (`generation/vllm/staging.py`).
+embedded engine). vLLM quantises one linear layer at a time and copies it into place; out of host
+memory each passes through one of two slots (`generation/vllm/staging.py`).
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     else:
         if isinstance(generator, VllmConfig):
             derived = vllm_quantized_bytes(config, architecture)
-            weights["preparation"] = item * _layer_elements(config, architecture)
-            if in_host:
-                weights["preparation"] += 2 * item * _largest_module(config, architecture)
+            num_slots = 2 if in_host else 0
+            weights["preparation"] = _largest_linear(config, architecture) * (1 + num_slots * item)
         else:
             derived = quantized_bytes(architecture, generator.dtype, generator.num_ranks)
             weights["preparation"] = derived
@@ -136,23 +135,17 @@ def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
     return total
 
 
-def _layer_elements(config: Config, architecture: Architecture) -> int:
-    parameters, _ = arena(config, architecture, 0)
-    layers = [layout for name, layout in parameters.items() if ".layers.0." in name]
-    return sum(math.prod(parts.extents(box)) for layout in layers for box in layout.boxes)
-
-
-def _largest_module(config: Config, architecture: Architecture) -> int:
-    """Elements of the largest of vLLM's modules, which fuse q, k and v, and gate and up."""
+def _largest_linear(config: Config, architecture: Architecture) -> int:
+    """Elements of the largest linear layer that vLLM quantises: it fuses q, k and v, and gate and
+    up."""
     parameters, _ = arena(config, architecture, 0)
     sizes: Counter[str] = Counter()
     for name, layout in parameters.items():
-        *path, module, _ = name.split(".")
-        fused = "qkv" if module in ("q_proj", "k_proj", "v_proj") else module
-        fused = "gate_up" if module in ("gate_proj", "up_proj") else fused
-        sizes[".".join([*path, fused])] += sum(
-            math.prod(parts.extents(box)) for box in layout.boxes
-        )
+        if ".layers.0." in name and name.endswith("_proj.weight"):
+            module = name.split(".")[-2]
+            fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv"}.get(module, module)
+            fused = {"gate_proj": "gate_up", "up_proj": "gate_up"}.get(fused, fused)
+            sizes[fused] += sum(math.prod(parts.extents(box)) for box in layout.boxes)
     return max(sizes.values())
 
 

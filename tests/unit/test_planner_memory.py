@@ -219,9 +219,9 @@ def test_the_405b_model_by_hand() -> None:
     fp8 = (126 * (layer - 2 * 16384) + 2 * 2 * 128256 * 16384) / 8
     assert generator.bytes_by_kind["weights"] == pytest.approx(fp8, rel=0.01)
     assert generator.host_bytes_by_kind["shadow"] == pytest.approx(2 * total / 8, rel=0.001)
-    # While it is quantised, the largest module has two slots: the embedding, over 8 ranks.
-    slots = 2 * 2 * 128256 * 16384 / 8
-    assert generator.bytes_by_kind["preparation"] == pytest.approx(2 * layer / 8 + slots, rel=0.01)
+    # gate and up, over 8 ranks: a byte each when quantised, and two slots on their way there
+    gate_up = 2 * 53248 * 16384 // 8
+    assert generator.bytes_by_kind["preparation"] == gate_up + 2 * 2 * gate_up
 
 
 KNOBS = {

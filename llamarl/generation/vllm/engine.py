@@ -33,7 +33,7 @@ from llamarl.generation.vllm.limits import check_temperature
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.requests import Running, start
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
-from llamarl.generation.vllm.staging import process
+from llamarl.generation.vllm.staging import is_as_loaded, process
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.types import FinishReason, Request
@@ -211,7 +211,7 @@ class VllmEngine:
     def _check_bound(self, prepared: Mapping[str, Tensor]) -> None:
         """At the first flip: the modules compute from what the memory holds; RuntimeError."""
         held = dict(self._model.named_parameters())
-        as_loaded = {n for n in prepared if _is_as_loaded(held[n], prepared[n])}
+        as_loaded = {n for n in prepared if is_as_loaded(held[n], prepared[n])}
         is_copied = self.memory.is_staged
         for name in as_loaded if self._is_derived else prepared:
             mine, theirs = held[name].data, prepared[name]
@@ -273,7 +273,3 @@ class VllmEngine:
         while self._core.batch_queue:
             self._step()
         self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
-
-
-def _is_as_loaded(live: Tensor, loaded: Tensor) -> bool:
-    return live.shape == loaded.shape and live.dtype == loaded.dtype

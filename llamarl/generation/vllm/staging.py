@@ -40,8 +40,9 @@ def loading_form(model: nn.Module) -> Iterator[None]:
 def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) -> None:
     """Compute the model's parameters anew from `tensors`, parameters in loading form by name.
 
-    `tensors` are read, not kept. They may lie in host memory: each layer's go to the device that
-    the layer computes on, where vLLM's quantising kernels are, while the layer before is processed.
+    `tensors` are read, not kept. They may lie in host memory: what is quantised goes to the device
+    that its layer computes on, where the kernels for that are, while the layer before is processed;
+    what computes as it was loaded is only copied into place.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
@@ -57,10 +58,14 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
             _put_back(layer)
     kernels = [layerwise.get_layerwise_info(layer).kernel_tensors[0] for layer, _ in filled]
     device = next(tensor.device for kernel in kernels for tensor in kernel.values())
-    moved = on_device([own for _, own in filled], device)
-    for (layer, _), kernel, own in zip(filled, kernels, moved, strict=True):
+    changed = [
+        {name: tensor for name, tensor in own.items() if not is_as_loaded(kernel[name], tensor)}
+        for (_, own), kernel in zip(filled, kernels, strict=True)
+    ]
+    moved = on_device([group for group in changed if group], device)
+    for (layer, own), kernel, group in zip(filled, kernels, changed, strict=True):
         info = layerwise.get_layerwise_info(layer)
-        for name, tensor in own.items():
+        for name, tensor in {**own, **(next(moved) if group else {})}.items():
             if layer._parameters[name] is kernel[name]:  # never in loading form: a bias
                 kernel[name].copy_(tensor)
             else:
@@ -75,6 +80,11 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
     layerwise.finalize_layerwise_reload(model, model_config)
+
+
+def is_as_loaded(computing: Tensor, loaded: Tensor) -> bool:
+    """True if a layer computes with a parameter in the form that it was loaded in."""
+    return computing.shape == loaded.shape and computing.dtype == loaded.dtype
 
 
 def on_device(
