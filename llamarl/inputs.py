@@ -33,8 +33,7 @@ from llamarl.types import Prompt, Sampling
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 PROMPTS = "data.prompts"
-
-
+GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # an old name and a new one
 
 
@@ -54,6 +53,7 @@ class Inputs:
 
 def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     """Read and check checkpoint, tokenizer, prompts and task.py; ValueError says what to change."""
+    _check_devices(config)
     if isinstance(config.generator, VllmConfig):
         check_installed()
     _check_allocator(config)
@@ -171,6 +171,21 @@ def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
     """What ends a completion: the tokenizer's ids and those of the model's config."""
     ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
     return tuple(dict.fromkeys(ids))
+
+
+def _check_devices(config: Config) -> None:
+    """ValueError for a GPU on a machine that has no driver of one; hosts answer themselves."""
+    has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
+    for section, device in (
+        ("generator", config.generator.device),
+        ("trainer", config.trainer.device),
+    ):
+        require(
+            device == "cpu" or has_driver or bool(config.cluster.hosts),
+            f"{section}.device",
+            "be cpu on a machine without a GPU",
+            device,
+        )
 
 
 def _check_allocator(config: Config) -> None:

@@ -284,10 +284,10 @@ class Config:
             self.weights.transport != "shared_memory"
             or self.generator.device == "cpu"
             or self.weights.shadow == "host",
-            "weights.shadow",
-            "be host with weights.transport=shared_memory and generator.device=cuda (a GPU's "
-            "memory is reached by cuda_ipc)",
-            self.weights.shadow,
+            "generator.device",
+            "be cpu with weights.transport=shared_memory (a GPU's memory is reached by "
+            "weights=cuda_ipc or weights=collective, or beside it with weights.shadow=host)",
+            self.generator.device,
         )
         graphs = isinstance(self.generator, VllmConfig) and not self.generator.enforce_eager
         require(

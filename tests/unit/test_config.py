@@ -129,7 +129,10 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
     [
         ("weights=cuda_ipc", "generator.device and trainer.device must be cuda"),
         ("placement.offload=pinned", "generator.device and trainer.device must be cuda"),
-        ("generator.device=cuda trainer.device=cuda", "weights.shadow must be host"),
+        (
+            "generator.device=cuda trainer.device=cuda",
+            "generator.device must be cpu with weights.transport=shared_memory",
+        ),
         (
             "generator.quantization=int8 weights.shadow=bucket",
             "weights.shadow must be full or host with generator.quantization",

@@ -69,6 +69,7 @@ def nothing(recipe: Path) -> None:
     """The mistake is in the overrides."""
 
 
+GPUS = ["generator.device=cuda", "trainer.device=cuda"]
 WEIGHTS, CONFIG = "checkpoint/model.safetensors", "checkpoint/config.json"
 TOKENIZER = "checkpoint/tokenizer.json"
 TASK = "reward.functions=[task]"
@@ -153,13 +154,24 @@ def recipe(tmp_path: Path) -> Path:
 def test_gpu_memory_that_others_cannot_map_by_its_handle_is_refused(
     name: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = ["generator.device=cuda", "trainer.device=cuda"]
+    cuda = [*GPUS, "cluster.hosts=['tls://host:1']"]
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     read(recipe, [*cuda, "weights=collective"])
     with pytest.raises(ValueError, match=f"{name} must not have expandable_segments:True with"):
         read(recipe, [*cuda, "weights=cuda_ipc"])
     monkeypatch.setenv(name, "expandable_segments:False")
     read(recipe, [*cuda, "weights=cuda_ipc"])
+
+
+@pytest.mark.parametrize("section", ["generator", "trainer"])
+def test_a_gpu_on_a_machine_without_one_is_refused_by_its_own_key(
+    section: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamarl.inputs.GPU_DRIVER_FILES", (str(recipe / "nowhere"),))
+    with pytest.raises(ValueError, match=f"{section}.device must be cpu on a machine without a "):
+        read(recipe, [f"{section}.device=cuda", "weights=collective"])
+    monkeypatch.setattr("llamarl.inputs.GPU_DRIVER_FILES", (str(recipe),))
+    read(recipe, [*GPUS, "weights=collective"])
 
 
 def test_the_recipe_has_no_mistake_yet(recipe: Path) -> None:
