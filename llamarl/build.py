@@ -32,9 +32,10 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
 from llamarl.placement import Colocated, Disaggregated, Placement
 from llamarl.rewards.pool import try_loading
+from llamarl.saver import Saver
 from llamarl.seats import assign, companions
 from llamarl.staleness import Gate
-from llamarl.types import Seat
+from llamarl.types import Group, Request, Seat
 from llamarl.weights.publish import Publisher
 
 # By name: this process never loads torch, which would cost every start two seconds.
@@ -137,32 +138,32 @@ def build_controller(
     assert executors.trainer is not None
     dispatch = make_dispatch(executors)
     ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
-    gate = _gate(config, state)
-    canary = Canary(
-        dispatch=dispatch,
-        ledger=ledger,
-        storage=executors.storage,
+    gate = _gate(config, state, len(inputs.prompts))
+    prompts = make_backlog(config, inputs, state)
+    placement = _placement(config, executors, spans)
+    evaluator = build_evaluator(config, inputs, executors, dispatch, ledger)
+    if evaluator is not None:
+        evaluator.version = state.get("evaluated", -1)
+    saver = Saver(
+        config=config.checkpoint,
+        run_dir=run_dir,
         trainer=executors.trainer.first,
-        allocate_rows=gate.allocate_rows,
-        prompts=inputs.prompts,
-        sampling=train_sampling(config, inputs),
-        seed=config.seed,
-        mode=config.weights.canary,
+        prompts=prompts,
+        gate=gate,
+        placement=placement,
+        evaluator=evaluator,
+        spans=spans,
+        version=gate.version,
     )
+    canary = _canary(config, inputs, executors, dispatch, ledger, gate)
     publisher = _publisher(config, executors, run_dir, dispatch, canary, spans)
     controller = Controller(
         config=config,
-        run_dir=run_dir,
-        prompts=make_backlog(config, inputs, state),
+        saver=saver,
+        prompts=prompts,
         gate=gate,
         ledger=ledger,
-        make_requests=partial(
-            make_requests,
-            sampling=train_sampling(config, inputs),
-            seed=config.seed,
-            segment_tokens=config.sampling.segment_tokens,
-            replay_lengths=inputs.replay_lengths,
-        ),
+        make_requests=_request_maker(config, inputs),
         generator=dispatch,
         scorer=executors.scorer.first,
         reference=executors.reference.first if executors.reference else None,
@@ -176,8 +177,8 @@ def build_controller(
         storage=executors.storage,
         publisher=publisher,
         canary=canary,
-        placement=_placement(config, executors, spans),
-        evaluator=build_evaluator(config, inputs, executors, dispatch, ledger),
+        placement=placement,
+        evaluator=evaluator,
         journal=journal,
         spans=spans,
     )
@@ -193,6 +194,38 @@ def make_dispatch(executors: Executors) -> Dispatch:
         collectors=[group.first for group in executors.collectors],
         watches={index: group.watch for index, group in groups},
         stops={index: group.stop for index, group in groups},
+    )
+
+
+def _request_maker(config: Config, inputs: Inputs) -> Callable[[Group], list[Request]]:
+    return partial(
+        make_requests,
+        sampling=train_sampling(config, inputs),
+        seed=config.seed,
+        segment_tokens=config.sampling.segment_tokens,
+        replay_lengths=inputs.replay_lengths,
+    )
+
+
+def _canary(
+    config: Config,
+    inputs: Inputs,
+    executors: Executors,
+    dispatch: Dispatch,
+    ledger: Ledger,
+    gate: Gate,
+) -> Canary:
+    assert executors.trainer is not None
+    return Canary(
+        dispatch=dispatch,
+        ledger=ledger,
+        storage=executors.storage,
+        trainer=executors.trainer.first,
+        allocate_rows=gate.allocate_rows,
+        prompts=inputs.prompts,
+        sampling=train_sampling(config, inputs),
+        seed=config.seed,
+        mode=config.weights.canary,
     )
 
 
@@ -243,6 +276,7 @@ def build_evaluator(
         generator=dispatch,
         ledger=ledger,
         storage=executors.storage,
+        every_steps=config.evaluation.every_steps,
     )
 
 
@@ -328,13 +362,14 @@ def _reference(config: Config, inputs: Inputs, shared: dict[str, Any]) -> dict[s
     }
 
 
-def _gate(config: Config, state: dict[str, Any]) -> Gate:
+def _gate(config: Config, state: dict[str, Any], num_prompts: int) -> Gate:
     return Gate(
         max_staleness=config.staleness.max_staleness,
         groups_per_step=config.trainer.groups_per_step,
         rollouts_per_group=config.sampling.rollouts_per_prompt,
         late=config.staleness.late,
         max_drops_in_row=config.algorithm.max_drops_in_row,
+        num_prompts=num_prompts,
         version=state.get("version", 0),
         next_group_id=state.get("next_group_id", 0),
         next_row_id=state.get("next_row_id", 0),

@@ -113,6 +113,11 @@ def committed(run_dir: str | Path) -> list[Path]:
     return [path for *_, path in _committed(Path(run_dir) / "checkpoints")]
 
 
+def version_of(folder: Path) -> int:
+    """The version that the committed checkpoint `folder` holds."""
+    return _order(folder)[0]
+
+
 def read_state(path: str | Path) -> dict[str, Any]:
     """What `commit` was given, once every file is found to be what was written.
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from llamarl import checkpoint
 from llamarl.canary import Canary
 from llamarl.config import Config
 from llamarl.data.backlog import Backlog
@@ -24,8 +23,9 @@ from llamarl.metrics.journal import Journal
 from llamarl.metrics.span import Spans
 from llamarl.placement import Placement
 from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
+from llamarl.saver import Saver
 from llamarl.staleness import Gate
-from llamarl.types import REF_LOGPROBS, Batch, FinishReason, Group, Purpose, Request, StepStats
+from llamarl.types import REF_LOGPROBS, Batch, FinishReason, Group, Purpose, Request
 from llamarl.weights.publish import Publisher
 
 
@@ -34,7 +34,7 @@ class Controller:
     """Drives the executors from the first prompt to the last version."""
 
     config: Config
-    run_dir: str
+    saver: Saver
     prompts: Backlog
     gate: Gate
     ledger: Ledger
@@ -54,7 +54,9 @@ class Controller:
     spans: Spans
 
     async def run(self) -> None:
-        """Train until version `num_steps` is live, evaluated and saved."""
+        """Train until version `num_steps`, or the last one that solved prompts leave to make, is
+        live, evaluated and saved."""
+        self._last = self.config.num_steps
         await self.placement.begin()
         async with self.placement.turn("handover"):
             await self.publisher.publish(self.gate.version)  # everybody starts on one policy
@@ -71,9 +73,7 @@ class Controller:
             for stage in serving:
                 stage.cancel()
         await self.storage.retire(self.ledger.rows(*Purpose), {"fate": "unused"})
-        if self.config.checkpoint.export:
-            async with self.placement.turn("train"):
-                await self.trainer.export(f"{self.run_dir}/export")
+        await self.saver.export()
 
     async def _admit_stage(self) -> None:
         """Prompts enter when the trainer is close enough behind."""
@@ -130,13 +130,14 @@ class Controller:
         self.journal.verdict(group, reason := self.judge(group))
         if reason is None:
             return await self.gate.settle(group)
-        await self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
         await self.gate.drop(group, reason)
+        await self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
 
     async def _train_stage(self) -> None:
         """One optimizer step per batch; its parts are trained as they become ready."""
-        publishing = closing = self._start(asyncio.sleep(0))  # nothing to wait for yet
-        for version in range(self.gate.version, self.config.num_steps):
+        publishing = self._start(asyncio.sleep(0))  # nothing to wait for yet
+        closing: asyncio.Future[None] = publishing
+        while (version := self.saver.version) < self._last:
             oldest = self.gate.oldest_version(version)
             groups: list[Group] = []
             async with self.placement.turn("train", self._wait_for_batch):
@@ -144,25 +145,29 @@ class Controller:
                     with self.spans.span("batch", "wait"):
                         part_size = min(self.config.trainer.groups_per_part or missing, missing)
                         part = await self.gate.take(part_size, missing)
+                    if not part:  # the prompts are solved: there will be no whole step any more
+                        self._last = version
+                        break
                     await self.trainer.accumulate(self.make_batch(part, version, oldest))
                     groups += part
-                canary = await self.canary.check(version)
-                stats = await self.trainer.step()  # copies under way go on from a snapshot
-                stats = replace(stats, scalars=stats.scalars | canary)
-                await closing
-                closing = self._start(self._close(stats, groups, oldest))
-                if self._is_due(self.config.checkpoint.every_steps, stats.version):
+                else:
+                    canary = await self.canary.check(version)
+                    await closing
+                    closing = await self.saver.start_step(self._step(groups, oldest, canary))
+                if self.saver.is_due(self._last):
                     await closing  # a checkpoint never knows of a step that is not written down
-                    await self._save(stats.version)
+                    await self.saver.save()
             await publishing
-            if stats.version < self.config.num_steps:  # else nobody needs more groups
-                await self.gate.advance(stats.version)
-            publishing = self._start(self._publish(stats.version))
+            if self.saver.version < self._last:  # else nobody needs more groups
+                await self.gate.advance(self.saver.version)
+            publishing = self._start(self._publish(self.saver.version))
         await publishing
 
-    async def _close(self, stats: StepStats, groups: list[Group], oldest: int) -> None:
-        """Write a step down and let go of its rollouts, while the trainer goes on."""
-        await self.journal.step(stats, groups)
+    async def _step(self, groups: list[Group], oldest: int, canary: dict[str, float]) -> None:
+        """Make a version; write it down and let go of its rollouts, while the trainer goes on."""
+        stats = await self.trainer.step()  # copies under way go on from a snapshot
+        self.saver.made(stats.version)
+        await self.journal.step(replace(stats, scalars=stats.scalars | canary), groups)
         version = stats.version - 1  # the one that was trained
         await self._retire(groups, fate="trained", version=version, oldest_version=oldest)
 
@@ -175,26 +180,16 @@ class Controller:
         """Give `version` to the generators, after the evaluation that needs the one before."""
         await self._evaluation
         async with self.placement.turn("handover"):
-            stats = await self.publisher.publish(version)
-            self.journal.publish(stats.seconds)
-            if self._is_due(self.config.evaluation.every_steps, version):
-                self._evaluation = self._start(self._evaluate(version))
+            if version > self.publisher.version:  # else no step was made: the prompts are solved
+                self.journal.publish((await self.publisher.publish(version)).seconds)
+            self._evaluation = self._start(self._evaluate(version))
 
     async def _evaluate(self, version: int) -> None:
-        if self.evaluator is not None:
+        if self.evaluator is not None and self.evaluator.is_due(version, self._last):
             row_ids = self.gate.allocate_rows(len(self.evaluator.prompts))
             self.journal.evaluation(await self.evaluator.evaluate(version, row_ids))
-
-    async def _save(self, version: int) -> None:
-        state = {"version": version, **self.prompts.state(), **self.gate.state()}
-        with self.spans.span("checkpoint", "mark", version=version):
-            await checkpoint.save(self.run_dir, self.trainer, state, self.config.checkpoint.keep)
 
     async def _retire(self, groups: list[Group], **fate: str | int | float) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]
         await self.storage.retire(row_ids, fate)
         self.ledger.forget(row_ids)
-
-    def _is_due(self, every: int, version: int) -> bool:
-        """True at the last version and at every multiple of `every` (0: only at the last)."""
-        return version == self.config.num_steps or (every > 0 and version % every == 0)

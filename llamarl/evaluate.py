@@ -50,7 +50,10 @@ async def evaluate_alone(
 
 
 class Evaluator:
-    """Asks for one rollout per held-out prompt and waits until all are scored."""
+    """Asks for one rollout per held-out prompt and waits until all are scored.
+
+    `version` is the last one evaluated (-1: none), also before a resume.
+    """
 
     def __init__(
         self,
@@ -61,13 +64,24 @@ class Evaluator:
         generator: Generator,
         ledger: Ledger,
         storage: Storage,
+        every_steps: int = 0,
+        version: int = -1,
     ) -> None:
         self.prompts = prompts
+        self.version = version
+        self._every_steps = every_steps
         self._sampling = sampling
         self._seed = seed
         self._generator = generator
         self._ledger = ledger
         self._storage = storage
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether to evaluate `version`: the first and the last one are, and one every
+        `every_steps` (0: none between), but none twice."""
+        every = self._every_steps
+        has_passed = every > 0 and version // every > self.version // every
+        return version > self.version and (self.version < 0 or has_passed or version == last)
 
     async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation:
         """Evaluate `version`, which the caller keeps live; `row_ids` has one entry per prompt.
@@ -95,6 +109,7 @@ class Evaluator:
             fate: Fate = {"fate": "evaluated", "version": version, "correct": int(correct)}
             await self._storage.retire(those, fate)
         self._ledger.forget(row_ids)
+        self.version = version
         return result
 
     def _is_correct(self, row_id: int) -> bool:

@@ -14,8 +14,6 @@ import gc
 import math
 import os
 import shutil
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from json import dumps
@@ -35,7 +33,9 @@ from llamarl.build import (
 from llamarl.cluster import Cluster, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.controller import Controller
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.ending import is_finished, repeat_end, show, show_why
 from llamarl.evaluate import evaluate_alone
 from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.inputs import Inputs, read_inputs, read_planned_architecture
@@ -43,14 +43,15 @@ from llamarl.metrics.console import Progress
 from llamarl.metrics.flat import flatten
 from llamarl.metrics.journal import Journal
 from llamarl.metrics.live import LiveSpans, SpanTails
-from llamarl.metrics.panel import render_summary, shorten
+from llamarl.metrics.panel import shorten
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
-from llamarl.metrics.summary import summarize
+from llamarl.metrics.summary import SUMMARY_FILE, summarize
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.fit import check_fit
 from llamarl.protocols import Storage
 from llamarl.seats import assign
+from llamarl.signals import Signals, Stopped
 from llamarl.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
@@ -68,9 +69,15 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
     check_fit(config, inputs.architecture)
     with _claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
+        if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
+            return repeat_end(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
         record()
         records.cut(run_dir, state.get("records", {}))
+        Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that is one no more
+        if folder is not None:
+            words = f"resumed from version {state['version']} in {shorten(folder)}"
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
         return await _train(config, inputs, run_dir, console, (state, folder))
 
 
@@ -89,7 +96,7 @@ async def _train(
     metrics = MetricsLog(run_dir, tensorboard=config.metrics.tensorboard)
     metrics.log_hyperparameters(flatten(config))
     with progress:
-        async with _cluster(config, run_dir) as cluster:
+        async with _cluster(config, run_dir) as (cluster, signals):
             with progress.startup() as report:
                 executors = await spawn_executors(
                     config, inputs, cluster, run_dir, trains=True, report=report
@@ -122,7 +129,8 @@ async def _train(
             try:
                 gc.set_threshold(*GC_THRESHOLDS)
                 journal.begin(state.get("version", 0))
-                await _until_lost(controller.run(), executors)
+                signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
+                await _until_end(controller, executors, signals, progress)
             finally:
                 await dispatch.close()
                 await publisher.close()
@@ -130,8 +138,23 @@ async def _train(
             progress.phase("stopping the executors")
     summary = summarize(run_dir)
     metrics.close()
-    _show(config, run_dir, summary, console)
+    show(config, run_dir, summary, console)
+    show_why(config, controller.saver.version, controller.gate.solved, console)
     return summary
+
+
+async def _until_end(
+    controller: Controller, executors: Executors, signals: Signals, progress: Progress
+) -> None:
+    """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
+    try:
+        await _until_lost(controller.run(), executors)
+    except BaseException:
+        signals.hold()
+        progress.phase("saving what was learnt")
+        # As a task, or what it meets would take this error for its own cause.
+        await asyncio.create_task(controller.saver.rescue())
+        raise
 
 
 async def _read_completions(
@@ -153,7 +176,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
-            async with _cluster(config, run_dir) as cluster:
+            async with _cluster(config, run_dir) as (cluster, _):
                 with progress.startup() as report:
                     executors = await spawn_executors(
                         config, inputs, cluster, run_dir, trains=False, report=report
@@ -266,8 +289,9 @@ def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
-    """A cluster that is stopped at the end, also on SIGTERM; where ranks met is removed then."""
+async def _cluster(config: Config, run_dir: str) -> AsyncIterator[tuple[Cluster, Signals]]:
+    """A cluster that is stopped at the end, and what may end it ahead of time (then `Stopped` is
+    raised); where ranks met is removed then."""
     cluster = make_cluster(
         config.cluster,
         spans_folder=f"{run_dir}/spans",
@@ -275,17 +299,18 @@ async def _cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
         spans_bytes=config.metrics.spans_bytes,
         num_processes=sum(map(len, assign(config).values())),
     )
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield cluster
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        await cluster.stop()
-        for path in Path(run_dir).glob(".rendezvous-*"):  # a killed run's too
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    with Signals() as signals:
+        try:
+            yield cluster, signals
+        except BaseException as error:
+            if signals.ended_by is not None:
+                raise Stopped(signals.ended_by) from error
+            raise
+        finally:
+            signals.hold()
+            await cluster.stop()
+            for path in Path(run_dir).glob(".rendezvous-*"):  # a killed run's too
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 async def _until_lost(work: Coroutine[Any, Any, Any], executors: Executors) -> Any:
@@ -310,23 +335,3 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
             f"run_dir must be on a disk with {needed / 1e9:.2f} GB free for checkpoints and "
             f"export (lower checkpoint.keep to need less), got {free / 1e9:.2f} GB at {run_dir}"
         )
-
-
-def _show(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
-    paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
-    if config.metrics.tensorboard:
-        paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
-    next_command = f"{_program('tensorboard')} --logdir {shorten(run_dir)}"
-    if config.checkpoint.export:
-        paths["checkpoint"] = f"{run_dir}/export"
-        next_command = (
-            f"{_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
-            f"model.checkpoint={run_dir}/export"
-        )
-    render_summary(summary, paths, next_command, console)
-
-
-def _program(name: str) -> str:
-    """How the user, from here, calls a program of this environment."""
-    beside = Path(sys.executable).with_name(name)
-    return name if shutil.which(name) or not beside.exists() else shorten(str(beside))

@@ -3,8 +3,9 @@
 Owns: commands, exit codes, how errors look. Does not own: how a recipe is composed
 (`composition.py`), jobs. Invariant: a mistake of the user's ends in one line.
 
-Exit codes: 0 done, 1 the run failed (with its traceback), 2 the user must change something (one
-line), 130 interrupted.
+Exit codes: 0 done (or every prompt is solved), 1 the run failed (with its traceback), 2 the user
+must change something (one line), 75 SIGTERM ended it: the same command goes on (EX_TEMPFAIL of
+sysexits.h), 130 interrupted. A run that began says at last what of it is saved, and how it goes on.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 
-from llamarl import __version__, jobs
+from llamarl import __version__, checkpoint, jobs
 from llamarl.cluster import GroupLost, whole_process
 from llamarl.composition import DictConfig, for_each_config, reference, to_config, to_yaml
 from llamarl.config import Config
+from llamarl.ending import command_to_go_on
+from llamarl.metrics.panel import shorten
 from llamarl.metrics.provenance import record_provenance
 from llamarl.reference import did_you_mean
 
+ENDS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 75)}
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any] | None]
 JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
@@ -88,9 +94,9 @@ def _main() -> None:
     if command == "config":
         return _explain_keys(arguments)
     job, composed_arguments = _choose(command, arguments)
-    program = f"llamarl {command}"
+    as_typed = ["llamarl", command, *arguments]
     try:
-        for_each_config(program, composed_arguments, partial(_run, job, [program, *arguments]))
+        for_each_config(f"llamarl {command}", composed_arguments, partial(_run, job, as_typed))
     except ValueError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -185,6 +191,7 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
 def _run(job: Job, command: list[str], composed: DictConfig, run_dir: str) -> None:
     """One job; a multirun calls this once per combination."""
     is_run = job in JOBS.values()
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         config = to_config(composed)
         record = partial(record_provenance, run_dir, command, to_yaml(composed))
@@ -194,22 +201,32 @@ def _run(job: Job, command: list[str], composed: DictConfig, run_dir: str) -> No
         work = job(config, run_dir, console, record)
         if work is not None:
             asyncio.run(work)
-    except asyncio.CancelledError:
-        sys.stderr.write("llamarl: terminated\n")
-        sys.exit(143)
+    except jobs.Stopped as end:
+        words, code = ENDS[end.number]
+        sys.stderr.write(f"llamarl: {words}\n")
+        _exit(code, command, run_dir)
     except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
-        _report(error, run_dir if is_run else None)
+        _exit(_report(error, run_dir if is_run else None), command, run_dir)
 
 
-def _report(error: Exception, run_dir: str | None) -> None:
-    """Say what ended the job and exit.
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """SIGTERM before there is anything to save, or after all is."""
+    words, code = ENDS[signal.SIGTERM]
+    sys.stderr.write(f"llamarl: {words}\n")
+    sys.exit(code)
+
+
+def _report(error: Exception, run_dir: str | None) -> int:
+    """Say what ended the job; the exit code.
 
     A ValueError or a full disk is the user's to mend: one line. But a ValueError out of a group
     comes from the running loop, where nothing the user wrote is left to check: a bug, shown whole.
     """
     cause = _first(error)
     if run_dir is not None and isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
-        _fail(f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}")
+        return _complain(
+            f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}"
+        )
     if cause is error and isinstance(cause, ValueError):
         if run_dir is not None:
             with contextlib.suppress(OSError):
@@ -221,7 +238,18 @@ def _report(error: Exception, run_dir: str | None) -> None:
         traceback.print_exception(cause)
     if isinstance(cause, GroupLost):
         sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
-    sys.exit(1)
+    return 1
+
+
+def _exit(code: int, command: list[str], run_dir: str) -> Any:
+    """Say what is saved of a run that ended early, and how it goes on; then exit."""
+    if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
+        version = checkpoint.version_of(newest)
+        sys.stderr.write(f"llamarl: version {version} is saved in {shorten(str(newest))}\n")
+        sys.stderr.write(f"llamarl: to go on: {command_to_go_on(command, run_dir)}\n")
+    elif command[1] == "train":
+        sys.stderr.write(f"llamarl: no version is saved in {shorten(run_dir)}\n")
+    sys.exit(code)
 
 
 def _first(error: BaseException) -> BaseException:
@@ -232,5 +260,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _fail(message: str) -> Any:
+    sys.exit(_complain(message))
+
+
+def _complain(message: str) -> int:
+    """One line; the exit code that goes with it."""
     sys.stderr.write(f"llamarl: {message}\n")
-    sys.exit(2)
+    return 2

@@ -24,6 +24,7 @@ from llamarl.protocols import Tenant
 log = logging.getLogger(__name__)
 
 When = Callable[[], Awaitable[None]]
+RECALL_S = 10.0  # for generators to make room at an early end
 TURNS = ("handover", "train")  # they alternate, and the first is a handover
 
 
@@ -39,6 +40,9 @@ class Placement(Protocol):
         `when` waits until the generators can do without their device.
         """
 
+    async def recall(self) -> None:
+        """Give the trainer the device, out of turn, so that a run that ends can be saved."""
+
 
 class Disaggregated:
     """Generators and trainer have devices of their own: nobody ever waits for a turn."""
@@ -50,6 +54,9 @@ class Disaggregated:
     async def turn(self, name: str, when: When | None = None) -> AsyncIterator[None]:
         """The body at once; `when` is not asked."""
         yield
+
+    async def recall(self) -> None:
+        """The trainer has its device."""
 
 
 class Colocated:
@@ -85,6 +92,15 @@ class Colocated:
         async with self._ended:
             self._num_turns += 1
             self._ended.notify_all()
+
+    async def recall(self) -> None:
+        """The generators make room if they can: one may be lost, or amid a publish."""
+        leaves = [
+            asyncio.ensure_future(each.leave(["kv", "weights"]))
+            for each in self._generators.values()
+        ]
+        await asyncio.wait(leaves, timeout=RECALL_S)
+        await self._trainer.enter(["weights", "state"])
 
     @asynccontextmanager
     async def _train(self, when: When | None) -> AsyncIterator[None]:

@@ -32,6 +32,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
+from llamarl.algorithms.advantages import SOLVED
 from llamarl.types import Group, Prompt
 
 
@@ -51,6 +52,7 @@ class Gate:
         rollouts_per_group: int,
         late: str,
         max_drops_in_row: int,
+        num_prompts: int = 0,
         version: int = 0,
         next_group_id: int = 0,
         next_row_id: int = 0,
@@ -61,6 +63,8 @@ class Gate:
         self._rollouts_per_group = rollouts_per_group
         self._late = late
         self._max_drops_in_row = max_drops_in_row
+        self._num_prompts = num_prompts
+        self.solved = ""  # once nothing is left to learn: how many groups said so
         self.next_group_id = next_group_id
         self.next_row_id = next_row_id
         self._waiting: dict[int, Group] = {}  # admitted, not consumed; insertion order
@@ -78,10 +82,14 @@ class Gate:
         """The oldest version whose tokens trainer version `version` may learn from."""
         return version - self._max_staleness
 
-    def state(self) -> dict[str, object]:
-        """What a resumed run needs: the prompts of the groups admitted and not yet consumed, in
-        order, as [epoch, prompt_id]; and the next free ids."""
-        pending = [[g.prompt.epoch, g.prompt.prompt_id] for g in self._waiting.values()]
+    def state(self, version: int) -> dict[str, object]:
+        """What a run needs that resumes at `version`, which is the gate's or the next one: the
+        prompts of the groups admitted and not trained by then, in order, as [epoch, prompt_id];
+        and the next free ids."""
+        num_trained = (version - self.version) * self._groups_per_step
+        groups = [*self._consumed[num_trained:], *self._waiting.values()]
+        groups.sort(key=lambda group: group.group_id)
+        pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
         return {
             "pending": pending,
             "next_group_id": self.next_group_id,
@@ -99,7 +107,7 @@ class Gate:
         Prompts are drawn only now, so what was drawn is always either open or done.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._num_open < self.capacity)
+            await self._changed.wait_for(lambda: self._num_open < self.capacity and not self.solved)
             return [self._open(next(prompts)) for _ in range(self.capacity - self._num_open)]
 
     async def settle(self, group: Group) -> None:
@@ -112,32 +120,57 @@ class Gate:
     async def drop(self, group: Group, reason: str) -> None:
         """The group is not trainable: its slot is free at once, so S=0 cannot stall.
 
-        RuntimeError when too many groups in a row were dropped: nothing can be learnt.
+        When too many groups in a row were dropped, nothing can be learnt. If their prompts are
+        solved, `solved` says so and `take` has nothing more to give; else RuntimeError.
         """
         async with self._changed:
             del self._waiting[group.group_id]
             self._drops_in_row[reason] += 1
+            self.solved = self.solved or self._find_solved()
             self._changed.notify_all()
-        if self._drops_in_row.total() >= self._max_drops_in_row:
+        num_drops = self._drops_in_row.total()
+        if num_drops >= self._max_drops_in_row and not self.solved:
             reasons = ", ".join(f"{n} x {why}" for why, n in self._drops_in_row.most_common())
             raise RuntimeError(
-                f"no trainable group among the last {self._drops_in_row.total()} ({reasons}): "
-                "the reward gives no signal on these prompts; check reward, prompts and checkpoint"
+                f"no trainable group among the last {num_drops} ({reasons}), and most of them "
+                "without full marks: the reward gives no signal on these prompts; check reward, "
+                "prompts and checkpoint"
             )
 
+    def _find_solved(self) -> str:
+        """How many groups say that nothing is left to learn, "" while more may come.
+
+        That is as many solved groups in a row as there are prompts, and as may be open (some are
+        older than others); or `max_drops_in_row` drops in a row, most of them for being solved.
+        """
+        num_drops, num_solved = self._drops_in_row.total(), self._drops_in_row[SOLVED]
+        if num_solved == num_drops >= max(self._num_prompts, self.capacity):
+            return f"all of the last {num_drops} groups"
+        if num_drops < self._max_drops_in_row or 2 * num_solved <= num_drops:
+            return ""
+        if num_solved == num_drops:
+            return f"all of the last {num_drops} groups"
+        others = "the others had equal rewards or failed ones"
+        return f"{num_solved} of the last {num_drops} groups ({others})"
+
     async def wait_for(self, count: int) -> None:
-        """Sleep until `take` could give `count` groups at once."""
+        """Sleep until `take` could give `count` groups at once, or will give none any more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._takeable(count)) >= count)
+            await self._changed.wait_for(
+                lambda: len(self._takeable(count)) >= count or bool(self.solved)
+            )
 
     async def take(self, at_least: int, at_most: int) -> list[Group]:
         """The next groups to train on, in admission order; waits until `at_least` are settled.
 
         `late="wait"`: stops at the first group that is not settled. `late="mask"`: passes over it.
+        None once the prompts are solved: a last step would not be whole.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._takeable(at_most)) >= at_least)
-            groups = self._takeable(at_most)
+            await self._changed.wait_for(
+                lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
+            )
+            groups = [] if self.solved else self._takeable(at_most)
             for group in groups:
                 del self._waiting[group.group_id]
                 self._settled.remove(group.group_id)

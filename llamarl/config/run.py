@@ -128,8 +128,15 @@ class EvaluationConfig:
 class CheckpointConfig:
     """What survives the run."""
 
-    every_steps: int = number(0, least=0, most=10**9)
-    """Steps between checkpoints; 0 saves only at the end."""
+    every_steps: int = number(20, least=0, most=10**9)
+    """Steps between checkpoints; 0 saves only when the run ends. What a killed run did after its
+    newest checkpoint is lost, so take fewer steps where a step is long."""
+    grace_s: float = number(15.0, least=0, most=DAY_S)
+    """After SIGTERM the step under way may take this long to end, then what is complete is saved.
+    Schedulers kill 30 s or later after it: leave time for the save."""
+    save_s: float = number(600.0, least=0.1, most=DAY_S)
+    """Longest time that the save of a run may take that ends early; past it the newest checkpoint
+    is the result. A second Ctrl-C ends it at once."""
     keep: int = number(2, least=0, most=10**6)
     """Newest checkpoints kept; 0 keeps all."""
     resume: str = "off"

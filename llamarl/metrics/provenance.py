@@ -7,6 +7,7 @@ first process starts, so a run that dies early can still be explained.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -23,7 +24,7 @@ def record_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config_yaml)
     with (folder / "command.txt").open("a") as file:  # a resumed run has several commands
-        file.write(shlex.join(command) + "\n")
+        file.write(f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}\n")
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -95,7 +95,7 @@ async def drive(
     config = replace(
         config,
         num_steps=num_steps + 1,
-        checkpoint=CheckpointConfig(export=False),
+        checkpoint=CheckpointConfig(every_steps=0, export=False),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
     inputs = Inputs(

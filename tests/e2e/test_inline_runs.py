@@ -27,6 +27,7 @@ SMALL = [
     "evaluation.every_steps=0",
     "checkpoint.export=false",
 ]
+RESUME = "checkpoint.resume=auto"
 
 
 @pytest.fixture
@@ -125,15 +126,21 @@ def test_a_full_disk_at_the_end_is_one_line_leaves_the_checkpoint_and_can_be_mad
     (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
     done = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "run_dir must be on a disk with room" in done.stderr
+    complaint, saved, command = done.stderr.splitlines()
+    assert "run_dir must be on a disk with room" in complaint
+    assert "version 2 is saved in" in saved
+    assert command.endswith("checkpoint.resume=auto")
     assert not (tmp_path / "summary.json").exists()
     # What is still owed is made up for by a resume, which does no step twice.
     (tmp_path / "summary.json.tmp").unlink()
     again = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}", "checkpoint.resume=auto")
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["rollouts_trained"] == 2 * 4 * 8
-    # Now that it is finished, no other run takes its place.
+    # Now that it is finished, it is not done again, and no other run takes its place.
+    again = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}", RESUME)
+    assert again.returncode == 0
+    assert "finished before: nothing was started" in again.stdout
+    assert "starting the executors" not in again.stdout
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
     third = llamarl("train", RECIPE, *SMALL, f"run_dir={tmp_path}")
     assert third.returncode == 2
@@ -169,6 +176,36 @@ def test_a_run_without_signal_stops_and_says_why(llamarl: Command, tmp_path: Pat
     done = llamarl("train", recipe, *SMALL, *task, f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 1
     assert "no trainable group among the last 12 (12 x equal_rewards)" in done.stderr
+    assert done.stderr.endswith(f"no version is saved in {tmp_path / 'run'}\n")
+
+
+def test_a_task_that_is_solved_ends_well_and_early(llamarl: Command, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text(
+        "def reward(prompt, completion):\n    return float('Answer' in completion)\n"
+    )
+    overrides = [
+        *("reward.functions=[task]", "algorithm.drop_equal_rewards=true", "num_steps=90"),
+        *("sampling.rollouts_per_prompt=4", "evaluation.max_prompts=4", "trainer.lr=3e-3"),
+        *("algorithm.max_drops_in_row=60", "checkpoint.export=true"),
+    ]
+    run_dir = tmp_path / "run"
+    done = llamarl("train", recipe, *SMALL, *overrides, f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    version = summary["steps"]
+    assert summary["groups_dropped"]["solved"] >= 60 / 2
+    assert f"stopped at step {version} of 90:" in done.stdout
+    assert "answered with full marks, so nothing is left to learn" in " ".join(done.stdout.split())
+    assert (run_dir / "checkpoints" / f"step-{version:08d}").is_dir()
+    assert (run_dir / "trace.json").is_file()
+    assert (run_dir / "export" / "model.safetensors").is_file()
+    # A finished run is not done again.
+    again = llamarl("train", recipe, *SMALL, *overrides, f"run_dir={run_dir}", RESUME)
+    assert again.returncode == 0
+    assert "nothing was started" in again.stdout
+    assert f"stopped at step {version} of 90:" in again.stdout
 
 
 def test_a_run_folder_belongs_to_one_run(llamarl: Command, tmp_path: Path) -> None:
@@ -196,7 +233,7 @@ BAD_INPUTS = {
     "parts": (["trainer.groups_per_part=7"], "groups_per_part"),
     "resume": (["checkpoint.resume=/nowhere"], "checkpoint.resume"),
     "task": (["reward.functions=[task]"], "task.py"),
-    "algorithm": (["algorithm=foo"], "Available options"),
+    "algorithm": (["algorithm=foo"], "algorithm must be one of"),
 }
 
 

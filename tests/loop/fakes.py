@@ -416,6 +416,7 @@ class FakeJournal:
     def __init__(self) -> None:
         self.drops: list[str] = []
         self.evaluations: list[object] = []
+        self.steps: list[int] = []
 
     def verdict(self, group: object, reason: str | None) -> None:
         if reason is not None:
@@ -426,4 +427,5 @@ class FakeJournal:
     def evaluation(self, evaluation: object) -> None:
         self.evaluations.append(evaluation)
 
-    async def step(self, *args: object) -> None: ...
+    async def step(self, stats: StepStats, groups: object) -> None:
+        self.steps.append(stats.version)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from llamarl.algorithms.verdict import judge
 from llamarl.canary import Canary
@@ -37,8 +38,9 @@ from llamarl.experience.ledger import Ledger, loop_stages
 from llamarl.metrics.span import Spans
 from llamarl.placement import Disaggregated, Placement
 from llamarl.protocols import Generator
+from llamarl.saver import Saver
 from llamarl.staleness import Gate
-from llamarl.types import Prompt, Request, Row, Sampling
+from llamarl.types import Group, Prompt, Request, Row, Sampling
 from llamarl.weights.publish import Publisher
 from tests.loop.fakes import FakeJournal, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 
@@ -94,6 +96,11 @@ class Loop:
     segment_tokens: int = 0
     max_drops_in_row: int = 2000
     evaluate_every: int = 0
+    save_every: int = 0
+    save_s: float = 600.0
+    num_prompts: int = 10**6
+    state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that it resumes from
+    prompts: Iterator[Prompt] = field(default_factory=FakePrompts)
     num_held_out: int = 0
     num_collectors: int = 0
     length: Callable[[Request], int] = heavy_tail
@@ -121,11 +128,14 @@ class Loop:
             sampling=SamplingConfig(rollouts_per_prompt=self.rollouts_per_prompt),
             staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every),
-            checkpoint=CheckpointConfig(export=False),
+            checkpoint=CheckpointConfig(
+                every_steps=self.save_every, save_s=self.save_s, export=False
+            ),
         )
 
     async def run(self, run_dir: Path) -> None:
         config, sampling = self.config(), Sampling(max_tokens=256)
+        state = self.state
         replicas = self.replicas or {0: FakeReplica(0, length=self.length)}
         self.written: dict[int, Row] = {}
         for executor in (self.scorer, self.trainer, *replicas.values()):
@@ -141,6 +151,8 @@ class Loop:
             rollouts_per_group=self.rollouts_per_prompt,
             late=self.late,
             max_drops_in_row=self.max_drops_in_row,
+            num_prompts=self.num_prompts,
+            **{name: state.get(name, 0) for name in ("version", "next_group_id", "next_row_id")},
         )
         self.canary = Canary(
             dispatch=dispatch,
@@ -171,15 +183,45 @@ class Loop:
         held_out = [
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
         ]
+        prompts = self.prompts
+        evaluator = Evaluator(
+            prompts=held_out,
+            sampling=sampling,
+            seed=0,
+            generator=dispatch,
+            ledger=ledger,
+            storage=self.storage,
+            every_steps=self.evaluate_every,
+            version=state.get("evaluated", -1),
+        )
+        self.saver = Saver(
+            config=config.checkpoint,
+            run_dir=str(run_dir),
+            trainer=self.trainer,
+            prompts=prompts,
+            gate=self.gate,
+            placement=self.placement,
+            evaluator=evaluator,
+            spans=spans,
+            version=self.gate.version,
+        )
+        self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
+        requests_of = partial(
+            make_requests, sampling=sampling, seed=0, segment_tokens=self.segment_tokens
+        )
+
+        def make_and_note(group: Group) -> list[Request]:
+            prompt = group.prompt
+            self.prompt_of |= dict.fromkeys(group.row_ids, (prompt.epoch, prompt.prompt_id))
+            return requests_of(group)
+
         controller = Controller(
             config=config,
-            run_dir=str(run_dir),
-            prompts=FakePrompts(),
+            saver=self.saver,
+            prompts=prompts,
             gate=self.gate,
             ledger=ledger,
-            make_requests=partial(
-                make_requests, sampling=sampling, seed=0, segment_tokens=self.segment_tokens
-            ),
+            make_requests=make_and_note,
             generator=dispatch,
             scorer=self.scorer,
             reference=None,
@@ -190,22 +232,16 @@ class Loop:
             publisher=publisher,
             canary=self.canary,
             placement=self.placement,
-            evaluator=Evaluator(
-                prompts=held_out,
-                sampling=sampling,
-                seed=0,
-                generator=dispatch,
-                ledger=ledger,
-                storage=self.storage,
-            )
-            if held_out
-            else None,
+            evaluator=evaluator if held_out else None,
             journal=self.journal,
             spans=spans,
         )
         await publisher.connect()
         try:
             await controller.run()
+        except BaseException:
+            await self.saver.rescue()
+            raise
         finally:
             await dispatch.close()
             await publisher.close()

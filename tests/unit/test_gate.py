@@ -24,6 +24,7 @@ def make_gate(
     groups_per_step: int = 2,
     late: str = "wait",
     max_drops_in_row: int = 4,
+    num_prompts: int = 100,
     **start: int,
 ) -> Gate:
     return Gate(
@@ -32,6 +33,7 @@ def make_gate(
         rollouts_per_group=3,
         late=late,
         max_drops_in_row=max_drops_in_row,
+        num_prompts=num_prompts,
         **start,
     )
 
@@ -154,6 +156,60 @@ def test_too_many_drops_in_a_row_stop_the_run_with_their_reasons() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("num_prompts", "reasons", "solved"),
+    [
+        (3, ["solved"] * 4, "all of the last 4 groups"),  # as many as may be open, at least
+        (6, ["solved"] * 6, "all of the last 6 groups"),
+        (100, ["solved"] * 8, "all of the last 8 groups"),  # max_drops_in_row
+        (6, ["solved"] * 5, ""),
+        (6, ["equal_rewards", *["solved"] * 6], ""),  # not all of those in a row
+        (6, [*["solved"] * 5, *["equal_rewards"] * 3], "5 of the last 8 groups (the others"),
+    ],
+)
+def test_solved_groups_in_a_row_end_admission_and_training_without_an_error(
+    num_prompts: int, reasons: list[str], solved: str
+) -> None:
+    async def scenario() -> None:
+        gate = make_gate(num_prompts=num_prompts, max_drops_in_row=8)
+        prompts = make_backlog()
+        taking = asyncio.create_task(gate.take(2, 2))
+        settled, *groups = await gate.admit(prompts)
+        await gate.settle(settled)  # there is signal still, but less than a step
+        for reason in reasons:
+            if not groups:
+                groups = await gate.admit(prompts)
+            await gate.drop(groups.pop(), reason)
+        assert gate.solved.startswith(solved)
+        assert bool(gate.solved) == bool(solved)
+        if not solved:
+            return taking.cancel() and None
+        assert await asyncio.wait_for(taking, 1) == []
+        await asyncio.wait_for(gate.wait_for(2), 1)
+        await must_wait(gate.admit(prompts))
+        assert [settled.prompt.epoch, settled.prompt.prompt_id] in gate.state(0)["pending"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_solved", [0, 4])
+def test_a_row_of_drops_that_are_not_mostly_solved_is_an_error(num_solved: int) -> None:
+    async def scenario() -> None:
+        gate, prompts = make_gate(num_prompts=6, max_drops_in_row=8), make_backlog()
+        reasons = ["solved"] * num_solved + ["equal_rewards"] * (8 - num_solved)
+        groups = await gate.admit(prompts)
+        for reason in reasons[:4]:
+            await gate.drop(groups.pop(), reason)
+        groups = await gate.admit(prompts)
+        for reason in reasons[4:7]:
+            await gate.drop(groups.pop(), reason)
+        with pytest.raises(RuntimeError, match=r"last 8 .*most of them without full marks"):
+            await gate.drop(groups.pop(), reasons[7])
+        assert not gate.solved
+
+    asyncio.run(scenario())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     max_staleness=st.integers(0, 3),
@@ -217,11 +273,11 @@ def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
         gate.allocate_rows(5)  # an evaluation's
         await gate.advance(1)
         await gate.admit(prompts)
-        state = {**gate.state(), **prompts.state()}
+        state = {**gate.state(1), **prompts.state()}
         if is_killed_twice:  # before all of the open prompts were admitted again
             gate, prompts = resume(state, max_staleness=0)
             assert len(await gate.admit(prompts)) == 2
-            state = {**gate.state(), **prompts.state()}
+            state = {**gate.state(1), **prompts.state()}
         gate, prompts = resume(state, max_staleness=1)
         again = await gate.admit(prompts)
         first_id = 8 if is_killed_twice else 6

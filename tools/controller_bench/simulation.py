@@ -278,7 +278,7 @@ def make_config(shape: Shape) -> Config:
         sampling=SamplingConfig(rollouts_per_prompt=shape.rollouts_per_group, max_tokens=2048),
         staleness=StalenessConfig(max_staleness=shape.max_staleness),
         evaluation=EvaluationConfig(),
-        checkpoint=CheckpointConfig(export=False),
+        checkpoint=CheckpointConfig(every_steps=0, export=False),
         plan=PlanConfig(),
     )
 

@@ -1,0 +1,135 @@
+"""The moments at which a run is saved: after due steps, and when it ends early.
+
+Owns: which version and state a checkpoint of a running loop holds, and the work that an end must
+wait for. Does not own: folders (`checkpoint.py`), when a step is due (the controller), or signals
+(`jobs.py`). Invariant: a saved state names the trainer's version, every prompt that was drawn and
+not trained by then, and records in which that version's step is written down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamarl import checkpoint
+from llamarl.config import CheckpointConfig
+from llamarl.data.backlog import Backlog
+from llamarl.evaluate import Evaluator
+from llamarl.metrics.span import Spans
+from llamarl.placement import Placement
+from llamarl.protocols import Trainer
+from llamarl.staleness import Gate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Saver:
+    """Saves one run. `version` is the trainer's; what the run starts at needs no saving."""
+
+    config: CheckpointConfig
+    run_dir: str
+    trainer: Trainer
+    prompts: Backlog
+    gate: Gate
+    placement: Placement
+    evaluator: Evaluator | None
+    spans: Spans
+    version: int
+    _saved: tuple[int, str] = field(init=False)  # version, and what the gate said of prompts
+    _under_way: set[asyncio.Future[None]] = field(default_factory=set)
+    _made: asyncio.Event = field(default_factory=asyncio.Event)
+    _end: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._saved = self.version, ""
+
+    async def start_step(self, step: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Start `step` and wait until it has called `made`; its end is the future.
+
+        Whatever becomes of the caller, it goes on to its end, and `rescue` waits for it: a version
+        that was made is written down.
+        """
+        self._made.clear()
+        task = self._protect(step)
+        made = asyncio.ensure_future(self._made.wait())
+        waiting: set[asyncio.Future[Any]] = {task, made}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        made.cancel()
+        if task.done():
+            task.result()
+        return asyncio.shield(task)
+
+    def made(self, version: int) -> None:
+        """The trainer has made `version`."""
+        self.version = version
+        self._made.set()
+        if self._end is not None:
+            self._end()
+
+    def end_after_step(self, end: Callable[[], None]) -> None:
+        """Call `end`, which cancels the run, once the trainer has made its next version."""
+        self._end = end
+
+    def is_due(self, last: int) -> bool:
+        """True at the version `last` and at every multiple of `checkpoint.every_steps`."""
+        every = self.config.every_steps
+        return self.version == last or (every > 0 and self.version % every == 0)
+
+    async def save(self) -> None:
+        """Save the trainer's version, unless that was done."""
+        await asyncio.shield(self._protect(self._save()))
+
+    async def export(self) -> None:
+        """Write the trainer's weights in the Hugging Face layout, if the config wants them."""
+        if self.config.export:
+            async with self.placement.turn("train"):
+                await self.trainer.export(f"{self.run_dir}/export")
+
+    async def rescue(self) -> None:
+        """Save what a run that ends early has learnt, once work under way is done.
+
+        Takes at most `checkpoint.save_s` and never raises: a warning says what could not be saved.
+        """
+        try:
+            async with asyncio.timeout(self.config.save_s):
+                while self._under_way:
+                    await asyncio.gather(*self._under_way, return_exceptions=True)
+                if self._saved[0] != self.version:
+                    await self.placement.recall()
+                    await self._save()
+        except Exception as error:  # noqa: BLE001 - what ended the run must not be hidden by this
+            why = f"it took over {self.config.save_s:g} s" if _is_timeout(error) else error
+            log.warning("version %d could not be saved: %s", self.version, why)
+
+    async def _save(self) -> None:
+        version, solved = self.version, self.gate.solved
+        if (version, solved) == self._saved:
+            return
+        state = {"version": version, **self.prompts.state(), **self.gate.state(version)}
+        if self.evaluator is not None:
+            state["evaluated"] = self.evaluator.version
+        if solved:
+            state["solved"] = solved
+        with self.spans.span("checkpoint", "mark", version=version):
+            await checkpoint.save(self.run_dir, self.trainer, state, self.config.keep)
+        self._saved = version, solved
+
+    def _protect(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Work that goes on though the run is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._let_go)
+        return task
+
+    def _let_go(self, task: asyncio.Future[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # a run that has ended meanwhile does not ask for it
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) and not str(error)
