@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -25,7 +26,16 @@ from rich.text import Text
 from llamarl.metrics.aggregate import Shares, executor_of
 from llamarl.metrics.drops import Drops, in_words
 from llamarl.metrics.live import LiveSpans
-from llamarl.metrics.panel import clock, draw_curve, draw_shares, facts_grid, is_shaped
+from llamarl.metrics.panel import (
+    LABEL_WIDTH,
+    MARGINS,
+    clock,
+    cut,
+    draw_curve,
+    draw_shares,
+    facts_grid,
+    is_shaped,
+)
 from llamarl.metrics.record import Scalars
 from llamarl.metrics.startup import Report, Startup
 
@@ -61,6 +71,7 @@ class Progress:
         self._evaluations: list[tuple[int, float, float]] = []
         self._drops = Drops()
         self._startup: Startup | None = None
+        self._sample = ""
         self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
         self._times = times
         self._shares: dict[str, Shares] = {}
@@ -148,6 +159,16 @@ class Progress:
         if self._live is None:
             shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
             self._print_line(f"held-out {shaped}accuracy {accuracy:.1%} at version {version}")
+            if self._sample:
+                self._print_line(f"sample: {self._sample}")
+
+    def sample(self, prompt: str, completion: str, reward: float) -> None:
+        """A rollout that was trained, to be shown in one line."""
+        ending = f"  (reward {reward:g})"
+        room = self.console.width - LABEL_WIDTH - MARGINS - len(ending)
+        asked = cut(prompt, room // 3, self.console.encoding)
+        answered = cut(completion, room - cell_len(asked) - 4, self.console.encoding)
+        self._sample = f"{asked} -> {answered}{ending}"
 
     def drops(self, drops: Drops) -> None:
         """A group was judged; `drops` counts them all."""
@@ -228,7 +249,7 @@ class Progress:
         if self._evaluations:
             facts += self._held_out()
         if self._drops.total:
-            current = f"{self._drops.num_ready:,} groups ready, {self._drops.num_current:,} dropped"
+            current = f"{self._drops.num_ready:,} ready, {self._drops.num_current:,} dropped"
             facts.append(("groups dropped", Text(in_words(self._drops.total))))
             facts.append(("of the next step", Text(current)))
         if "staleness/mean" in self._scalars:
@@ -237,6 +258,8 @@ class Progress:
         if "tokens/per_s" in self._scalars:
             rate = f"{self._scalars['tokens/per_s']:,.0f} tokens/s"
             facts.append(("trained", Text(rate)))
+        if self._sample:
+            facts.append(("sample", Text(self._sample)))
         return facts
 
     def _trained(self) -> list[tuple[str, Text]]:

@@ -82,6 +82,7 @@ class Journal:
         completions: dict[int, str] = {}
         if self.read_completions is not None and self.num_samples:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))
+            self._show_sample(groups, completions)
         scalars, histograms, texts = step_scalars(
             stats.version,
             groups,
@@ -94,3 +95,10 @@ class Journal:
         )
         self.log.log(stats.version, scalars, histograms, texts)
         self.progress.step(stats.version, scalars)
+
+    def _show_sample(self, groups: Sequence[Group], completions: dict[int, str]) -> None:
+        """The first of them: the best of its group."""
+        for group in groups:
+            for row_id in completions.keys() & group.scores.keys():
+                reward = group.scores[row_id].reward
+                return self.progress.sample(group.prompt.text, completions[row_id], reward)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -99,6 +100,14 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def cut(text: str, width: int, encoding: str) -> str:
+    """`text` in one line of at most `width` columns, of what the console can show and does not
+    obey."""
+    line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
+    line = line.encode(encoding, "replace").decode(encoding)
+    return line if cell_len(line) <= width else set_cell_size(line, max(0, width - 3)) + "..."
 
 
 def is_shaped(reward: float | None, accuracy: float | None) -> bool:

@@ -154,8 +154,8 @@ def _lanes(activities: Sequence[Activity]) -> list[int]:
 def _summary(forecast: Forecast) -> str:
     fits = "fits" if forecast.memory.fits else "does not fit"
     return (
-        f"{forecast.num_gpus} GPUs; {fits}; {forecast.step.step_s:.1f} s a step; "
-        f"a publish takes {forecast.publish.seconds:.2f} s."
+        f"{forecast.num_gpus} GPU{'s' * (forecast.num_gpus != 1)}; {fits}; "
+        f"{forecast.step.step_s:.1f} s a step; a publish takes {forecast.publish.seconds:.2f} s."
     )
 
 

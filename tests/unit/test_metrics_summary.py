@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from llamarl.executors.storage import StorageExecutor
@@ -213,6 +214,7 @@ def test_an_ascii_terminal_gets_ascii(run_dir, tmp_path):
         render_summary(summary, {"TensorBoard": "x"}, "next", console)
         progress = Progress(3, live=True, console=console)
         drive(progress)
+        progress.sample("two", "\u56db", 1.0)
         console.print(progress._render())
     assert "####" in (tmp_path / "out").read_text(encoding="ascii")
 
@@ -267,12 +269,12 @@ def test_drops_are_shown_while_a_step_still_waits_for_its_groups():
     console.print(progress._render())
     text = console.export_text()
     assert "180: 160 solved, 20 equal rewards" in text
-    assert "12 groups ready, 180 dropped" in text
+    assert "12 ready, 180 dropped" in text
     drops.take(8)
     console.print(progress._render())
     text = console.export_text()
     assert "180: 160 solved, 20 equal rewards" in text
-    assert "4 groups ready, 0 dropped" in text
+    assert "4 ready, 0 dropped" in text
 
 
 def test_a_log_file_says_every_few_seconds_what_was_dropped():
@@ -407,3 +409,31 @@ def test_a_log_file_gets_a_line_per_role_that_is_ready_and_one_while_a_start_dra
     assert lines[:2] == ["starting the executors", "generator ready after 0 s"]
     assert lines[2] == "still starting: generator ready after 0 s, trainer loading (0 s)"
     assert threading.active_count() == num_threads, "nothing is repeated past the start"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_sample_is_one_line_that_no_terminal_obeys(width):
+    console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    completion = "It is \x1b[31m\a[bold]4[/bold].\r\nAnswer: 4 " + "x" * 30 + "\u56db" * 30
+    progress.sample("What is\n2 + 2?", completion, 1.0)
+    console.print(progress._render())
+    text = console.export_text()
+    (line,) = (line for line in text.splitlines() if "sample" in line)
+    assert "What" in line
+    assert "-> It is" in line
+    assert "(reward 1)" in line
+    assert cell_len(line) == width
+    assert len(text.splitlines()) == 4, "nothing wraps"
+    assert not set(text) & {"\x1b", "\a", "\r"}
+
+
+def test_a_log_file_shows_a_sample_with_each_evaluation():
+    console = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.evaluation(0, 0.5, 0.5)
+    progress.sample("2 + 2?", "4", 1.0)
+    progress.evaluation(1, 0.5, 0.5)
+    lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
+    assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
+    assert len(lines) == 3
