@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = 2**24
-"""Logits computed at once: 64 MiB in float32."""
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
+"""Logits computed at once: 64 MiB in float32, on a GPU 512 MiB, because each chunk reads the whole
+head: 1,024 tokens of a vocabulary of 128,256, not 128. A forecast on the meta device adds an entry
+for that."""
+TILE_TOKENS = 128  # a chunk is a multiple of so many tokens, of which matrix products are made
 
 
 class TokenStats(NamedTuple):
@@ -107,7 +110,8 @@ class _TokenStats(torch.autograd.Function):
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // len(weight))
+    size = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
+    size -= size % TILE_TOKENS if size > TILE_TOKENS else 0
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from llamarl.config import Config
+from llamarl.models import head
 from llamarl.models.architecture import Architecture
 from llamarl.models.attention import SPLIT_RATIO, packed_attention
 from llamarl.models.parallelize import _split as split
@@ -241,7 +242,11 @@ def _measure(
         for layer in model.model.layers:
             layer.register_forward_hook(lambda *_: ends.append(watch.live.num_bytes))
         token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
-        with watch, torch.set_grad_enabled(is_trained):
+        with (
+            watch,
+            _chunks_of("cpu" if kernel == "flash_cpu" else "cuda"),
+            torch.set_grad_enabled(is_trained),
+        ):
             stats = model(token_ids, lengths, token_ids, 1.0)
             saved = watch.live.num_bytes
             if not is_trained:
@@ -276,6 +281,16 @@ def _at_backward(mark: Callable[[], None]) -> Callable[..., None]:
 
 def _forget_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
+
+
+@contextmanager
+def _chunks_of(device: str) -> Iterator[None]:
+    """The head on the meta device computes as many logits at once as on this kind of device."""
+    head.CHUNK_ELEMENTS["meta"] = head.CHUNK_ELEMENTS[device]
+    try:
+        yield
+    finally:
+        del head.CHUNK_ELEMENTS["meta"]
 
 
 @contextmanager

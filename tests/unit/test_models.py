@@ -282,7 +282,7 @@ def test_the_head_equals_plain_log_softmax_in_any_chunk_size(
     logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (up[0].double() @ logprobs + up[1].double() @ entropy).backward()
     for chunk_elements in (1, 31 * 5, 2**24):
-        monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_elements)
+        monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", chunk_elements)
         got = [x.float().requires_grad_() for x in (hidden, weight)]
         stats = head.token_stats(got[0], got[1], targets, 0.6)
         (up[0] @ stats.logprobs + up[1] @ stats.entropy).backward()
@@ -299,7 +299,19 @@ def test_the_head_never_holds_all_logits() -> None:
     with LargestAllocation() as largest:
         stats = head.token_stats(hidden, weight, torch.zeros(num_tokens, dtype=torch.int64), 1.0)
         stats.logprobs.sum().backward()
-    assert largest.num_bytes <= 4 * head.CHUNK_ELEMENTS < 4 * num_tokens * vocab_size
+    assert largest.num_bytes <= 4 * head.CHUNK_ELEMENTS["cpu"] < 4 * num_tokens * vocab_size
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "vocab_size", "sizes"),
+    [(2**27, 128_256, [1024, 1024, 252]), (2**24, 128_256, [128] * 17 + [124]), (30, 8, [3] * 766)],
+)
+def test_chunks_are_whole_tiles_and_hold_every_token(
+    num_elements: int, vocab_size: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "meta", num_elements)
+    hidden, weight = (torch.empty(n, 4, device="meta") for n in (sum(sizes), vocab_size))
+    assert [len(hidden[part]) for part in head._chunks(hidden, weight)] == sizes
 
 
 def test_softmax_is_float32_under_bfloat16_compute() -> None:
