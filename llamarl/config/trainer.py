@@ -49,7 +49,7 @@ class TrainerConfig:
     eps: float = number(1e-8, least=1e-20, most=1)
     """AdamW's denominator offset."""
     weight_decay: float = number(0.0, least=0, most=100)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; norms and biases do not decay."""
     warmup_steps: int = number(0, least=0, most=10**9)
     """Steps over which the learning rate grows linearly to `lr`."""
     schedule: str = "constant"

@@ -289,6 +289,26 @@ def test_no_executor_that_computes_attention_lets_it_take_cudnns_kernels(ranks, 
     assert ranks(1).run(kernels_of_executors, job(checkpoint, {}, [])) == [[False, False, False]]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weight_decay_pulls_matrices_only(ranks, checkpoint, optimizer):
+    cells, rows = make_rollouts(3)
+    steps = [[make_batch(rows, 1, 99)]]
+    start = Transformer(read_architecture(checkpoint))
+    hf.load_into(dict(start.named_parameters()), checkpoint)
+    kept, decayed = (
+        ranks(1).run(train, job(checkpoint, cells, steps, trainer=config))[0]["weights"]
+        for config in (
+            TrainerConfig(optimizer=optimizer, lr=1e-2, weight_decay=decay) for decay in (0.0, 0.3)
+        )
+    )
+    shapes = set()
+    for name, parameter in start.named_parameters():
+        pulled = 1e-2 * 0.3 * parameter.detach().numpy() if parameter.ndim > 1 else 0.0
+        np.testing.assert_allclose(kept[name] - decayed[name], pulled, atol=1e-6, err_msg=name)
+        shapes.add(parameter.ndim)
+    assert shapes == {1, 2}
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_with_step_and_rows(ranks, checkpoint):
     cells, rows = make_rollouts(3)
     cells[2][GENERATOR_LOGPROBS][0] = np.nan
