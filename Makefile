@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm test-gpu check format clean
+.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm test-gpu fuzz check format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
+	@echo "make fuzz         damaged files and keys by the thousand: each must be named, none believed"
 	@echo "make check        ruff, mypy, codespell"
 
 # Makes the virtual environment $(1) with the first Python that llamarl runs on.
@@ -77,6 +78,10 @@ test-vllm: $(VLLM_READY)
 # Where there is a GPU there is a torch that fits it: no environment of ours.
 test-gpu:
 	@$${PYTHON:-python3} -m pytest -m gpu tests/gpu $(ARGS)
+
+# One case again, with all that it printed: make fuzz ARGS='--seed 0 --case 417'
+fuzz: $(READY)
+	@$(BIN)/python tools/fuzz.py --cases 1200 --limit-s 1500 $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -18,7 +18,7 @@ def parse(text: str | bytes) -> Any:
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(text)
-        if SURROGATE in text.lower():
+        if "\\u" in text and SURROGATE in text.lower():
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except UnicodeEncodeError as error:
@@ -36,13 +36,22 @@ def parse(text: str | bytes) -> Any:
         raise ValueError("a number of too many digits") from None
 
 
+def read_bytes(path: Path) -> bytes:
+    """All of a regular file; ValueError says why there is none (a pipe would be waited for)."""
+    if not path.is_file():
+        raise ValueError("no file" if not path.exists() else "something that is no file")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"a file that cannot be read: {error.strerror}") from error
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`; ValueError if it holds anything else."""
     try:
-        value = parse(path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path} must be JSON, got a damaged file: {reason}") from error
+        value = parse(read_bytes(path))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got a damaged file: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llamarl.json_file import parse
+from llamarl.json_file import parse, read_bytes
 
 MANIFEST_FILE = "llamarl-manifest.json"
 MAX_THREADS = 8  # more of them wait for the disk
@@ -107,13 +107,11 @@ def _write(path: Path, files: dict[str, Digest]) -> None:
 
 def _read(path: Path) -> dict[str, Digest]:
     try:
-        files = parse(path.read_bytes())["files"]
+        files = parse(read_bytes(path))["files"]
         sound = all(_is_sound(name, digest) for name, digest in files.items())
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} must hold {path.name}, got a folder without") from None
-    except OSError as error:
-        raise ValueError(f"{path} must be a readable file, got {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except ValueError as error:
+        raise ValueError(f"{path} must be a manifest as llamarl writes it, got {error}") from error
+    except (LookupError, TypeError, AttributeError):
         sound = False
     if not sound:
         raise ValueError(f"{path} must be a manifest as llamarl writes it, got a damaged one")

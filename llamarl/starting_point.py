@@ -18,6 +18,7 @@ from llamarl.config.check import require
 from llamarl.inputs import Inputs, check_identity, identity
 
 LOGGER = logging.getLogger(__name__)
+WRITTEN = ("*.json", "*.jsonl", "archive/*.jsonl", "spans/*.jsonl*", "config.yaml")
 COUNTS = ("version", "position", "next_group_id", "next_row_id")
 MAX_COUNT = 2**53  # JSON's numbers are exact up to here
 
@@ -37,6 +38,7 @@ def starting_point(
         return {}, None
     damaged: dict[Path, ValueError] = {}
     if resume == "auto":
+        _check_places(run_dir)
         folder, state = _newest_sound(run_dir, damaged)
     else:
         folder, state = Path(resume), _read(Path(resume))
@@ -56,6 +58,13 @@ def starting_point(
         reason, kept = error.__cause__ or error, checkpoint.set_aside(newer)
         LOGGER.warning("going on from %s, for %s (kept as %s)", folder.name, reason, kept.name)
     return state, str(folder)
+
+
+def _check_places(run_dir: str) -> None:
+    """ValueError unless what stands where this run will write are files that it can go on with."""
+    for pattern in WRITTEN:
+        for path in Path(run_dir).glob(pattern):
+            require(path.is_file(), str(path), "be a file", "a folder or something else")
 
 
 def _newest_sound(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamarl.data.seeds import rollout_seed
-from llamarl.json_file import parse
+from llamarl.json_file import parse, read_bytes
 from llamarl.types import Group, Request, Sampling
 
 
@@ -48,8 +48,8 @@ def make_requests(
 def read_lengths(path: str | Path, max_tokens: int) -> list[int]:
     """The lengths to replay; ValueError unless they are whole numbers from 1 to `max_tokens`."""
     try:
-        lengths = parse(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+        lengths = parse(read_bytes(Path(path)))
+    except ValueError as error:
         raise ValueError(
             f"sampling.replay_lengths must be a JSON file with a list of lengths, got {error}"
         ) from error

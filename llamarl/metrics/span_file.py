@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAST = ".past"
+MAX_NS = 2**63  # three centuries
 
 
 class Span(NamedTuple):
@@ -91,17 +92,29 @@ class _Parser:
 
     def parse(self, text: bytes) -> Span | None:
         try:
-            line = json.loads(text)
-        except ValueError:
-            return None
+            return self._span(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None  # torn or damaged
+
+    def _span(self, line: dict[str, Any]) -> Span | None:
         if "cat" not in line:
             if "unix_minus_monotonic_ns" in line:
-                self._unix_minus_monotonic_ns = line["unix_minus_monotonic_ns"]
+                self._unix_minus_monotonic_ns = _whole(line["unix_minus_monotonic_ns"])
                 self._session += not line.get("goes_on") or self._session < 0
             return None
         offset_ns = self._unix_minus_monotonic_ns
-        start_ns, end_ns = line.pop("start_ns") + offset_ns, line.pop("end_ns") + offset_ns
-        return Span(self._session, line.pop("name"), line.pop("cat"), start_ns, end_ns, line)
+        start_ns = _whole(line.pop("start_ns")) + offset_ns
+        end_ns = _whole(line.pop("end_ns")) + offset_ns
+        name, cat = line.pop("name"), line.pop("cat")
+        if type(name) is not str or type(cat) is not str:
+            raise TypeError(name)
+        return Span(self._session, name, cat, start_ns, end_ns, line)
+
+
+def _whole(nanoseconds: object) -> int:
+    if type(nanoseconds) is not int or not 0 <= abs(nanoseconds) < MAX_NS:
+        raise ValueError(f"a time must be whole nanoseconds, got {nanoseconds!r}")
+    return nanoseconds
 
 
 def parse_files(paths: Iterable[Path]) -> Iterator[Span]:

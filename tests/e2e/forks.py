@@ -39,7 +39,10 @@ class Forks:
         )
 
     def run(self, *arguments: str, where: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run `llamarl` with these arguments, in the folder `where` or here, to its end."""
+        """Run `llamarl` with these arguments, in the folder `where` or here, to its end.
+
+        "fuzz" as the first argument runs tools/fuzz.py with the others.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         out, err = self._folder / "out", self._folder / "err"
@@ -85,11 +88,14 @@ def serve() -> list[str]:
 
 
 def command(arguments: list[str]) -> int:
-    """What `llamarl` with these arguments exits with."""
+    """What `llamarl` with these arguments exits with; or tools/fuzz.py, if "fuzz" is the first."""
     from llamarl.main import main
 
     sys.argv = ["llamarl", *arguments]
     try:
+        if arguments[0] == "fuzz":
+            sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+            return int(importlib.import_module("fuzz").main(arguments[1:]))
         main()
     except SystemExit as end:
         return int(end.code or 0)

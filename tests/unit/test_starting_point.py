@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,17 @@ def test_with_no_sound_checkpoint_nothing_is_begun_anew(tmp_path: Path, inputs: 
     for _ in range(2):
         with pytest.raises(ValueError, match=r"__0_0\.distcp must be 100 bytes long, got 0"):
             starting_point(resume(), inputs, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "spans/trainer-0.jsonl", "archive/a.jsonl"])
+def test_what_stands_where_a_run_writes_must_be_a_file(
+    name: str, tmp_path: Path, inputs: Inputs
+) -> None:
+    save(tmp_path, inputs)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} must be a file, got "):
+        starting_point(resume(), inputs, str(tmp_path))
 
 
 def test_damaged_records_are_named_with_their_line_and_the_way_out(

@@ -1,0 +1,20 @@
+"""A few damaged inputs of every kind; `make fuzz` tries over a thousand."""
+
+from __future__ import annotations
+
+import re
+
+from tests.e2e.forks import Forks
+
+
+def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(forks: Forks) -> None:
+    done = forks.run("fuzz", "--seed=0", "--cases=60", "--runs=0.02")
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.match(r"60 cases, 0 findings", last)
+    counts = re.search(r"^all +(\d+) +(\d+) +(\d+)", done.stdout, re.MULTILINE)
+    assert counts is not None
+    refused, passed_over, accepted = map(int, counts.groups())
+    assert refused > 25, "else the damage does not reach what is checked"
+    assert passed_over > 3
+    assert accepted > 3

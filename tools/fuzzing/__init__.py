@@ -1,0 +1,1 @@
+"""Damaged inputs: how they are made (`mutations`, `cases`), tried (`children`) and judged."""
