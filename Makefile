@@ -94,4 +94,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs *.egg-info
+	rm -rf $(VENV) .venv-vllm runs build dist *.egg-info

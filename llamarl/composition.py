@@ -41,7 +41,7 @@ VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--
 TELLING = OmegaConfBaseException, OverrideParseException, MissingConfigException, yaml.YAMLError
 WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"
 PLAIN_FLAGS = {"--multirun", "-m", "--resolve"}
-CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
+CONF_FOLDER = Path(__file__).resolve().parent / "conf"
 
 SCHEMAS: dict[tuple[str | None, str], type] = {
     (None, "schema"): Config,
