@@ -41,6 +41,7 @@ from llamarl.metrics.startup import Report, Startup
 
 PLAIN_INTERVAL_S = 5.0
 PLAIN_QUIET_S = 10.0  # after so long without a line, how far a start or a step is
+PLAIN_WIDTH = 140
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
 SHOWN_EXECUTORS = ("generator", "trainer")
@@ -165,7 +166,8 @@ class Progress:
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """A rollout that was trained, to be shown in one line."""
         ending = f"  (reward {reward:g})"
-        room = self.console.width - LABEL_WIDTH - MARGINS - len(ending)
+        width = self.console.width if self._live else PLAIN_WIDTH
+        room = width - LABEL_WIDTH - MARGINS - len(ending)
         asked = cut(prompt, room // 3, self.console.encoding)
         answered = cut(completion, room - cell_len(asked) - 4, self.console.encoding)
         self._sample = f"{asked} -> {answered}{ending}"

@@ -27,7 +27,7 @@ CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
 WHEN = ("before", "after")  # the first step and the last one
-REWARD_DIGITS = 4  # a reward equal to the accuracy in so many says nothing beside it
+NEAR = 0.005  # a reward as near as this to the accuracy says nothing beside it
 
 
 def render_summary(
@@ -111,10 +111,10 @@ def cut(text: str, width: int, encoding: str) -> str:
 
 
 def is_shaped(reward: float | None, accuracy: float | None) -> bool:
-    """True if the reward says more than the accuracy: some are neither 0 nor full marks."""
+    """True if the reward says more than the accuracy, as where nothing has full marks yet."""
     if reward is None or accuracy is None:
         return reward is not None
-    return round(reward - accuracy, REWARD_DIGITS) != 0
+    return abs(reward - accuracy) > NEAR or (accuracy == 0 and reward != 0)
 
 
 def shorten(path: str) -> str:

@@ -331,8 +331,10 @@ def test_a_shaped_reward_leads_and_one_equal_to_the_accuracy_is_left_out(run_dir
     reward, accuracy = (line for line in shaped if "held-out" in line)
     assert "held-out reward    0.100 before   0.334 after" in reward
     assert "0.0% before   0.0% after   (full marks)" in accuracy
-    plain = final(accuracy_before=0.5, accuracy_after=1.0, reward_before=0.5, reward_after=1.0)
+    plain = final(accuracy_before=0.5, accuracy_after=1.0, reward_before=0.501, reward_after=1.0)
     assert [line for line in plain if "held-out reward" in line] == []
+    early = final(accuracy_before=0.0, accuracy_after=0.0, reward_before=0.0, reward_after=0.002)
+    assert any("0.000 before   0.002 after" in line for line in early)
 
 
 def test_progress_shows_shaped_rewards_beside_the_accuracy():
