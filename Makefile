@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM_READY := .venv-vllm/.ready
 QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
-PIP_INSTALL = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL = $(@D)/bin/python tools/install.py
 # One thread per process: on few cores, more threads than cores is many times slower.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

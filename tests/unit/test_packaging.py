@@ -22,7 +22,7 @@ DECLARED = {
     requirement.name: requirement.specifier
     for requirement in map(Requirement, PROJECT["dependencies"])
 }
-OPTIONAL = {"vllm", "numba"}
+OPTIONAL = {"vllm"}
 
 
 def test_what_is_imported_is_declared() -> None:
