@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.metrics.span import Span
+from llamarl.metrics.span_file import Span
 from llamarl.weights.layout import RankLayout
 from llamarl.weights.plan import num_bytes, plan
 
