@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from llamarl.config import Config
 from llamarl.metrics.panel import render_summary, shorten
-from llamarl.metrics.summary import SUMMARY_FILE
+from llamarl.metrics.summary import SUMMARY_FILE, summarize
 
 
 def show(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
@@ -47,8 +46,8 @@ def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
 def repeat_end(
     config: Config, run_dir: str, state: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    """What a finished run showed at its end."""
-    summary: dict[str, Any] = loads(Path(run_dir, SUMMARY_FILE).read_text())
+    """What a finished run showed at its end, worked out again from what it stored."""
+    summary = summarize(run_dir)
     show(config, run_dir, summary, console)
     console.print("this run was finished before: nothing was started", highlight=False)
     show_why(config, state["version"], state.get("solved", ""), console)

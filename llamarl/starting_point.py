@@ -110,6 +110,10 @@ def _read(folder: Path) -> dict[str, Any]:
         "fit the open prompts, next_group_id and next_row_id",
         state["position"],
     )
+    evaluated, solved = state.get("evaluated", -1), state.get("solved", "")
+    sound = type(evaluated) is int and -1 <= evaluated <= state["version"]
+    require(sound, f"evaluated in {path}", "be a version", _short(evaluated))
+    require(type(solved) is str, f"solved in {path}", "be text", _short(solved))
     require(isinstance(state.get("identity"), dict), f"identity in {path}", "be an object", None)
     require(records.is_sound(state.get("records")), f"records in {path}", "list parts", None)
     return state

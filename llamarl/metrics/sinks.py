@@ -36,6 +36,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata as text_me
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
+from llamarl.json_file import parse
 from llamarl.metrics.charts import chart_tag, description
 from llamarl.metrics.record import Histograms, Scalars, Texts
 
@@ -104,14 +105,15 @@ class MetricsLog:
 
 
 def read_metrics(path: str | Path) -> dict[int, dict[str, Any]]:
-    """Step -> merged line of a metrics.jsonl, later lines winning; unfinished lines are skipped."""
+    """Step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged ones are
+    skipped."""
     steps: dict[int, dict[str, Any]] = {}
-    for text in Path(path).read_text().splitlines():
+    for text in Path(path).read_bytes().splitlines():
         try:
-            line = json.loads(text)
+            line = parse(text)
         except ValueError:
             continue
-        if "step" in line:
+        if isinstance(line, dict) and type(line.get("step")) is int:
             steps.setdefault(line["step"], {}).update(line)
     return dict(sorted(steps.items()))
 

@@ -8,21 +8,23 @@ metrics.jsonl), so the loop's own counters cannot flatter it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llamarl.json_file import parse
 from llamarl.metrics.aggregate import Timeline, by_executor, read_timeline
 from llamarl.metrics.intervals import length
 from llamarl.metrics.record import TRAINED_TOKENS
 from llamarl.metrics.sinks import METRICS_FILE, read_metrics
 from llamarl.metrics.trace import TraceFile
 
+LOGGER = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
 SPANS_FOLDER = "spans"
 TRACE_FILE = "trace.json"
@@ -144,21 +146,18 @@ def write_json(path: Path, value: object) -> None:
 
 
 def _tally(folder: Path) -> Rollouts:
+    """All rollouts; the line that a killed process left unfinished is skipped, as are damaged ones,
+    which are named."""
     rollouts = Rollouts()
     for path in sorted(folder.glob(ARCHIVE_FILES)):
-        for line in _lines(path):
-            rollouts.add(line)
+        with path.open("rb") as file:
+            for number, text in enumerate(file, start=1):
+                try:
+                    rollouts.add(parse(text))
+                except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    if text.endswith(b"\n"):
+                        LOGGER.warning("%s:%d is not counted: %r", path, number, error)
     return rollouts
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; the one a killed process left unfinished is skipped."""
-    with path.open() as file:
-        for text in file:
-            try:
-                yield json.loads(text)
-            except ValueError:
-                continue
 
 
 def _timing(timeline: Timeline, rollouts: Rollouts) -> Summary:
@@ -182,8 +181,12 @@ def _ratios(steps: dict[int, dict[str, Any]]) -> Summary:
         "ratio_mean": "ratio/mean",
         "ratio_clipped_share": "ratio/clipped_share",
     }.items():
-        known = [s for s in steps.values() if s.get(tag) is not None and s.get(TRAINED_TOKENS)]
+        known = [s for s in steps.values() if s.get(TRAINED_TOKENS) and _are_numbers(s, tag)]
         weights = [step[TRAINED_TOKENS] for step in known]
         total = sum(step[tag] * weight for step, weight in zip(known, weights, strict=True))
         result[key] = total / sum(weights) if weights else None
     return result
+
+
+def _are_numbers(step: dict[str, Any], tag: str) -> bool:
+    return all(type(step.get(key)) in (int, float) for key in (tag, TRAINED_TOKENS))

@@ -439,3 +439,24 @@ def test_a_log_file_shows_a_sample_with_each_evaluation():
     lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
     assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
     assert len(lines) == 3
+
+
+def test_damaged_lines_are_named_and_not_counted(tmp_path, caplog):
+    lines = [b'{"fate": "unused"}', b"\xff", b"[1]", b'{"fate": "trained"}', b"[" * 10**5, b'{"a']
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "rollouts-0.jsonl").write_bytes(b"\n".join(lines))
+    steps = [
+        b'{"step": 1, "ratio/mean": 0.5, "tokens/trained": 2}',
+        b"[1]",
+        b"\xff",
+        b'{"step": []}',
+    ]
+    steps += [b'{"step": 2, "ratio/mean": "x", "tokens/trained": 2}', b"[" * 10**5]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(steps))
+    spans = [b"[" * 10**5, b"\xff", b"[]", b'{"cat": 1}', b'{"cat": [], "name": []}']
+    spans += [b'{"cat": "busy", "name": "x", "start_ns": "1", "end_ns": 2}']
+    (tmp_path / "spans").mkdir()
+    (tmp_path / "spans" / "trainer-0.jsonl").write_bytes(b"\n".join(spans) + b"\n")
+    assert summarize(tmp_path)["ratio_mean"] == 0.5
+    named = {record.args[1] for record in caplog.records if isinstance(record.args, tuple)}
+    assert named == {2, 3, 4, 5}

@@ -163,7 +163,9 @@ def _damage(path: Path, kind: str, mutation: Mutation, draw: random.Random) -> b
 def _overrides(target: str, folder: Path) -> list[str]:
     """What a run must be told so that it reads the file `target`."""
     if target.startswith("run/"):
-        return [f"run_dir={folder}/run", "checkpoint.resume=auto"]
+        is_finished = target == "run/summary.json"  # shown again only by a run that is at its end
+        more = ["num_steps=2"] if is_finished else []
+        return [f"run_dir={folder}/run", "checkpoint.resume=auto", *more]
     more = {
         "recipe/prompts.parquet": ["data.prompts=prompts.parquet"],
         "recipe/lengths.json": ["sampling.replay_lengths=lengths.json"],
