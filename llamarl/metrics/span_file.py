@@ -153,7 +153,7 @@ def past_of(path: Path) -> tuple[Path, int]:
     try:
         with past.open() as file:
             return past, int(json.loads(file.readline())["summed_files"])
-    except (FileNotFoundError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return past, 0
 
 

@@ -14,9 +14,11 @@ import pytest
 
 from llamarl.cluster import Cluster, RemoteError, make_cluster, process_name
 from llamarl.config import ClusterConfig
+from llamarl.metrics.span_file import SpanReader
 from tests.distributed.executors import Probe
 
 LIMIT_S = 30.0
+SPANS_BYTES = 200_000  # what 2000 spans take
 Scenario = Callable[[Cluster], Awaitable[None]]
 
 
@@ -33,6 +35,7 @@ def run(
             ClusterConfig(backend=request.param),
             spans_folder=str(tmp_path / "spans"),
             logs_folder=str(tmp_path / "logs"),
+            spans_bytes=SPANS_BYTES,
         )
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -143,14 +146,16 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
 def test_stop_closes_once_and_may_be_repeated(run, tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("generator", Probe, {"folder": str(tmp_path)}, 2)
-        await group.every.record()
+        await group.every.record(5000)
         watches = [asyncio.create_task(group.watch()), asyncio.create_task(cluster.watch())]
         await group.stop()
         await asyncio.gather(group.stop(), cluster.stop(), cluster.stop())
         assert await asyncio.gather(*watches) == [None, None]
         assert [(tmp_path / f"closed-{rank}").read_text() for rank in range(2)] == ["x", "x"]
-        spans = (tmp_path / "spans" / "generator-1.jsonl").read_text()
-        assert '"decode"' in spans
+        spans = list(SpanReader(tmp_path / "spans" / "generator-1.jsonl").read())
+        assert sum(span.args.get("spans", 1) for span in spans if span.name == "decode") == 5000
+        files = (tmp_path / "spans").glob("generator-1.jsonl*")
+        assert sum(path.stat().st_size for path in files) <= SPANS_BYTES
 
     run(scenario)
 

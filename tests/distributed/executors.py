@@ -120,9 +120,10 @@ class Probe:
         self.socket = socket.create_server(("0.0.0.0", 0))
         return self.socket.getsockname()[1]
 
-    async def record(self) -> None:
-        with self.spans.span("decode"):
-            pass
+    async def record(self, num_spans: int) -> None:
+        for _ in range(num_spans):
+            with self.spans.span("decode"):
+                pass
 
     async def close(self) -> None:
         if self.folder is not None:

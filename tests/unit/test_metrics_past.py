@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -195,3 +196,19 @@ def _shares(spans: list[Span], window: np.ndarray) -> Shares:
         tracks[span.cat, span.name].times_ns.extend((span.start_ns, span.end_ns))
     shares = shares_of(tracks, window)
     return Shares(shares.busy, {name: share for name, share in shares.waits.items() if share})
+
+
+@given(st.binary(max_size=40), st.integers(0, 400), st.sampled_from(["", ".past", ".1"]))
+def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, suffix):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trainer-0.jsonl")
+        write_spans(Path(folder), "trainer-0", [("accumulate", "busy", n, n + 1) for n in range(4)])
+        content = path.read_bytes()
+        for end in ("", ".past", ".1"):
+            damaged = content[:place] + junk + content[place + len(junk) :]
+            Path(f"{path}{end}").write_bytes(damaged if end == suffix else content)
+        spans = list(SpanReader(path).read())
+        hit = content[place : place + len(junk)].count(b"\n") + junk.count(b"\n") + 1
+        assert 12 - hit - 1 <= len(spans)
+        sum_old_files(path, 10_000)
+        read_timeline(folder)
