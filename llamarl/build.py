@@ -154,6 +154,7 @@ def build_controller(
         evaluator=evaluator,
         spans=spans,
         version=gate.version,
+        last=config.num_steps,
     )
     canary = _canary(config, inputs, executors, dispatch, ledger, gate)
     publisher = _publisher(config, executors, run_dir, dispatch, canary, spans)
@@ -260,6 +261,7 @@ def _publisher(
         generator_device=config.generator.device,
         on_flip=flipped,
         on_lost=lost,
+        on_hold=dispatch.hold,
     )
 
 
@@ -277,6 +279,7 @@ def build_evaluator(
         ledger=ledger,
         storage=executors.storage,
         every_steps=config.evaluation.every_steps,
+        rows_per_replica=config.generator.max_running,
     )
 
 

@@ -54,13 +54,11 @@ class Controller:
     spans: Spans
 
     async def run(self) -> None:
-        """Train until version `num_steps`, or the last one that solved prompts leave to make, is
-        live, evaluated and saved."""
-        self._last = self.config.num_steps
+        """Train until `num_steps`, or until prompts are solved; evaluate, save and export that."""
         await self.placement.begin()
         async with self.placement.turn("handover"):
             await self.publisher.publish(self.gate.version)  # everybody starts on one policy
-        async with asyncio.TaskGroup() as tasks:
+        async with self.saver.saving(), asyncio.TaskGroup() as tasks:
             self._start = tasks.create_task
             self._evaluation = self._start(self._evaluate(self.gate.version))
             admitting = self._start(self._admit_stage())
@@ -72,7 +70,7 @@ class Controller:
             await self._evaluation
             for stage in serving:
                 stage.cancel()
-        await self.storage.retire(self.ledger.rows(*Purpose), {"fate": "unused"})
+            await self.storage.retire(self.ledger.rows(*Purpose), {"fate": "unused"})
         await self.saver.export()
 
     async def _admit_stage(self) -> None:
@@ -88,13 +86,13 @@ class Controller:
     async def _collect_stage(self) -> None:
         """Hear which rollouts stopped; cut ones go on, wherever there is room."""
         while True:
-            written, cut = [], []
+            stopped, cut = [], []
             for row in await self.generator.collect():
                 if row.finish_reason is FinishReason.SEGMENT:
                     cut.append(replace(self.ledger.entries[row.row_id].request, resume=True))
-                elif row.finish_reason is not FinishReason.ABORTED:
-                    written.append(row)
-            self.ledger.learn_rows(written)
+                else:
+                    stopped.append(row)  # written, or given up
+            self.ledger.learn_rows(stopped)
             await self.generator.submit(cut)
 
     async def _score_stage(self) -> None:
@@ -137,7 +135,7 @@ class Controller:
         """One optimizer step per batch; its parts are trained as they become ready."""
         publishing = self._start(asyncio.sleep(0))  # nothing to wait for yet
         closing: asyncio.Future[None] = publishing
-        while (version := self.saver.version) < self._last:
+        while (version := self.saver.version) < self.saver.last:
             oldest = self.gate.oldest_version(version)
             groups: list[Group] = []
             async with self.placement.turn("train", self._wait_for_batch):
@@ -146,7 +144,7 @@ class Controller:
                         part_size = min(self.config.trainer.groups_per_part or missing, missing)
                         part = await self.gate.take(part_size, missing)
                     if not part:  # the prompts are solved: there will be no whole step any more
-                        self._last = version
+                        self.saver.last = version
                         break
                     await self.trainer.accumulate(self.make_batch(part, version, oldest))
                     groups += part
@@ -154,11 +152,11 @@ class Controller:
                     canary = await self.canary.check(version)
                     await closing
                     closing = await self.saver.start_step(self._step(groups, oldest, canary))
-                if self.saver.is_due(self._last):
+                if self.saver.is_due():
                     await closing  # a checkpoint never knows of a step that is not written down
                     await self.saver.save()
             await publishing
-            if self.saver.version < self._last:  # else nobody needs more groups
+            if self.saver.version < self.saver.last:  # else nobody needs more groups
                 await self.gate.advance(self.saver.version)
             publishing = self._start(self._publish(self.saver.version))
         await publishing
@@ -177,17 +175,24 @@ class Controller:
         await self.gate.wait_for(self.config.trainer.groups_per_step)
 
     async def _publish(self, version: int) -> None:
-        """Give `version` to the generators, after the evaluation that needs the one before."""
-        await self._evaluation
+        """Give `version` to the generators; those that evaluate an older one take it afterwards."""
+        if is_due := self._is_evaluated(version):
+            await self._evaluation  # one at a time
         async with self.placement.turn("handover"):
             if version > self.publisher.version:  # else no step was made: the prompts are solved
                 self.journal.publish((await self.publisher.publish(version)).seconds)
-            self._evaluation = self._start(self._evaluate(version))
+            if is_due:
+                self._evaluation = self._start(self._evaluate(version))
 
     async def _evaluate(self, version: int) -> None:
-        if self.evaluator is not None and self.evaluator.is_due(version, self._last):
+        if self.evaluator is not None and self._is_evaluated(version):
             row_ids = self.gate.allocate_rows(len(self.evaluator.prompts))
-            self.journal.evaluation(await self.evaluator.evaluate(version, row_ids))
+            num_replicas = None if version == self.saver.last else self.evaluator.num_replicas
+            with self.publisher.hold(version, num_replicas):
+                self.journal.evaluation(await self.evaluator.evaluate(version, row_ids))
+
+    def _is_evaluated(self, version: int) -> bool:
+        return self.evaluator is not None and self.evaluator.is_due(version, self.saver.last)
 
     async def _retire(self, groups: list[Group], **fate: str | int | float) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]

@@ -23,7 +23,8 @@ from itertools import groupby
 
 from llamarl.cluster.errors import GroupLost
 from llamarl.protocols import Collector, Generator, Storage
-from llamarl.types import FinishReason, Request, Row
+from llamarl.types import FinishReason, Purpose, Request, Row
+from llamarl.weights.errors import NoGenerator
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Dispatch:
     Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
     to replica 1. A replica that is one version below the group's `min_version` is about to flip:
     it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
-    that is further behind is chosen only if all are.
+    that is further behind, or keeps its version, is chosen only if all are.
     """
 
     def __init__(
@@ -82,17 +83,25 @@ class Dispatch:
         self._listeners: dict[int, asyncio.Task[None]] = {}  # by replica
         self._hearing: list[asyncio.Task[None]] = []  # one of each collector
         self._burials: set[asyncio.Task[None]] = set()
+        self._keepers: set[int] = set()  # replicas that keep their version for an evaluation
         self._homeless: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
 
     async def submit(self, requests: list[Request]) -> None:
-        """Queue requests, each run of equal prompts on the replica that suits it best."""
+        """Queue requests, each run of equal prompts on the replica that suits it best. Those of an
+        evaluation go to replicas that keep their version; once those are lost, nowhere: they come
+        out of `collect` marked ABORTED."""
         shares: dict[int, list[Request]] = {}
-        queues: dict[int, list[tuple[bool, float, int]]] = {}  # by min_version: who is next
-        for _, run in groupby(requests, key=lambda request: request.prompt_ids):
+        queues: dict[object, list[tuple[bool, float, int]]] = {}  # by candidates: who is next
+        for _, run in groupby(requests, key=lambda r: (r.prompt_ids, r.purpose)):
             group = [self._renewed(request) for request in run]
             min_version = max(request.min_version for request in group)
-            index = self._choose(queues.setdefault(min_version, []), min_version)
+            is_evaluation = group[0].purpose is Purpose.EVALUATE
+            if is_evaluation and not self._keepers & self.replicas.keys():
+                self._give_up(group)
+                continue
+            queue = queues.setdefault((min_version, is_evaluation), [])
+            index = self._choose(queue, min_version, is_evaluation)
             for request in group:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
@@ -136,7 +145,7 @@ class Dispatch:
             raise
 
     async def collect(self) -> list[Row]:
-        """Rows that stopped on any replica. RuntimeError when the last replica is lost."""
+        """Rows that stopped on any replica. NoGenerator when the last replica is lost."""
         rows = await self._rows.get()
         if isinstance(rows, BaseException):
             raise rows
@@ -164,6 +173,10 @@ class Dispatch:
         if replica in self.replicas:
             self.replicas[replica].version = version
 
+    def hold(self, replicas: set[int]) -> None:
+        """These keep their version, and no others."""
+        self._keepers = replicas
+
     def lost(self, index: int, why: Exception) -> None:
         """`index` is given up, by a publish or because it died: once its processes have ended its
         requests start again elsewhere. Without effect if it is lost already."""
@@ -184,13 +197,16 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _choose(self, queue: list[tuple[bool, float, int]], min_version: int) -> int:
+    def _choose(
+        self, queue: list[tuple[bool, float, int]], min_version: int, is_evaluation: bool
+    ) -> int:
         """The replica that suits best; `queue` is a heap of all that others were chosen from
         since, or empty. Loads only grow meanwhile, so an entry may only be too low."""
         if not self.replicas:
-            raise RuntimeError("every generator replica is lost")
+            raise NoGenerator("every generator replica is lost")
         if not queue:
-            queue += [self._rank(index, min_version) for index in self.replicas]
+            candidates = self._keepers & self.replicas.keys() if is_evaluation else self.replicas
+            queue += [self._rank(index, min_version) for index in candidates]
             heapq.heapify(queue)
         while queue[0] != (found := self._rank(queue[0][2], min_version)):
             heapq.heapreplace(queue, found)
@@ -199,7 +215,8 @@ class Dispatch:
     def _rank(self, index: int, min_version: int) -> tuple[bool, float, int]:
         replica = self.replicas[index]
         num_behind = max(0, min_version - replica.version)
-        return num_behind > 1, replica.load * (1 + BEHIND_SHARE * num_behind), index
+        is_far = num_behind > (index not in self._keepers)
+        return is_far, replica.load * (1 + BEHIND_SHARE * num_behind), index
 
     async def _listen(self, index: int) -> None:
         """Hear from a replica until it is lost; if a collector does, only of its loss."""

@@ -9,6 +9,8 @@ every token of an evaluation was written by the same version, else it raises; it
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 
 from llamarl.data.seeds import rollout_seed
 from llamarl.experience.ledger import Ledger
@@ -24,6 +26,9 @@ from llamarl.types import (
     Sampling,
     ScoreStatus,
 )
+from llamarl.weights.errors import NoGenerator
+
+log = logging.getLogger(__name__)
 
 
 async def evaluate_alone(
@@ -46,13 +51,16 @@ async def evaluate_alone(
         result = await evaluator.evaluate(0, tuple(range(len(evaluator.prompts))))
         for task in serving:
             task.cancel()
+    if result is None:
+        raise NoGenerator("every generator replica is lost")
     return result
 
 
 class Evaluator:
     """Asks for one rollout per held-out prompt and waits until all are scored.
 
-    `version` is the last one evaluated (-1: none), also before a resume.
+    `version` is the last one evaluated (-1: none), also before a resume. `num_replicas` are as many
+    as run all prompts at once, `rows_per_replica` each.
     """
 
     def __init__(
@@ -66,9 +74,11 @@ class Evaluator:
         storage: Storage,
         every_steps: int = 0,
         version: int = -1,
+        rows_per_replica: int = 1,
     ) -> None:
         self.prompts = prompts
-        self.version = version
+        self.version = self._begun = version
+        self.num_replicas = math.ceil(len(prompts) / rows_per_replica)
         self._every_steps = every_steps
         self._sampling = sampling
         self._seed = seed
@@ -80,14 +90,16 @@ class Evaluator:
         """Whether to evaluate `version`: the first and the last one are, and one every
         `every_steps` (0: none between), but none twice."""
         every = self._every_steps
-        has_passed = every > 0 and version // every > self.version // every
-        return version > self.version and (self.version < 0 or has_passed or version == last)
+        has_passed = every > 0 and version // every > self._begun // every
+        return version > self._begun and (self._begun < 0 or has_passed or version == last)
 
-    async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation:
+    async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
         """Evaluate `version`, which the caller keeps live; `row_ids` has one entry per prompt.
 
-        RuntimeError if a token of another version slipped in or every reward failed.
+        Prompts whose generator is lost, and none is left that keeps the version, are left out; None
+        if all are. RuntimeError if a token of another version slipped in or every reward failed.
         """
+        self._begun = version
         requests = [
             Request(
                 row_id=row_id,
@@ -116,8 +128,19 @@ class Evaluator:
         score = self._ledger.entries[row_id].score
         return score is not None and score.correct
 
-    def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation:
-        entries = [self._ledger.entries[row_id] for row_id in row_ids]
+    def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
+        asked = [self._ledger.entries[row_id] for row_id in row_ids]
+        entries = [entry for entry in asked if entry.row is not None]
+        if len(entries) < len(asked):
+            num_lost = len(asked) - len(entries)
+            log.warning(
+                "version %d: %d of %d prompts were not evaluated, for their generators were lost",
+                version,
+                num_lost,
+                len(asked),
+            )
+        if not entries:
+            return None
         rows = [entry.row for entry in entries if entry.row is not None]
         scores = [entry.score for entry in entries if entry.score is not None]
         foreign = {span.version for row in rows for span in row.spans} - {version}

@@ -30,7 +30,7 @@ from llamarl.build import (
     make_dispatch,
     spawn_executors,
 )
-from llamarl.cluster import Cluster, make_cluster
+from llamarl.cluster import Cluster, ExecutorGroup, GroupLost, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.controller import Controller
@@ -148,7 +148,7 @@ async def _until_end(
 ) -> None:
     """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
     try:
-        await _until_lost(controller.run(), executors)
+        await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
     except BaseException:
         signals.hold()
         progress.phase("saving what was learnt")
@@ -163,7 +163,10 @@ async def _read_completions(
     """The text of a few rows that are still in storage."""
     if not row_ids:
         return {}
-    columns = await storage.read(row_ids, [RESPONSE_IDS])
+    try:
+        columns = await storage.read(row_ids, [RESPONSE_IDS])
+    except GroupLost:  # the step's numbers are written down nevertheless
+        return {}
     return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))
 
 
@@ -196,6 +199,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
 async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
     dispatch = make_dispatch(executors)
     ledger = Ledger(loop_stages(has_reference=False))
+    dispatch.hold(set(dispatch.replicas))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger)
     assert evaluator is not None
     try:
@@ -313,13 +317,26 @@ async def _cluster(config: Config, run_dir: str) -> AsyncIterator[tuple[Cluster,
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-async def _until_lost(work: Coroutine[Any, Any, Any], executors: Executors) -> Any:
-    """Run `work`, but end at once with the reason if an executor it cannot spare is lost."""
+async def _until_lost(
+    work: Coroutine[Any, Any, Any],
+    executors: Executors,
+    has_learnt: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Run `work`, but end at once with the reason if an executor it cannot spare is lost. Once it
+    `has_learnt` all that is only the trainer: whatever else `work` still asks for raises there."""
+
+    async def watch(group: ExecutorGroup) -> None:
+        try:
+            await group.watch()
+        except GroupLost:
+            if group is executors.trainer or not has_learnt():
+                raise
+
     async with asyncio.TaskGroup() as tasks:
-        watches = [tasks.create_task(group.watch()) for group in executors.vital]
+        watches = [tasks.create_task(watch(group)) for group in executors.vital]
         result = await tasks.create_task(work)
-        for watch in watches:
-            watch.cancel()
+        for watching in watches:
+            watching.cancel()
     return result
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from llamarl.cluster.errors import GroupLost
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Tenant
+from llamarl.weights.errors import NoGenerator
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Colocated:
                 log.warning("generator %d takes no more turns: %s", replica, outcome)
                 del self._generators[replica]
                 if not self._generators:
-                    raise RuntimeError("every generator replica is lost") from outcome
+                    raise NoGenerator("every generator replica is lost") from outcome
             elif outcome is not None:
                 raise outcome
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from llamarl import checkpoint
+from llamarl.cluster.errors import GroupLost
 from llamarl.config import CheckpointConfig
 from llamarl.data.backlog import Backlog
 from llamarl.evaluate import Evaluator
@@ -22,13 +24,15 @@ from llamarl.metrics.span import Spans
 from llamarl.placement import Placement
 from llamarl.protocols import Trainer
 from llamarl.staleness import Gate
+from llamarl.weights.errors import NoGenerator
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves one run. `version` is the trainer's; what the run starts at needs no saving."""
+    """Saves one run. `version` is the trainer's, `last` the one to end with; what the run starts at
+    needs no saving."""
 
     config: CheckpointConfig
     run_dir: str
@@ -39,10 +43,12 @@ class Saver:
     evaluator: Evaluator | None
     spans: Spans
     version: int
+    last: int
     _saved: tuple[int, str] = field(init=False)  # version, and what the gate said of prompts
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
     _made: asyncio.Event = field(default_factory=asyncio.Event)
     _end: Callable[[], None] | None = None
+    _has_turns: bool = True  # else the trainer has the device for good
 
     def __post_init__(self) -> None:
         self._saved = self.version, ""
@@ -74,10 +80,15 @@ class Saver:
         """Call `end`, which cancels the run, once the trainer has made its next version."""
         self._end = end
 
-    def is_due(self, last: int) -> bool:
-        """True at the version `last` and at every multiple of `checkpoint.every_steps`."""
+    @property
+    def has_last(self) -> bool:
+        """Whether the last step is made: then nothing is left to learn, only to write down."""
+        return self.version >= self.last
+
+    def is_due(self) -> bool:
+        """True at the last version and at every multiple of `checkpoint.every_steps`."""
         every = self.config.every_steps
-        return self.version == last or (every > 0 and self.version % every == 0)
+        return self.version == self.last or (every > 0 and self.version % every == 0)
 
     async def save(self) -> None:
         """Save the trainer's version, unless that was done."""
@@ -86,8 +97,28 @@ class Saver:
     async def export(self) -> None:
         """Write the trainer's weights in the Hugging Face layout, if the config wants them."""
         if self.config.export:
-            async with self.placement.turn("train"):
+            turn = self.placement.turn("train") if self._has_turns else nullcontext()
+            async with turn:
                 await self.trainer.export(f"{self.run_dir}/export")
+
+    @asynccontextmanager
+    async def saving(self) -> AsyncIterator[None]:
+        """Around the stages of a run. Executors that are lost once the last version is made cost an
+        evaluation or lines of the archive, not what was learnt: that is saved all the same."""
+        try:
+            yield
+        except* (GroupLost, NoGenerator) as losses:
+            if not self.has_last:
+                raise
+            error: BaseException = losses
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            log.warning("version %d may lack its evaluation: %s", self.version, error)
+            while self._under_way:
+                await asyncio.gather(*self._under_way, return_exceptions=True)
+            self._has_turns = False
+            await self.placement.recall()
+            await self.save()
 
     async def rescue(self) -> None:
         """Save what a run that ends early has learnt, once work under way is done.

@@ -19,12 +19,14 @@ from llamarl.types import (
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
+    FinishReason,
     Group,
     Prompt,
     Purpose,
     Request,
     Row,
     Score,
+    ScoreStatus,
 )
 
 SCORE_PAUSE_S = 0.05
@@ -101,7 +103,17 @@ class Ledger:
         return requests
 
     def learn_rows(self, rows: Sequence[Row]) -> None:
-        """These rollouts are written, so their RESPONSE_IDS are ready."""
+        """These rollouts are written, so their RESPONSE_IDS are ready; or they are given up
+        (ABORTED): an evaluation's then count as failed, nothing waits for the others."""
+        aborted = [row for row in rows if row.finish_reason is FinishReason.ABORTED]
+        rows = [row for row in rows if row.finish_reason is not FinishReason.ABORTED]
+        self.learn_scores(
+            [
+                Score(row_id=row.row_id, status=ScoreStatus.RAISED, error="its generator was lost")
+                for row in aborted
+                if self.entries[row.row_id].request.purpose is Purpose.EVALUATE
+            ]
+        )
         for row in rows:
             entry = self.entries[row.row_id]
             entry.row = row

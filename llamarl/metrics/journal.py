@@ -57,8 +57,10 @@ class Journal:
         """A version is live on the generators after `seconds`."""
         self._seconds["publish"] = seconds
 
-    def evaluation(self, evaluated: Evaluation) -> None:
-        """A held-out evaluation is finished."""
+    def evaluation(self, evaluated: Evaluation | None) -> None:
+        """A held-out evaluation is finished; None: all its generators were lost."""
+        if evaluated is None:
+            return
         scalars = {
             "evaluation/accuracy": evaluated.accuracy,
             "evaluation/reward": evaluated.reward,

@@ -18,3 +18,7 @@ class TargetLost(RuntimeError):  # noqa: N818 - an outcome more than an error
 
 class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
     """A replica raised (the cause) or did not answer in time; it is connected no more."""
+
+
+class NoGenerator(RuntimeError):  # noqa: N818 - what happened, as in the log line
+    """Every generator replica is lost, so nothing can be written any more."""

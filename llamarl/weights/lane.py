@@ -67,8 +67,8 @@ class Lane:
 
     `relay` is the replica as a source for others. `refused` is the newest version that its source
     did not have any more. `is_half_flipped`: it has begun to flip, and not ended. `is_gone`: lost
-    or dropped. `is_connected`: `route` leads from `source`; else it must be connected anew.
-    ValueError if the layout's parts do not fit.
+    or dropped. `is_held`: it keeps the version that it has. `is_connected`: `route` leads from
+    `source`; else it must be connected anew. ValueError if the layout's parts do not fit.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Lane:
         self.is_connected = False
         self.is_gone = False
         self.is_half_flipped = False
+        self.is_held = False
         self.refused = -1
         self.route: Route | None = None
         self.num_bytes = 0
@@ -112,7 +113,7 @@ class Lane:
         Between the parts of a version it must not change, so several need a steady source.
         """
         source = self.source
-        if source is None or source.version <= max(self.version, self.refused):
+        if self.is_held or source is None or source.version <= max(self.version, self.refused):
             return None
         return source.version if len(self.parts) == 1 or source.is_steady else None
 

@@ -21,41 +21,24 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Sender
 from llamarl.weights.calls import Change, Stagger, attempt, within
-from llamarl.weights.errors import ReplicaLost, StaleVersion
+from llamarl.weights.errors import NoGenerator, ReplicaLost, StaleVersion
 from llamarl.weights.lane import Lane, Relay, Source, SourceLost
 from llamarl.weights.layout import Route
+from llamarl.weights.publish_stats import PublishStats
 from llamarl.weights.routes import Routes
 
 log = logging.getLogger(__name__)
 
 FLIP_S = 0.5  # a replica that flips for longer does not hold back the next one
 TURN_REPLICAS = 16  # so many flip one after the other: the others decode meanwhile
-
-
-@dataclass(slots=True, kw_only=True)
-class PublishStats:
-    """One publish, and what lanes did on their own since the one before.
-
-    `num_bytes` counts what the trainer sent, `num_relayed_bytes` what replicas passed on, both for
-    flips that happened. `num_running`: replica -> rollouts that were being decoded when it flipped;
-    empty if the trainer had gone on before any replica could take the version. `lost`: replica ->
-    why it is gone.
-    """
-
-    version: int = -1
-    seconds: float = 0.0
-    num_bytes: int = 0
-    num_relayed_bytes: int = 0
-    num_running: dict[int, int] = field(default_factory=dict)
-    lost: dict[int, ReplicaLost] = field(default_factory=dict)
 
 
 class Publisher:
@@ -65,7 +48,7 @@ class Publisher:
     `on_flip(replica, version)` hears of each flip, `on_lost(replica, why)` of each replica given
     up, both while the other replicas may still be busy, also between publishes. What `on_lost`
     returns, if anything, is done once that replica cannot write into its siblings' memory any more;
-    until then they are not connected anew.
+    until then they are not connected anew. `on_hold` hears which replicas keep their version.
     """
 
     def __init__(
@@ -81,12 +64,14 @@ class Publisher:
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None] = lambda replica, why: (
             None
         ),
+        on_hold: Callable[[set[int]], None] = lambda replicas: None,
     ) -> None:
         self._waiting = dict(receivers)
         self._config = config
         self._spans = spans
         self._on_flip = on_flip
         self._on_lost = on_lost
+        self._on_hold = on_hold
         self._trainer = Source(name="trainer", sender=sender)
         self._routes = Routes(
             config, rendezvous_folder=rendezvous_folder, generator_device=generator_device
@@ -145,8 +130,8 @@ class Publisher:
     async def publish(self, version: int) -> PublishStats:
         """Bring `version`, the trainer's present weights, to the connected replicas.
 
-        Returns once all have it, are lost or cannot have it any more, or `weights.grace_s` after
-        the first has it; the others follow on their own. But replicas that the trainer sends
+        Returns once all have it, are held, lost or cannot have it any more, or `weights.grace_s`
+        after the first has it; the others follow on their own. But replicas that the trainer sends
         several parts are waited for: the trainer must be able to write `version` until then.
 
         RuntimeError if it is not newer than the last one, a publish is running, or no replica is
@@ -160,7 +145,7 @@ class Publisher:
             raise RuntimeError(f"version {version} must wait until the running publish has ended")
         if not self._lanes:
             why = next(iter(self._stats.lost.values()), None)
-            raise RuntimeError(f"version {version} must have a connected generator") from why
+            raise NoGenerator(f"version {version} must have a connected generator") from why
         self._is_publishing = self._trainer.is_steady = True
         self._trainer.version = version
         self._change.tell()
@@ -173,6 +158,32 @@ class Publisher:
         stats = replace(self._stats, version=version, seconds=time.monotonic() - start_s)
         self._stats = PublishStats()
         return stats
+
+    @contextmanager
+    def hold(self, version: int, at_most: int | None) -> Iterator[None]:
+        """Some replicas keep `version`, the last one published, while the block runs.
+
+        At most so many do, and at most half, so that the others go on; None: all that have it.
+        Those come first that no other replica takes its weights from. RuntimeError if a newer
+        version is under way: then none is sure to keep it.
+        """
+        if version != self.version:
+            raise RuntimeError(f"version {version} must be the one published last: {self.version}")
+        held = [lane for lane in self._lanes.values() if lane.version == version]
+        if at_most is not None:
+            sources = {lane.source for lane in self._lanes.values()}
+            held.sort(key=lambda lane: lane.relay in sources)
+            del held[max(1, min(at_most, len(self._lanes) // 2)) :]
+        for lane in held:
+            lane.is_held = True
+        self._on_hold({lane.replica for lane in held})
+        try:
+            yield
+        finally:
+            for lane in held:
+                lane.is_held = False
+            self._on_hold(set())
+            self._change.tell()
 
     async def watch(self) -> None:
         """Wait until an error ends the lanes, and raise it: FingerprintMismatch (a RuntimeError),
@@ -214,11 +225,13 @@ class Publisher:
             raise self._error
         if not self._lanes:
             why = next(iter(self._stats.lost.values()), None)
-            raise RuntimeError(f"no generator took version {version}") from why
+            raise NoGenerator(f"no generator took version {version}") from why
 
     def _is_settled(self, lane: Lane, version: int) -> bool:
         """Whether waiting longer would not bring `version` to the lane."""
         if lane.is_gone or max(lane.version, lane.refused) >= version:
+            return True
+        if lane.is_held and len(lane.parts) == 1:  # several parts come only while a publish runs
             return True
         head = self._head(lane.source)
         return head is not None and head.version < version and self._is_settled(head, version)

@@ -425,7 +425,8 @@ class FakeJournal:
     def publish(self, seconds: float) -> None: ...
 
     def evaluation(self, evaluation: object) -> None:
-        self.evaluations.append(evaluation)
+        if evaluation is not None:
+            self.evaluations.append(evaluation)
 
     async def step(self, stats: StepStats, groups: object) -> None:
         self.steps.append(stats.version)

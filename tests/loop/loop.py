@@ -97,6 +97,7 @@ class Loop:
     max_drops_in_row: int = 2000
     evaluate_every: int = 0
     save_every: int = 0
+    exports: bool = False
     save_s: float = 600.0
     num_prompts: int = 10**6
     state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that it resumes from
@@ -129,7 +130,7 @@ class Loop:
             staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every),
             checkpoint=CheckpointConfig(
-                every_steps=self.save_every, save_s=self.save_s, export=False
+                every_steps=self.save_every, save_s=self.save_s, export=self.exports
             ),
         )
 
@@ -179,6 +180,7 @@ class Loop:
             rendezvous_folder=str(run_dir),
             on_flip=flipped,
             on_lost=dispatch.lost,
+            on_hold=dispatch.hold,
         )
         held_out = [
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
@@ -204,6 +206,7 @@ class Loop:
             evaluator=evaluator,
             spans=spans,
             version=self.gate.version,
+            last=config.num_steps,
         )
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
         requests_of = partial(

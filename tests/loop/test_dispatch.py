@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llamarl.cluster.errors import GroupLost
 from llamarl.planner.clock import run
-from llamarl.types import RESPONSE_IDS, FinishReason, Request, Row, Sampling
+from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, Row, Sampling
 from tests.loop.fakes import SILENCE_S, FakeReplica, FakeStorage
 from tests.loop.loop import make_dispatch
 
@@ -173,5 +173,42 @@ def test_losing_the_last_replica_is_told_by_collect() -> None:
                 await dispatch.collect()
         finally:
             await dispatch.close()
+
+    run(main())
+
+
+def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs_a_newer_one() -> (
+    None
+):
+    async def main() -> None:
+        fakes = {i: FakeReplica(i, length=lambda request: 5) for i in range(2)}
+        dispatch = make_dispatch(fakes, FakeStorage(), 0)
+        for index, fake in fakes.items():
+            await fake.flip(5, 0)
+            dispatch.flipped(index, 5)
+        dispatch.hold({0})
+
+        def ask(row_id: int, version: int, purpose: Purpose) -> Request:
+            return Request(
+                row_id=row_id,
+                prompt_ids=(row_id,),
+                sampling=Sampling(max_tokens=5),
+                seed=0,
+                min_version=version,
+                purpose=purpose,
+            )
+
+        await dispatch.submit([ask(i, 6, Purpose.TRAIN) for i in range(4)])
+        await dispatch.submit([ask(i, 5, Purpose.EVALUATE) for i in range(4, 8)])
+        held = {index: sorted(each.running) for index, each in dispatch.replicas.items()}
+        assert held == {0: [4, 5, 6, 7], 1: [0, 1, 2, 3]}
+        dispatch.lost(0, TimeoutError("a flip took too long"))
+        given_up: list[Row] = []
+        while len(given_up) < 4:  # on the other one another version may write them
+            given_up += await dispatch.collect()
+        assert {row.row_id: str(row.finish_reason) for row in given_up} == dict.fromkeys(
+            range(4, 8), "aborted"
+        )
+        await dispatch.close()
 
     run(main())
