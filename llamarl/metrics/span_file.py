@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAST = ".past"
+COUNTS = {"tokens", "spans"}  # what is added up over spans
 MAX_NS = 2**63  # three centuries
 
 
@@ -108,13 +109,15 @@ class _Parser:
         name, cat = line.pop("name"), line.pop("cat")
         if type(name) is not str or type(cat) is not str:
             raise TypeError(name)
+        for count in line.keys() & COUNTS:
+            _whole(line[count])
         return Span(self._session, name, cat, start_ns, end_ns, line)
 
 
-def _whole(nanoseconds: object) -> int:
-    if type(nanoseconds) is not int or not 0 <= abs(nanoseconds) < MAX_NS:
-        raise ValueError(f"a time must be whole nanoseconds, got {nanoseconds!r}")
-    return nanoseconds
+def _whole(number: object) -> int:
+    if type(number) is not int or not 0 <= abs(number) < MAX_NS:
+        raise ValueError(f"a time or count must be a whole number, got {number!r}")
+    return number
 
 
 def parse_files(paths: Iterable[Path]) -> Iterator[Span]:

@@ -212,3 +212,15 @@ def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, su
         assert 12 - hit - 1 <= len(spans)
         sum_old_files(path, 10_000)
         read_timeline(folder)
+
+
+@pytest.mark.parametrize("count", ["tokens", "spans"])
+def test_a_damaged_count_costs_its_line(tmp_path, count):
+    path = tmp_path / "generator-0.jsonl"
+    write_spans(tmp_path, "generator-0", [("decode", "busy", 1, 2, 7), ("decode", "busy", 2, 3, 8)])
+    damaged = path.read_text().replace('"tokens": 7', f'"{count}": "7x"')
+    for end in ("", ".1", ".2", ".3"):
+        Path(f"{path}{end}").write_text(damaged)
+    sum_old_files(path, 10_000)
+    timeline = read_timeline(tmp_path)
+    assert sum(timeline.processes["generator-0"]["busy", "decode"].tokens) == 4 * 8
