@@ -15,6 +15,8 @@ from llamarl.config.plan import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
+MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
+
 
 @dataclass(kw_only=True)
 class StalenessConfig:
@@ -234,6 +236,15 @@ class Config:
             "generator.num_collectors",
             f"be at most generator.num_replicas ({self.generator.num_replicas})",
             self.generator.num_collectors,
+        )
+        num_open = self.trainer.groups_per_step * self.sampling.rollouts_per_prompt
+        num_open *= self.staleness.max_staleness + 1
+        require(
+            num_open <= MAX_OPEN_ROLLOUTS,
+            "trainer.groups_per_step",
+            "keep groups_per_step x sampling.rollouts_per_prompt x (staleness.max_staleness + 1), "
+            f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}",
+            self.trainer.groups_per_step,
         )
         self._check_processes()
         self._check_memory()

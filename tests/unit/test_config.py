@@ -114,6 +114,7 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
         ("+trainer.lrr=1", "trainer.lrr must be a known key"),
         ("+lrr=1", "lrr must be a known key"),
         ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
+        ("trainer.groups_per_step=100000", "the rollouts open at once (1600000), at most 1048576"),
         ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
         ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
         ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
