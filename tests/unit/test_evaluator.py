@@ -1,0 +1,125 @@
+"""What an evaluation refuses, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from llamarl.evaluate import Evaluator
+from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.types import (
+    Evaluation,
+    Fate,
+    FinishReason,
+    Prompt,
+    Request,
+    Row,
+    Sampling,
+    Score,
+    ScoreStatus,
+    VersionSpan,
+)
+
+
+class FakeGenerator:
+    """Writes, or gives up, each rollout at once, and has it scored."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.version_of: Callable[[int], int] = lambda number: 3
+        self.is_lost: Callable[[int], bool] = lambda number: False
+        self.score: Callable[[int], Score] = lambda number: Score(
+            row_id=number, status=ScoreStatus.OK, reward=1.0, parts={"exact": 1.0}
+        )
+
+    async def submit(self, requests: list[Request]) -> None:
+        for number, request in enumerate(requests):
+            is_lost = self.is_lost(number)
+            span = VersionSpan(version=self.version_of(number), num_tokens=4)
+            row = Row(
+                row_id=request.row_id,
+                num_prompt_tokens=2,
+                num_tokens=0 if is_lost else 4,
+                spans=() if is_lost else (span,),
+                finish_reason=FinishReason.ABORTED if is_lost else FinishReason.STOP,
+            )
+            self.ledger.learn_rows([row])
+            if not is_lost:
+                self.ledger.learn_scores([self.score(request.row_id)])
+
+    async def collect(self) -> list[Row]:
+        return []
+
+    async def abort(self, row_ids: list[int]) -> None: ...
+
+
+class FakeStorage:
+    """Remembers what was retired."""
+
+    def __init__(self) -> None:
+        self.fates: dict[int, Fate] = {}
+
+    async def write(self, *args: object) -> None: ...
+
+    async def read(self, row_ids: list[int], names: list[str]) -> dict[str, list[object]]:
+        return {}
+
+    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+        self.fates |= dict.fromkeys(row_ids, fate)
+
+
+class Setting:
+    """An evaluator of four prompts among fakes."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(loop_stages(has_reference=False))
+        self.generator, self.storage = FakeGenerator(self.ledger), FakeStorage()
+        self.evaluator = Evaluator(
+            prompts=[Prompt(prompt_id=i, text="", token_ids=(1, i)) for i in range(4)],
+            sampling=Sampling(max_tokens=4),
+            seed=0,
+            generator=self.generator,
+            ledger=self.ledger,
+            storage=self.storage,  # type: ignore[arg-type]
+            rows_per_replica=3,
+        )
+
+    def evaluate(self) -> Evaluation | None:
+        return asyncio.run(self.evaluator.evaluate(3, (10, 11, 12, 13)))
+
+
+def test_a_token_of_another_version_ends_the_run() -> None:
+    setting = Setting()
+    setting.generator.version_of = lambda number: 4 if number == 2 else 3
+    with pytest.raises(RuntimeError, match=r"evaluation of version 3 met tokens of \[4\]"):
+        setting.evaluate()
+
+
+def test_failed_rewards_alone_end_the_run() -> None:
+    setting = Setting()
+    setting.generator.score = lambda row_id: Score(
+        row_id=row_id, status=ScoreStatus.RAISED, error="no sympy"
+    )
+    with pytest.raises(RuntimeError, match="every reward of the evaluation failed: no sympy"):
+        setting.evaluate()
+
+
+def test_prompts_whose_generator_was_lost_are_left_out_and_all_rows_are_let_go() -> None:
+    setting = Setting()
+    setting.generator.is_lost = lambda number: number == 1
+    result = setting.evaluate()
+    assert result is not None
+    assert (result.num_prompts, result.num_failed, result.accuracy) == (3, 0, 1.0)
+    assert result.mean_tokens == 4
+    assert not setting.ledger.entries
+    assert setting.storage.fates.keys() == {10, 11, 12, 13}
+    assert setting.evaluator.num_replicas == 2
+
+
+def test_without_any_rollout_there_is_no_result() -> None:
+    setting = Setting()
+    setting.generator.is_lost = lambda number: True
+    assert setting.evaluate() is None
+    assert not setting.ledger.entries
