@@ -14,11 +14,12 @@ import gc
 import math
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -56,6 +57,7 @@ from llamarl.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
+CLAIM_S = 5.0  # for the processes of a run that was killed just now
 GC_THRESHOLDS = 50_000, 20, 20  # tens of thousands of rollouts are open: look at them less often
 
 
@@ -271,15 +273,22 @@ def launch(
 
 @contextlib.contextmanager
 def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
-    """Keep the run folder from every other run; ValueError if one works or has worked there."""
+    """Keep the run folder from every other run; ValueError if one works or has worked there.
+
+    The run's processes on this machine inherit the claim. So one that goes on after a kill meets
+    none of them: it waits for `CLAIM_S` until they have ended.
+    """
     path = Path(run_dir, ".lock")
     with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released however the process ends
-        except BlockingIOError:
-            raise ValueError(
-                f"run_dir must be the folder of one run, got {run_dir}, where another is at work"
-            ) from None
+        os.set_inheritable(lock.fileno(), True)
+        limit_s = time.monotonic() + (0 if is_new else CLAIM_S)
+        while not _is_locked(lock):
+            if time.monotonic() > limit_s:
+                raise ValueError(
+                    f"run_dir must be the folder of one run, got {run_dir}, where another is at "
+                    "work"
+                )
+            time.sleep(0.05)
         if is_new and checkpoint.holds_run(run_dir):
             raise ValueError(
                 f"run_dir must be a new folder, or checkpoint.resume=auto to go on with the run "
@@ -290,6 +299,14 @@ def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
         finally:
             if list(path.parent.iterdir()) == [path]:  # refused before it wrote anything
                 path.unlink()
+
+
+def _is_locked(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released however the processes end
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.asynccontextmanager

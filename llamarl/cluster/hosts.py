@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import sys
 import uuid
 from ipaddress import ip_address
@@ -32,6 +33,7 @@ from monarch.actor import (
     this_host,
 )
 
+from llamarl.cluster.bootstrap import PARENT
 from llamarl.cluster.credentials import (
     Address,
     Credentials,
@@ -84,7 +86,11 @@ class LocalHost:
 
     def __init__(self) -> None:
         # The import path is the controller's, so that whatever it could import can be spawned.
-        self.surroundings = {"PYTHONPATH": import_path(), **network(LOOPBACK)}
+        self.surroundings = {
+            "PYTHONPATH": import_path(),
+            PARENT: str(os.getpid()),
+            **network(LOOPBACK),
+        }
         self.is_lost = False
         self._mesh = _this_host()
 
@@ -238,6 +244,7 @@ def spawn_processes(
 ) -> Any:
     """One process per environment on the one host of `mesh`; `executable` None is this Python."""
     command = default_bootstrap_cmd()
+    command.args = ["-m", "llamarl.cluster.bootstrap"]
     if executable is not None:
         command.program = executable
     return mesh.spawn_procs(

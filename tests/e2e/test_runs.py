@@ -438,6 +438,28 @@ def test_a_signal_during_the_start_ends_everything(delay_s: float, tmp_path: Pat
     assert command.wait_until_gone(5.0) == []
 
 
+@pytest.mark.parametrize(
+    "num_processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4, 6))]
+)
+def test_a_run_killed_during_its_start_leaves_no_process_and_can_be_repeated_at_once(
+    num_processes: int, tmp_path: Path
+) -> None:
+    command = train(tmp_path, "num_steps=2")
+    end_s = time.monotonic() + 60
+    while not (tmp_path / "config.yaml").exists() or len(command.family()) < num_processes:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    command.process.send_signal(signal.SIGKILL)
+    command.process.wait()
+    again = train(tmp_path, "num_steps=2", "checkpoint.resume=auto") if num_processes > 2 else None
+    assert command.wait_until_gone(5.0) == []
+    if again is not None:
+        code, out, err = finish(again)
+        assert code == 0, err + out
+        ids = [line["row_id"] for line in read_archive(tmp_path)]
+        assert len(ids) == len(set(ids))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["scorer", "storage-0", "generator-0"])
 def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -> None:
