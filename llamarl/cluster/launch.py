@@ -11,6 +11,7 @@ through an operator and a resource type of its own. These need only what every s
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,10 @@ from llamarl.config import Config
 PORT = 24440
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that connections take
 NAME = "llamarl"
+RESUME = "checkpoint.resume=auto"
 CERTIFICATES = "/etc/llamarl"
+GO_ON = 75  # exit code of a run that SIGTERM ended: the same command goes on
+SAVE_S = 120  # for the save after checkpoint.grace_s, until the scheduler kills
 PEM = ("ca", "certificate", "private_key")
 
 
@@ -49,7 +53,8 @@ def sbatch(config: Config, command: list[str]) -> str:
     """A file for `sbatch`; partition, account and time can be given on its command line.
 
     Certificates are made for the job's nodes, in a folder that only their owner can read, and the
-    port is the job's: a daemon of an earlier job never answers.
+    port is the job's: a daemon of an earlier job never answers. Before its time is over the run
+    saves itself, and the job is queued again under its own number and goes on from there.
     """
     needs_gpu = uses_gpus(config)
     directives = [
@@ -58,6 +63,9 @@ def sbatch(config: Config, command: list[str]) -> str:
         "--ntasks-per-node=1",
         "--exclusive",
         "--mem=0",  # all of it
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:TERM@{time_to_end_s(config)}",
         *([f"--gpus-per-node={config.cluster.num_gpus_per_host}"] if needs_gpu else []),
     ]
     worker = " ".join(f'--{name.replace("_", "-")} "$certificates/{name}.pem"' for name in PEM)
@@ -71,6 +79,7 @@ def sbatch(config: Config, command: list[str]) -> str:
             f"certificates=$PWD/.{NAME}-$SLURM_JOB_ID",
             f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
             'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'rm -rf "$certificates"  # of a start that was killed',
             'python -m llamarl.cluster.certificates "$certificates" $nodes',
             "export certificates port",
             "# Unbound: a daemon, and all that it starts, would else be given one core.",
@@ -80,8 +89,20 @@ def sbatch(config: Config, command: list[str]) -> str:
             'trap \'kill "$worker" 2> /dev/null || true; rm -rf "$certificates"\' EXIT',
             'hosts=$(for node in $nodes; do printf \'"tls://%s:%s",\' "$node" "$port"; done)',
             "# The controller waits for the daemons; arguments of sbatch come last, so they win.",
-            f"llamarl train {shlex.join(command)} \\",
-            f'  "cluster.hosts=[${{hosts%,}}]" {controller} "$@"',
+            f'llamarl train "run_dir=$PWD/runs/$SLURM_JOB_ID" {RESUME} {shlex.join(command)} \\',
+            f'  "cluster.hosts=[${{hosts%,}}]" {controller} "$@" &',
+            "controller=$!",
+            "trap 'kill -TERM \"$controller\" 2> /dev/null || true' TERM",
+            "code=0",
+            'until wait "$controller"; do  # a signal ends a wait too',
+            "  code=$?",
+            '  kill -0 "$controller" 2> /dev/null || break',
+            "  code=0",
+            "done",
+            f'if [ "$code" = {GO_ON} ] || [ "$code" = 143 ]; then  # 143: terminated as it started',
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$code"',
             "",
         ]
     )
@@ -101,7 +122,8 @@ def manifests(config: Config, command: list[str]) -> str:
     options = [f"--{name.replace('_', '-')}={path}" for name, path in pem.items()]
     worker = ["llamarl", "worker", f"--address=tls://$(HOSTNAME).{NAME}:{PORT}", *options]
     fields = [f"cluster.{name}={path}" for name, path in pem.items()]
-    train = ["llamarl", "train", *command, f"cluster.hosts={hosts}", *fields]
+    run_dir = f"run_dir=runs/{NAME}"
+    train = ["llamarl", "train", run_dir, RESUME, *command, f"cluster.hosts={hosts}", *fields]
     gpus = {"nvidia.com/gpu": config.cluster.num_gpus_per_host} if uses_gpus(config) else {}
     service = {
         "apiVersion": "v1",
@@ -128,6 +150,7 @@ def manifests(config: Config, command: list[str]) -> str:
     template = _pod("controller", train, {})
     template["spec"] |= {
         "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": time_to_end_s(config),
         "hostname": f"{NAME}-controller",
         "subdomain": NAME,
     }
@@ -135,7 +158,11 @@ def manifests(config: Config, command: list[str]) -> str:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": NAME},
-        "spec": {"backoffLimit": 0, "template": template},
+        "spec": {
+            "backoffLimit": 0,
+            "podFailurePolicy": {"rules": [_ignore(_SAVED), _ignore(_DISRUPTED)]},
+            "template": template,
+        },
     }
     notes = [
         "# Before: python -m llamarl.cluster.certificates certificates \\",
@@ -149,9 +176,25 @@ def manifests(config: Config, command: list[str]) -> str:
     return "\n".join(notes) + "\n" + yaml.safe_dump_all([service, workers, job], sort_keys=False)
 
 
+def time_to_end_s(config: Config) -> int:
+    """Seconds from SIGTERM until the scheduler may kill the run: the step under way, the save."""
+    return math.ceil(config.checkpoint.grace_s) + SAVE_S
+
+
 def uses_gpus(config: Config) -> bool:
     """Whether the recipe computes on GPUs."""
     return "cuda" in (config.trainer.device, config.generator.device)
+
+
+_SAVED = {
+    "onExitCodes": {"containerName": "controller", "operator": "In", "values": [GO_ON]},
+}
+_DISRUPTED = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def _ignore(rule: dict[str, Any]) -> dict[str, Any]:
+    """A pod that ended so is replaced, and its run goes on."""
+    return {"action": "Ignore", **rule}
 
 
 def _pod(role: str, command: list[str], gpus: dict[str, int]) -> dict[str, Any]:
