@@ -147,23 +147,7 @@ def manifests(config: Config, command: list[str]) -> str:
             "template": _pod("worker", worker, gpus),
         },
     }
-    template = _pod("controller", train, {})
-    template["spec"] |= {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": time_to_end_s(config),
-        "hostname": f"{NAME}-controller",
-        "subdomain": NAME,
-    }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": NAME},
-        "spec": {
-            "backoffLimit": 0,
-            "podFailurePolicy": {"rules": [_ignore(_SAVED), _ignore(_DISRUPTED)]},
-            "template": template,
-        },
-    }
+    job = _job(_pod("controller", train, {}), time_to_end_s(config))
     notes = [
         "# Before: python -m llamarl.cluster.certificates certificates \\",
         *(f"#   {name} \\" for name in names),
@@ -184,6 +168,26 @@ def time_to_end_s(config: Config) -> int:
 def uses_gpus(config: Config) -> bool:
     """Whether the recipe computes on GPUs."""
     return "cuda" in (config.trainer.device, config.generator.device)
+
+
+def _job(template: dict[str, Any], end_s: int) -> dict[str, Any]:
+    """The run: its pod is replaced if it was told to end, and then goes on where it was."""
+    template["spec"] |= {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": end_s,
+        "hostname": f"{NAME}-controller",
+        "subdomain": NAME,
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": NAME},
+        "spec": {
+            "backoffLimit": 0,
+            "podFailurePolicy": {"rules": [_ignore(_SAVED), _ignore(_DISRUPTED)]},
+            "template": template,
+        },
+    }
 
 
 _SAVED = {
