@@ -18,6 +18,7 @@ from ipaddress import ip_address
 from typing import NoReturn
 
 from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, reach, why
+from llamarl.cluster.handshakes import limit_handshakes
 from llamarl.cluster.process import import_path, quiet_stderr
 
 LISTEN_LIMIT_S = 20.0
@@ -83,6 +84,8 @@ def _serve(address: Address, credentials: Credentials) -> None:
         sys.stderr.write(f"llamarl: no controller could connect: {refusal}\n")
         sys.stderr.flush()
         os._exit(2)  # Monarch's threads know no other end
+    if address.scheme == "tls":
+        limit_handshakes(address.port)
     sys.stdout.write(f"llamarl: worker listens on {address}\n")
     sys.stdout.flush()
     lifetime.get()

@@ -35,6 +35,7 @@ from llamarl.cluster.process import is_alive
 from llamarl.config import ClusterConfig
 from llamarl.types import Seat
 from tests.distributed.test_processes import is_loopback, listening_addresses
+from tests.distributed.test_reward_pool import wait_until
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -101,6 +102,28 @@ def test_a_wrong_certificate_is_refused_with_the_reason(hosts: Hosts, foreign: P
             ValueError, match=rf"private_key must be a PEM .* got '{path}' \({reason}"
         ):
             reach(address, replace(credentials(ours, ours), private_key=path))
+
+
+@pytest.mark.slow
+def test_a_daemon_lets_go_of_connections_that_say_nothing(hosts: Hosts) -> None:
+    """And of none that has shown its certificate, however quiet it is then."""
+    address, pid = Address.parse(hosts.addresses[0], "cluster.hosts"), hosts.pids[0]
+    place = (address.host, address.port)
+    ours = credentials(hosts.certificates, hosts.certificates)
+    context = ours.context("cluster.")
+    with ExitStack() as stack:
+        plain = socket.create_connection(place)
+        shown = stack.enter_context(context.wrap_socket(plain, server_hostname=address.host))
+        num_before = len(os.listdir(f"/proc/{pid}/fd"))
+        idle = [stack.enter_context(socket.create_connection(place)) for _ in range(60)]
+        for connection in idle:
+            connection.settimeout(LIMIT_S)
+            assert connection.recv(1) == b""
+        assert wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= num_before)
+        shown.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            shown.recv(1)
+        assert reach(address, ours) == "127.0.0.1"
 
 
 def test_a_daemon_says_at_once_what_is_wrong_with_its_certificate_or_port(

@@ -1,0 +1,131 @@
+"""Connections to a daemon that never become any: who connects and says nothing is let go.
+
+Owns: looking, from inside the process that has accepted them, at connections whose TLS handshake
+cannot be over, and closing them. Does not own: accepting and the handshake, which Monarch does,
+without a limit. Invariant: nothing is read from a connection; a peer that is cut connects again.
+
+What the peer has sent is all that the kernel tells. A client that shows a certificate has sent more
+than LEAST_BYTES when its handshake is over, so one that has sent less for HANDSHAKE_LIMIT_S is
+closed. A client that sends more than that and then stops in its handshake cannot be told from a
+quiet controller: such connections are closed, the oldest first, once they are so many that
+descriptors would run out. It covers the daemon's own port, not those of a run's controller.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+HANDSHAKE_LIMIT_S = 10.0
+LOOK_S = 1.0
+LEAST_BYTES = 600  # hello, certificate, its proof and the end of a handshake are more
+MOST_BYTES = 80_000  # and no handshake takes more than this
+NUM_DESCRIPTORS = 65536  # that the daemon lets itself have, if the system does
+INFO_BYTES = 256
+RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info of Linux
+
+
+def limit_handshakes(port: int) -> None:
+    """Watch the connections to `port` of this process from now on, in a thread of its own.
+
+    Also raises the process's limit of descriptors. Linux only; else nothing is done.
+    """
+    if sys.platform != "linux":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
+    most = max(soft, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    def watch() -> None:
+        first_seen: dict[int, float] = {}
+        while True:
+            with suppress(OSError):  # out of descriptors itself: some are free at the next look
+                close_unfinished(port, first_seen, HANDSHAKE_LIMIT_S, most // 2)
+            time.sleep(LOOK_S)
+
+    threading.Thread(target=watch, name="handshakes", daemon=True).start()
+
+
+def close_unfinished(
+    port: int, first_seen: dict[int, float], limit_s: float, max_connections: int
+) -> int:
+    """Close connections to `port` that are too old for what they sent; how many were closed.
+
+    `first_seen` keeps, by inode, when each was met first (seconds, monotonic), between the looks.
+    """
+    now_s = time.monotonic()
+    num_closed, candidates, open_inodes = 0, [], set()
+    for inode, connection in _connections(port):
+        with connection:
+            open_inodes.add(inode)
+            age_s = now_s - first_seen.setdefault(inode, now_s)
+            received = _num_received(connection)
+            if age_s > limit_s and received < LEAST_BYTES:
+                _close(connection)
+                num_closed += 1
+            elif age_s > limit_s and received < MOST_BYTES:
+                candidates.append((-age_s, inode))
+    surplus = len(open_inodes) - num_closed - max_connections
+    chosen = {inode for _, inode in sorted(candidates)[: max(0, surplus)]}
+    for inode, connection in _connections(port) if chosen else ():
+        with connection:
+            if inode in chosen:
+                _close(connection)
+                num_closed += 1
+    for inode in first_seen.keys() - open_inodes:
+        del first_seen[inode]
+    return num_closed
+
+
+def _connections(port: int) -> Iterator[tuple[int, socket.socket]]:
+    """Accepted connections to `port` of this process: inode, and a duplicate for the caller."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or no connection
+            duplicate = os.dup(int(name))
+            try:
+                status = os.fstat(duplicate)
+                if not stat.S_ISSOCK(status.st_mode):
+                    raise OSError
+                connection = socket.socket(fileno=duplicate)
+            except OSError:
+                os.close(duplicate)
+                raise
+            if _is_peer(connection, port):
+                yield status.st_ino, connection
+            else:
+                connection.close()
+
+
+def _is_peer(connection: socket.socket, port: int) -> bool:
+    try:
+        return (
+            connection.family in (socket.AF_INET, socket.AF_INET6)
+            and connection.type == socket.SOCK_STREAM
+            and connection.getsockname()[1] == port
+            and bool(connection.getpeername())  # the listening one has none
+        )
+    except OSError:
+        return False
+
+
+def _num_received(connection: socket.socket) -> int:
+    """Bytes that the peer has sent; as if it were many where the kernel does not say."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+    if len(info) < RECEIVED_AT + 8:
+        return MOST_BYTES
+    received: int = struct.unpack_from("Q", info, RECEIVED_AT)[0]
+    return received
+
+
+def _close(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # its owner sees the end, and lets go
