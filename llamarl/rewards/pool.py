@@ -183,7 +183,10 @@ class RewardPool:
         """The worker, or another if it ended or wrote something while nothing was asked of it."""
         process = self._processes.get(index)
         if process is not None and not process.is_quiet():
-            logger.warning("reward worker %d was not quiet between rewards: replaced", process.pid)
+            logger.warning(
+                "reward worker %d ended, or wrote unasked, between two rewards: replaced",
+                process.pid,
+            )
             self._end_process(index)
             process = None
         return process or self._start_process(index)

@@ -229,7 +229,7 @@ def test_an_attack_decides_no_reward_but_its_own_and_never_ends_the_pool(attack,
         assert own.error.startswith("on the prompt of line 7 ('what is it?'):\n")
         assert len(own.error) < 10_000
     assert len(caplog.records) < 3 * LOGGED_LINES
-    assert ("was not quiet" in caplog.text) == (attack == "forge_later")
+    assert ("wrote unasked" in caplog.text) == (attack == "forge_later")
 
 
 # Each way out ends in a process that carries no mark, sits in its own session and has no parent.

@@ -113,7 +113,7 @@ def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 9
 
 
 # Amid a reward, and between two.
-WORKER_LOST = r"the reward process ended by itself|reward worker \d+ was not quiet between rewards"
+WORKER_LOST = r"the reward process ended by itself|reward worker \d+ ended, or wrote unasked"
 KEEPING = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
 
 
