@@ -116,6 +116,7 @@ class TrainerExecutor:
         self._turn = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._version = 0
         self._rows: list[BatchRow] = []  # of the current step, on all ranks
+        self._is_whole = True  # False amid an update
         folder = placement.offload_folder or run_dir
         kind = placement.offload if placement.colocated else "none"
         self._offload = Offload(kind, folder, f"trainer-{rank}")
@@ -176,8 +177,13 @@ class TrainerExecutor:
             return stats
 
     async def save(self, folder: str) -> None:
-        """Write this rank's shards, moments and the version into `folder`, which exists."""
+        """Write this rank's shards, moments and the version into `folder`, which exists.
+
+        RuntimeError after a step that broke amid its update: some weights may be of either version.
+        """
         async with self._turn:
+            if not self._is_whole:
+                raise RuntimeError(f"the step to version {self._version} broke amid its update")
             await self._aside("save", lambda: self.policy.save(folder, self._version))
 
     async def restore(self, folder: str) -> int:
@@ -294,11 +300,13 @@ class TrainerExecutor:
                     f"the gradient of step {self._version} has norm {norm}; its rows are "
                     f"{shown} and {len(self._rows) - len(shown)} more: check trainer.lr"
                 )
+            self._is_whole = False
             self.policy.update(lr)
             self._version += 1
             self._writer.present(self._version)
             self._writer.announce()  # every step is published
             scalars = statistics(self._gather(self._passes.tally.vector()), divisor)
+            self._is_whole = True
         warning = on_policy_warning(scalars) if self._version == 1 else None
         if warning and self._rank == 0:
             log.warning(warning)

@@ -34,6 +34,7 @@ from tests.distributed.training import (
     make_batch,
     make_checkpoint,
     make_rollouts,
+    save_after_a_broken_step,
     save_for_ever,
     take_turns,
     train,
@@ -442,6 +443,23 @@ def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, chec
     )
     for row_id, logprobs in (rough[0] | rough[1]).items():
         assert np.abs(logprobs - alone[row_id]).max() < 0.2
+
+
+@pytest.mark.parametrize("breaks_amid_update", [False, True])
+def test_weights_of_a_step_that_broke_are_saved_only_if_it_changed_none(
+    breaks_amid_update, ranks, checkpoint, tmp_path
+):
+    cells, rows = make_rollouts(4)
+    broken = job(checkpoint, cells, [[make_batch(rows, 1, 99)]])
+    ((failures, has_changed),) = ranks(1).run(
+        save_after_a_broken_step, broken, str(tmp_path), breaks_amid_update
+    )
+    assert has_changed == breaks_amid_update
+    assert ["broke amid its update" in failure for failure in failures[1:]] == (
+        [True] if breaks_amid_update else []
+    )
+    assert ("the optimizer broke" if breaks_amid_update else "norm nan") in failures[0]
+    assert any(tmp_path.iterdir()) != breaks_amid_update
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(ranks, checkpoint, tmp_path):

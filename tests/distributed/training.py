@@ -464,6 +464,34 @@ async def save_for_ever(rank, num_ranks, job, run_dir):
         await checkpoint.save(run_dir, executor, {"version": stats.version}, keep=2)
 
 
+async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_update):
+    """What a save says after a step that failed, and whether any weight had changed by then."""
+    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
+    await executor.start()
+    update = executor.policy.update
+    before = [tensor.clone() for tensor in executor.policy.movable("weights")]
+
+    def broken_update(lr):
+        update(lr)
+        raise MemoryError("the optimizer broke")
+
+    if breaks_amid_update:
+        executor.policy.update = broken_update
+    await executor.accumulate(job.steps[0][0])
+    if not breaks_amid_update:
+        next(iter(executor.policy.parameters.values())).grad.fill_(float("nan"))
+    failures = []
+    for call in (executor.step, lambda: executor.save(folder)):
+        try:
+            await call()
+        except Exception as error:
+            failures.append(repr(error))
+    after = executor.policy.movable("weights")
+    has_changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    await executor.close()
+    return failures, has_changed
+
+
 def listening():
     """Local addresses (hex, as the kernel prints them) of this process's listening sockets."""
     inodes = set()
