@@ -60,8 +60,8 @@ class Trainer(Protocol):
     async def restore(self, folder: str) -> int:
         """Load what `save` wrote; returns the version."""
 
-    async def export(self, folder: str) -> None:
-        """Write the weights in the Hugging Face layout."""
+    async def export(self, folder: str, dtype: str) -> None:
+        """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response tokens, under the present

@@ -99,7 +99,7 @@ class Saver:
         if self.config.export:
             turn = self.placement.turn("train") if self._has_turns else nullcontext()
             async with turn:
-                await self.trainer.export(f"{self.run_dir}/export")
+                await self.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:

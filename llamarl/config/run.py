@@ -145,9 +145,13 @@ class CheckpointConfig:
     """off | auto (the newest committed checkpoint of run_dir, if any) | a checkpoint folder."""
     export: bool = True
     """Write the final weights in the Hugging Face layout."""
+    export_dtype: str = "float32"
+    """What the exported weights are rounded to: float32 (as they were trained) | bfloat16 (half
+    the size)."""
 
     def __post_init__(self) -> None:
         check_fields("checkpoint", self)
+        require_choice("checkpoint.export_dtype", self.export_dtype, ("float32", "bfloat16"))
 
 
 @dataclass(kw_only=True)

@@ -97,7 +97,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     model = read_object(path / "tokenizer.json").get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise ValueError(f"{path / 'tokenizer.json'} must hold a model with a 'vocab', got none")
-    if (path / "tokenizer_config.json").is_file():
+    if (path / "tokenizer_config.json").exists():
         read_object(path / "tokenizer_config.json")
 
     from transformers import PreTrainedTokenizerFast
@@ -130,7 +130,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def _eos_token_ids(folder: Path, own: int | None) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    listed = read_object(path).get("eos_token_id") if path.is_file() else None
+    listed = read_object(path).get("eos_token_id") if path.exists() else None
     ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"eos_token_id of {path} must be a token id or a list of them, got {ids}")

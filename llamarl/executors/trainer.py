@@ -191,10 +191,10 @@ class TrainerExecutor:
         async with self._turn:
             return await self._aside("restore", lambda: self._restore(folder))
 
-    async def export(self, folder: str) -> None:
-        """Write the weights in the Hugging Face layout."""
+    async def export(self, folder: str, dtype: str) -> None:
+        """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
         async with self._turn:
-            await self._aside("export", lambda: self.policy.export(folder))
+            await self._aside("export", lambda: self.policy.export(folder, dtype))
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""

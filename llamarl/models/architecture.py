@@ -97,7 +97,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     fields = _Fields(path, values)
     _refuse_unsupported(fields)
     generation = folder / "generation_config.json"
-    more = read_object(generation) if generation.is_file() else {}
+    more = read_object(generation) if generation.exists() else {}
     eos = _ids(values.get("eos_token_id")) + _ids(more.get("eos_token_id"))
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")

@@ -139,8 +139,8 @@ class Policy:
         torch.set_rng_state(state["rng"])
         return int(state["version"])
 
-    def export(self, folder: str) -> None:
-        """Write the master weights (float32) in the Hugging Face layout; rank 0 writes.
+    def export(self, folder: str, dtype: str) -> None:
+        """Write the weights, rounded to `dtype`, in the Hugging Face layout; rank 0 writes.
 
         Tensor by tensor: beside its shards no rank ever holds more than one whole parameter.
         """
@@ -150,7 +150,7 @@ class Policy:
                 self._whole(),
                 source_folder=self._checkpoint,
                 tokenizer_folder=self._tokenizer,
-                dtype=torch.float32,
+                dtype=getattr(torch, dtype),
             )
         else:
             for _ in self._whole():

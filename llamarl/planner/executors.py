@@ -188,7 +188,7 @@ class ModelledTrainer:
     async def restore(self, folder: str) -> int:
         return self._version
 
-    async def export(self, folder: str) -> None: ...
+    async def export(self, folder: str, dtype: str) -> None: ...
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         async with self._turn:

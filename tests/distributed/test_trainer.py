@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import signal
 import time
 import uuid
@@ -223,6 +224,10 @@ def test_a_checkpoint_of_one_layout_takes_the_same_next_step_under_another(
         train,
         job(checkpoint, cells, steps, trainer=writer, save=str(saved_to), export=str(exported_to)),
     )
+    parts = [json.loads(path.read_text())["files"] for path in saved_to.glob("*manifest*")]
+    hashed = [name for part in parts for name in part]
+    assert sorted(hashed) == sorted(path.name for path in saved_to.glob("*.distcp"))
+    assert len(parts) == writer.num_ranks, "each rank hashes its own file"
     last = [[make_batch(rows, reader.num_data_ranks, 64, version=1)]]
     resumed = ranks(reader.num_ranks).run(
         train, job(checkpoint, cells, last, trainer=reader, restore=str(saved_to))

@@ -255,7 +255,7 @@ async def train(rank, num_ranks, job):
     seen["shards"] = {n: p.detach().to_local().numpy().copy() for n, p in parameters.items()}
     seen["weights"] = {n: gather(p).numpy().copy() for n, p in parameters.items()}
     if job.export:
-        await executor.export(job.export)
+        await executor.export(job.export, "float32")
     await executor.close()
     return seen
 

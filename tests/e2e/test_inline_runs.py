@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.models.header import read_header
 from tests.e2e.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,22 @@ def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("accuracy ")
     assert "prompts 32" in done.stdout
+
+
+def test_an_export_in_bfloat16_is_half_the_size_and_scores(
+    llamarl: Command, tmp_path: Path
+) -> None:
+    exporting = ["checkpoint.export=true", "checkpoint.export_dtype=bfloat16", "num_steps=1"]
+    done = llamarl("train", RECIPE, *SMALL, *exporting, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    weights = tmp_path / "run" / "export" / "model.safetensors"
+    whole = (RECIPE / "checkpoint" / "model.safetensors").stat().st_size
+    assert {entry.dtype for entry in read_header(weights).values()} == {"BF16"}
+    assert weights.stat().st_size == pytest.approx(whole / 2, rel=0.01)
+    checkpoint = f"model.checkpoint={weights.parent}"
+    scored = llamarl("evaluate", RECIPE, *SMALL, checkpoint, f"run_dir={tmp_path / 'scored'}")
+    assert scored.returncode == 0, scored.stderr
+    assert scored.stdout.startswith("accuracy ")
 
 
 def test_multirun_makes_one_folder_per_combination(llamarl: Command, tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ class FakeTrainer(FakeTenant):
     async def restore(self, folder: str) -> int:
         return self.version
 
-    async def export(self, folder: str) -> None: ...
+    async def export(self, folder: str, dtype: str) -> None: ...
 
     async def source_layout(self) -> list[RankLayout]:
         return [one_parameter(0)]

@@ -65,7 +65,7 @@ class LastSteps(FakeTrainer):
         await asyncio.sleep(0.3)
         assert self.returned.is_set()
 
-    async def export(self, folder: str) -> None:
+    async def export(self, folder: str, dtype: str) -> None:
         assert self.returned.is_set()
         self.has_exported = True
 

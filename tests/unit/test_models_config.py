@@ -174,6 +174,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "head ratio": (LLAMA_3_1, {"num_key_value_heads": 5}, "num_key_value_heads .* divide"),
     "odd head_dim": (LLAMA_3_1, {"head_dim": 65}, "head_dim .* be even"),
     "missing size": (LLAMA_3_1, {"hidden_size": ...}, "hidden_size .* whole number .* None"),
+    "too many layers": (
+        LLAMA_3_1,
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers .* whole number from 1 to 10000, got 1000000000",
+    ),
+    "endless number": (
+        LLAMA_3_1,
+        {"rms_norm_eps": float("inf")},
+        "rms_norm_eps .* at most 1e",
+    ),
     "text as size": (LLAMA_3_1, {"vocab_size": "many"}, "vocab_size .* got 'many'"),
     "text as flag": (LLAMA_3_1, {"tie_word_embeddings": "yes"}, "true or false, got 'yes'"),
     "end outside the vocabulary": (LLAMA_3_1, {"vocab_size": 128_000}, "eos_token_id .* 128000"),
