@@ -18,6 +18,7 @@ import gc
 import math
 import os
 import pickle
+import re
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -251,6 +252,8 @@ async def results_by_rank(
             raise GroupLost(name, None, "it was stopped during the call")
         try:
             outcomes = answer.result()
+        except ValueError as error:  # Monarch's own: what an executor raises travels as an outcome
+            raise GroupLost(name, None, last_line(error)) from None
         except (SupervisionError, ActorError) as error:
             if isinstance(error, SupervisionError):
                 await _prefer_loss(lost)
@@ -286,4 +289,8 @@ def mark_retrieved(future: asyncio.Future[Any]) -> None:
 
 def last_line(error: BaseException) -> str:
     """The cause in a Monarch error, whose text begins with the call."""
-    return str(error).strip().splitlines()[-1].strip()
+    line = str(error).strip().splitlines()[-1].strip()
+    if "failed to configure process" in line:
+        signal = re.search(r"signal: (\d+)", line)
+        return "a process ended while it started" + (f" (sig={signal[1]})" if signal else "")
+    return line
