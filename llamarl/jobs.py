@@ -95,7 +95,7 @@ async def _train(
     times = LiveSpans(SpanTails(spans_folder))
     progress = Progress(config.num_steps, live=config.metrics.live, times=times, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    metrics = MetricsLog(run_dir, tensorboard=config.metrics.tensorboard)
+    metrics = _open_metrics(config, run_dir, state)
     metrics.log_hyperparameters(flatten(config))
     with progress:
         async with _cluster(config, run_dir) as (cluster, signals):
@@ -143,6 +143,11 @@ async def _train(
     show(config, run_dir, summary, console)
     show_why(config, controller.saver.version, controller.gate.solved, console)
     return summary
+
+
+def _open_metrics(config: Config, run_dir: str, state: dict[str, Any]) -> MetricsLog:
+    first_step = state["version"] + 1 if state else 0
+    return MetricsLog(run_dir, tensorboard=config.metrics.tensorboard, first_step=first_step)
 
 
 async def _until_end(
@@ -366,6 +371,7 @@ def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:
     free = shutil.disk_usage(run_dir).free
     if free < needed:
         raise ValueError(
-            f"run_dir must be on a disk with {needed / 1e9:.2f} GB free for checkpoints and "
-            f"export (lower checkpoint.keep to need less), got {free / 1e9:.2f} GB at {run_dir}"
+            f"run_dir must be on a disk with {math.ceil(needed / 1e6):,} MB free for checkpoints "
+            f"and export (lower checkpoint.keep to need less), got {int(free / 1e6):,} MB at "
+            f"{run_dir}"
         )

@@ -11,13 +11,12 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-log = logging.getLogger(__name__)
+from llamarl.metrics.terminal import leave_display
 
-SHOW_CURSOR = "\x1b[?25h\n"
+log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):  # noqa: N818 - what happened
@@ -69,9 +68,7 @@ class Signals:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == self._received == signal.SIGINT:
-            if sys.stdout.isatty():
-                sys.stdout.write(SHOW_CURSOR)
-                sys.stdout.flush()
+            leave_display()
             os._exit(128 + number)  # the executors see that this process is gone
         if self._received is None or number == signal.SIGINT:
             self._received = signal.Signals(number)

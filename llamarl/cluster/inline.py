@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name, resolve
-from llamarl.cluster.outcome import attempt, failure, merged
+from llamarl.cluster.outcome import attempt, describe_failed_close, failure, merged
 from llamarl.metrics.span import Spans
 from llamarl.types import Seat
 
@@ -88,8 +87,7 @@ class InlineGroup:
                 if hasattr(executor, "close"):
                     await executor.close()
             except Exception as error:  # noqa: BLE001 - tear-down goes on
-                report = "".join(traceback.format_exception(error))
-                log.warning("closing %s failed:\n%s", spans.process, report)
+                log.warning("closing %s failed: %s", spans.process, describe_failed_close(error))
             spans.close()
 
     async def call(self, method: str, args: Any, kwargs: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import traceback
 import uuid
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from llamarl.cluster.actors import (
 from llamarl.cluster.errors import GroupLost
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name
 from llamarl.cluster.hosts import Host, attach
+from llamarl.cluster.outcome import describe_failed_close
 from llamarl.cluster.process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 from llamarl.metrics.span import Spans
@@ -175,8 +175,7 @@ class MonarchGroup:
             log.warning("closing %s took over %g s; killed", self.name, CLOSE_LIMIT_S)
             return False
         except Exception as error:  # noqa: BLE001 - tear-down goes on
-            report = "".join(traceback.format_exception(error))
-            log.warning("closing %s failed:\n%s", self.name, report)
+            log.warning("closing %s failed: %s", self.name, describe_failed_close(error))
         return True
 
     async def _watch_rank(self, rank: int, constructed: asyncio.Event, silence_s: float) -> None:

@@ -86,3 +86,10 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - a user's __str__ may do anything
         return "(its text cannot be shown)"
+
+
+def describe_failed_close(error: Exception) -> str:
+    """Why an executor could not close: a full disk needs no traceback, all else is a bug."""
+    if isinstance(error, OSError):
+        return str(error)
+    return "\n" + "".join(traceback.format_exception(error))

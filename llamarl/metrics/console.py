@@ -38,6 +38,7 @@ from llamarl.metrics.panel import (
 )
 from llamarl.metrics.record import Scalars
 from llamarl.metrics.startup import Report, Startup
+from llamarl.metrics.terminal import hide_keys, show_keys
 
 PLAIN_INTERVAL_S = 5.0
 PLAIN_QUIET_S = 10.0  # after so long without a line, how far a start or a step is
@@ -89,6 +90,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live is not None:
+            hide_keys()
             self._live.start()
         return self
 
@@ -100,6 +102,7 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            show_keys()
             if kind is not None and self._step:
                 self._print_line(self._step_line())  # the display is gone; say how far it came
 

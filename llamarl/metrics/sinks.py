@@ -58,17 +58,19 @@ class MetricsLog:
     Each JSON line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and
     "texts" where there are any; NaN and infinities are null. A step may have several lines
     (training, evaluation) and after a resume repeats: the last value of a tag counts, see
-    `read_metrics`.
+    `read_metrics`. `first_step` is the one that a resumed run does next: TensorBoard forgets what
+    an earlier session logged from there on.
     """
 
-    def __init__(self, run_dir: str | Path, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: str | Path, *, tensorboard: bool, first_step: int = 0) -> None:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.exists() and not path.read_bytes().endswith(b"\n")
         self._jsonl = path.open("a")
         if unfinished:
             self._jsonl.write("\n")
-        self._events = EventFile(Path(run_dir) / TENSORBOARD_FOLDER) if tensorboard else None
+        folder = Path(run_dir) / TENSORBOARD_FOLDER
+        self._events = EventFile(folder, first_step) if tensorboard else None
 
     def log(
         self,
@@ -121,21 +123,17 @@ def read_metrics(path: str | Path) -> dict[int, dict[str, Any]]:
 class EventFile:
     """One TensorBoard event file, flushed after every write."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{os.getpid()}"
         self._file = (folder / name).open("ab")
         self._records = RecordWriter(self._file)
-        self._has_steps = False
         self._described: set[str] = set()
         self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """One event with everything the step brought."""
-        if not self._has_steps:
-            # Makes TensorBoard forget what a crashed session logged at and after this step.
-            self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
-            self._has_steps = True
         values = [self._scalar(tag, value) for tag, value in scalars.items()]
         values += [_histogram(tag, counts) for tag, counts in histograms.items() if counts]
         values += [_text(tag, text) for tag, text in texts.items()]

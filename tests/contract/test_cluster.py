@@ -15,7 +15,7 @@ import pytest
 from llamarl.cluster import Cluster, RemoteError, make_cluster, process_name
 from llamarl.config import ClusterConfig
 from llamarl.metrics.span_file import SpanReader
-from tests.distributed.executors import Probe
+from tests.distributed.executors import FullDisk, Probe
 
 LIMIT_S = 30.0
 SPANS_BYTES = 200_000  # what 2000 spans take
@@ -166,7 +166,7 @@ import asyncio, sys
 sys.modules["monarch"] = None
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
-from tests.distributed.executors import Probe
+from tests.distributed.executors import FullDisk, Probe
 async def main():
     config = ClusterConfig(backend="inline")
     cluster = make_cluster(config, spans_folder=None, logs_folder="")
@@ -190,3 +190,13 @@ def test_processes_are_named_after_executor_and_rank() -> None:
     assert process_name("trainer", 1, 2) == "trainer-1"
     assert process_name("generator-1", 0, 1) == "generator-1"
     assert process_name("generator-1", 1, 2) == "generator-1-1"
+
+
+def test_an_executor_that_cannot_close_for_a_full_disk_is_one_line(run, caplog) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.spawn("storage", FullDisk, {})
+
+    run(scenario)
+    (line,) = [line for line in caplog.text.splitlines() if "closing" in line]
+    assert line.endswith("[Errno 28] No space left on device: '/full/archive.jsonl'")
+    assert len(caplog.text.splitlines()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -136,6 +137,13 @@ class StuckInClose(Probe):
 
     async def close(self) -> None:
         time.sleep(1000)
+
+
+class FullDisk(Probe):
+    """Has something to write when it is closed."""
+
+    async def close(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/archive.jsonl")
 
 
 class Gathering(Probe):

@@ -233,9 +233,11 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
-    for session, last_step in ((0, 5), (1, 4)):
-        log = MetricsLog(tmp_path, tensorboard=True)
-        for step in range(1 if session == 0 else 3, last_step + 1):
+    for session, first_step, last_step in ((0, 0, 5), (1, 3, 4)):
+        log = MetricsLog(tmp_path, tensorboard=True, first_step=first_step)
+        if session == 1:  # a version that was made before, and is evaluated only now
+            log.log(2, {"evaluation/accuracy": 0.5})
+        for step in range(max(1, first_step), last_step + 1):
             log.log(step, {"reward/mean": session})
         log.close()
         with (tmp_path / "metrics.jsonl").open("a") as file:

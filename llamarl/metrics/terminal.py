@@ -1,0 +1,48 @@
+"""The terminal under the live display.
+
+Owns: what the terminal draws by itself. Does not own: the display (`console.py`). Invariant: after
+`show_keys` the terminal is as it was found.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import termios
+from typing import Any
+
+SHOW_CURSOR = "\x1b[?25h\n"
+
+_found: list[Any] = []  # the terminal's settings, while keys are hidden
+
+
+def hide_keys() -> None:
+    """Draw no ^C: it would move the display by a line, of which the first would then stay."""
+    if _is_ours() and not _found:
+        _found.extend(termios.tcgetattr(sys.stdin))
+        settings = list(_found)
+        settings[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
+
+
+def show_keys() -> None:
+    """Undo `hide_keys`."""
+    if _found and _is_ours():
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, _found)
+    _found.clear()
+
+
+def leave_display() -> None:
+    """For a process that ends without leaving its display."""
+    show_keys()
+    if sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)
+        sys.stdout.flush()
+
+
+def _is_ours() -> bool:
+    """Whether this process may change the terminal: in the background it would be stopped."""
+    try:
+        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):  # no terminal, or no standard input at all
+        return False
