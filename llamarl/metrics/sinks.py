@@ -65,7 +65,8 @@ class MetricsLog:
     def __init__(self, run_dir: str | Path, *, tensorboard: bool, first_step: int = 0) -> None:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.exists() and not path.read_bytes().endswith(b"\n")
+        written = path.read_bytes() if path.exists() else b""
+        unfinished = bool(written) and not written.endswith(b"\n")
         self._jsonl = path.open("a")
         if unfinished:
             self._jsonl.write("\n")

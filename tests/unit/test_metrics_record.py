@@ -248,6 +248,15 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
+def test_a_run_begun_again_from_nothing_has_no_empty_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")  # what a cut to the start leaves
+    log = MetricsLog(tmp_path, tensorboard=False)
+    log.log(1, {"reward/mean": 0.5})
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert '"step": 1' in line
+
+
 def test_metrics_load_neither_torch_nor_tensorflow():
     names = [
         "aggregate",

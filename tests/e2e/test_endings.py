@@ -1,0 +1,114 @@
+"""A signal at every kind of moment of a run: each ends in a right result or in a clear line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llamarl import checkpoint
+from tests.e2e.test_runs import KEEPING, Command, finish, read_archive, train, wait_for_step
+
+NUM_STEPS = 4
+Moment = Callable[[Command, Path], None]
+
+
+def amid_the_start(command: Command, run_dir: Path) -> None:
+    wait_until(command, lambda: len(command.family()) >= 4)
+
+
+def amid_a_step(command: Command, run_dir: Path) -> None:
+    wait_for_step(command, run_dir, 1)
+
+
+def amid_a_save(command: Command, run_dir: Path) -> None:
+    wait_until(command, lambda: any(run_dir.glob("checkpoints/unfinished-*")))
+
+
+def amid_the_last_step(command: Command, run_dir: Path) -> None:
+    wait_for_step(command, run_dir, NUM_STEPS - 1)
+
+
+def amid_the_export(command: Command, run_dir: Path) -> None:
+    wait_until(command, lambda: checkpoint.latest(run_dir) == newest(run_dir, NUM_STEPS))
+
+
+def amid_the_shutdown(command: Command, run_dir: Path) -> None:
+    wait_until(command, lambda: (run_dir / "export").is_dir())
+
+
+MOMENTS = [
+    amid_the_start,
+    amid_a_step,
+    amid_a_save,
+    amid_the_last_step,
+    amid_the_export,
+    amid_the_shutdown,
+]
+
+
+def newest(run_dir: Path, version: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{version:08d}"
+
+
+def wait_until(command: Command, condition: Callable[[], bool], limit_s: float = 90.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s
+        assert command.process.poll() is None, command.process.communicate()
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whenever_a_run_is_ended_it_says_what_is_saved_and_goes_on_to_the_same_end(
+    moment: Moment, number: signal.Signals, tmp_path: Path
+) -> None:
+    command = train(tmp_path, *KEEPING, f"num_steps={NUM_STEPS}")
+    moment(command, tmp_path)
+    command.process.send_signal(number)
+    code, out, err = finish(command, 60.0)
+    assert command.wait_until_gone(5.0) == []
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGKILL: -9}
+    is_late = moment in (amid_the_last_step, amid_the_export, amid_the_shutdown)
+    assert code == codes[number] or (is_late and code == 0), err + out
+    assert "Traceback" not in err
+    saved = checkpoint.latest(tmp_path)
+    if code in (75, 130):
+        assert err.splitlines()[0] == f"llamarl: {'terminated' if code == 75 else 'interrupted'}"
+        words = "no version is saved" if saved is None else f"is saved in {saved}\n"
+        assert words in err
+        if moment is not amid_the_start:
+            assert saved is not None
+    again = train(tmp_path, *KEEPING, f"num_steps={NUM_STEPS}", "checkpoint.resume=auto")
+    code, out, err = finish(again)
+    assert code == 0, err + out
+    assert again.wait_until_gone(5.0) == []
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if "reward/mean" in line]
+    assert steps == list(range(1, NUM_STEPS + 1))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["rollouts_trained"] == NUM_STEPS * 8 * 8
+    ids = [line["row_id"] for line in read_archive(tmp_path)]
+    assert len(ids) == len(set(ids))
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
+    command = train(tmp_path, *KEEPING, "num_steps=400")
+    wait_for_step(command, tmp_path, 1)
+    command.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    command.process.send_signal(signal.SIGINT)
+    start_s = time.monotonic()
+    code, _, err = finish(command, 30.0)
+    assert code == 130
+    assert "Traceback" not in err
+    assert command.wait_until_gone(5.0) == []
+    assert time.monotonic() - start_s < 30

@@ -1,0 +1,56 @@
+"""The commands that a user can paste, and what a disk must have."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from llamarl import jobs
+from llamarl.ending import command_to_go_on
+from llamarl.metrics.provenance import record_provenance
+from llamarl.models.architecture import read_architecture
+from tests.unit.test_config import MINIMUM, make_config
+
+TRAIN = ["llamarl", "train", "--config-dir", "recipes/a b", "num_steps=9"]
+CHECKPOINT = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
+
+
+def test_the_command_of_a_run_can_be_pasted_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    record_provenance(tmp_path, TRAIN, "")
+    words = shlex.split((tmp_path / "command.txt").read_text())
+    assert words == ["cd", str(folder), "&&", *TRAIN]
+
+
+@pytest.mark.parametrize("more", [[], ["checkpoint.resume=off", "run_dir=elsewhere"]])
+def test_the_command_that_goes_on_names_the_folder_and_resumes(
+    more: list[str], tmp_path: Path
+) -> None:
+    program, *arguments = shlex.split(command_to_go_on([*TRAIN, *more], str(tmp_path)))
+    assert os.path.basename(program) == "llamarl"
+    assert arguments == [*TRAIN[1:], f"run_dir={tmp_path}", "checkpoint.resume=auto"]
+
+
+def test_a_multirun_keeps_its_own_folders() -> None:
+    words = shlex.split(command_to_go_on([*TRAIN, "-m", "seed=1,2", "run_dir=r"], "/r/0"))
+    assert words[-4:] == ["-m", "seed=1,2", "run_dir=r", "checkpoint.resume=auto"]
+
+
+def test_a_disk_that_is_nearly_large_enough_is_told_in_figures_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = SimpleNamespace(architecture=read_architecture(CHECKPOINT))
+    config = make_config(*MINIMUM)
+    for free in (0, 10**7, 2 * 10**7):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(ValueError, match=rf"got {free // 10**6} MB at") as caught:
+            jobs._check_disk(config, inputs, str(tmp_path))  # type: ignore[arg-type]
+        assert f"with {free // 10**6} MB" not in str(caught.value)
