@@ -64,18 +64,28 @@ def _walk(
     source = source.reshape((1,) * missing + source.shape) if missing else source
     target = target.view(source.shape) if missing and target is not None else target
     start, shape = (0,) * missing + tuple(start), (1,) * missing + tuple(shape)
-    total = torch.zeros((), dtype=torch.int64, device=source.device)
+    total, sums = 0, []
     for outer in _indices(source.shape[:-2]):
         row = start[-2]
         for dim, index in enumerate(outer):
             row += (start[dim] + index) * math.prod(shape[dim + 1 : -1])
-        plane = None if target is None else target[outer]
-        _add_plane(total, source[outer], plane, row, start[-1])
-    return int(total) * _name_key(name) % MODULUS
+        plane = target[outer] if outer and target is not None else target
+        ones, parts = _plane_sums(source[outer] if outer else source, plane, row, start[-1])
+        total += ones
+        sums += parts
+    total += int(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
+    return total * _name_key(name) % MODULUS
 
 
-def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, column: int) -> None:
-    """Add the keyed sum over `source` [R, C] to `total`, before the key of the name."""
+def _plane_sums(
+    source: Tensor, target: Tensor | None, row: int, column: int
+) -> tuple[int, list[Tensor]]:
+    """The keyed sum over `source` [R, C] before the key of the name: of the ones, and of the bits,
+    int64 [], tile by tile.
+
+    Publishing a small model is mostly calls of torch, each of which waits for the thread that
+    decodes: a plane of one tile takes as few of them as it can.
+    """
     slow, fast = (_ROW_SALT, row), (_COLUMN_SALT, column)
     if source.shape[0] > 1 and (source.shape[1] == 1 or source.stride(0) < source.stride(1)):
         source, target = source.t(), None if target is None else target.t()
@@ -84,36 +94,44 @@ def _add_plane(total: Tensor, source: Tensor, target: Tensor | None, row: int, c
     is_crossed = target is not None and target.stride(1) > target.stride(0)
     is_turned = is_crossed and source.device.type == "cpu"
     is_packed = is_turned or (target is not None and target.dtype != source.dtype)
-    dtype = target.dtype if target is not None else source.dtype
+    dtype, device = target.dtype if target is not None else source.dtype, source.device
     num_slow, num_fast = source.shape
     run = min(num_fast, SIDE_ELEMENTS if is_crossed else RUN_ELEMENTS)
     step = min(num_slow, (CUDA_TILE_ELEMENTS if source.is_cuda else TILE_ELEMENTS) // run)
-    wide = torch.empty(step * run, dtype=torch.int64, device=source.device)
-    packed = torch.empty(step * run if is_packed else 0, dtype=dtype, device=source.device)
-    turned = torch.empty(step * run if is_turned else 0, dtype=dtype)
-    slow_ones = _key_sum(*slow, num_slow, source.device)
-    total += slow_ones * _key_sum(*fast, num_fast, source.device)
+    wide = torch.empty((step, run), dtype=torch.int64, device=device)
+    packed = torch.empty((step, run), dtype=dtype, device=device) if is_packed else None
+    turned = torch.empty((run, step), dtype=dtype) if is_turned else None
+    sums: list[Tensor] = []
     for left in range(0, num_fast, run):
         width = min(run, num_fast - left)
-        fast_keys = _keys(fast[0], fast[1] + left, width, source.device)
+        fast_keys = _keys(fast[0], fast[1] + left, width, device)
         for top in range(0, num_slow, step):
             height = min(step, num_slow - top)
-            values = source[top : top + height, left : left + width]
-            if is_packed:
-                values = packed[: height * width].view(height, width).copy_(values)
-            bits = (
-                wide[: height * width].view(height, width).copy_(values.view(_BITS[dtype.itemsize]))
-            )
-            slow_keys = _keys(slow[0], slow[1] + top, height, source.device)
-            total += _keyed_sum(bits, slow_keys, fast_keys)
+            values = _tile(source, top, left, height, width)
+            if packed is not None:
+                values = _front(packed, height, width).copy_(values)
+            bits = _front(wide, height, width).copy_(values.view(_BITS[dtype.itemsize]))
+            sums.append(_keyed_sum(bits, _keys(slow[0], slow[1] + top, height, device), fast_keys))
             if target is None:
                 continue
-            place = target[top : top + height, left : left + width]
-            if is_turned:  # torch turns blocks in the cache, but only between dense tensors
-                across = turned[: height * width].view(width, height).copy_(values.t())
-                place.t().copy_(across)
+            place = _tile(target, top, left, height, width)
+            if turned is not None:  # torch turns blocks in the cache only between dense tensors
+                place.t().copy_(_front(turned, width, height).copy_(values.t()))
             else:
                 place.copy_(values)
+    return _key_sum(*slow, num_slow) * _key_sum(*fast, num_fast), sums
+
+
+def _tile(plane: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
+    """So much of `plane` [R, C]; itself if that is all."""
+    is_whole = plane.shape == (height, width)
+    return plane if is_whole else plane[top : top + height, left : left + width]
+
+
+def _front(buffer: Tensor, height: int, width: int) -> Tensor:
+    """A dense [height, width] at the start of `buffer`; itself if that is all."""
+    is_whole = buffer.shape == (height, width)
+    return buffer if is_whole else buffer.view(-1)[: height * width].view(height, width)
 
 
 def _keyed_sum(bits: Tensor, slow_keys: Tensor, fast_keys: Tensor) -> Tensor:
@@ -140,18 +158,24 @@ def _name_key(name: str) -> int:
 def _keys(salt: int, start: int, count: int, device: torch.device) -> Tensor:
     """Keys of indices start .. start + count - 1, int64 [count]; usually a view of the cache."""
     first, last = start // RUN_ELEMENTS, (start + count - 1) // RUN_ELEMENTS
-    blocks = [_key_block(salt, block, device) for block in range(first, last + 1)]
-    keys = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
     begin = start - first * RUN_ELEMENTS
-    return keys[begin : begin + count]
+    if first == last:
+        return _keys_within(salt, first, begin, count, device)
+    blocks = [_key_block(salt, block, device) for block in range(first, last + 1)]
+    return torch.cat(blocks)[begin : begin + count]
 
 
-@functools.lru_cache(maxsize=4096)  # every publish asks for the same ones
-def _key_sum(salt: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Sum of the keys of indices start .. start + count - 1, int64 []."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
+@functools.lru_cache(maxsize=256)  # every publish asks for the same ones
+def _keys_within(salt: int, block: int, begin: int, count: int, device: torch.device) -> Tensor:
+    return _key_block(salt, block, device)[begin : begin + count]
+
+
+@functools.lru_cache(maxsize=4096)
+def _key_sum(salt: int, start: int, count: int) -> int:
+    """Sum of the keys of indices start .. start + count - 1."""
+    total, cpu = 0, torch.device("cpu")
     for first in range(start, start + count, RUN_ELEMENTS):
-        total += _keys(salt, first, min(RUN_ELEMENTS, start + count - first), device).sum()
+        total += int(_keys(salt, first, min(RUN_ELEMENTS, start + count - first), cpu).sum())
     return total
 
 

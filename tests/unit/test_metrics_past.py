@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import tempfile
@@ -64,10 +65,10 @@ def test_the_files_of_a_process_stay_below_the_limit_whatever_it_records(tmp_pat
     now_ns, most_bytes = time.monotonic_ns(), 0
     for _ in range(50):
         now_ns = record_work(spans, 100, now_ns)
-        sizes = [path.stat().st_size for path in tmp_path.iterdir() if path.exists()]
-        most_bytes = max(most_bytes, sum(sizes))
+        with contextlib.suppress(FileNotFoundError):  # one was summed up meanwhile: look later
+            most_bytes = max(most_bytes, sum(path.stat().st_size for path in tmp_path.iterdir()))
     spans.close()
-    assert most_bytes <= LIMIT_BYTES
+    assert 0 < most_bytes <= LIMIT_BYTES
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) > LIMIT_BYTES // 3
 
 
