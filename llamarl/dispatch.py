@@ -82,9 +82,9 @@ class Dispatch:
         self._rows: asyncio.Queue[list[Row] | BaseException] = asyncio.Queue()
         self._listeners: dict[int, asyncio.Task[None]] = {}  # by replica
         self._hearing: list[asyncio.Task[None]] = []  # one of each collector
-        self._burials: set[asyncio.Task[None]] = set()
+        self._restarts: set[asyncio.Task[None]] = set()
         self._keepers: set[int] = set()  # replicas that keep their version for an evaluation
-        self._homeless: dict[int, Request] = {}  # of lost replicas, not yet started again
+        self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
 
     async def submit(self, requests: list[Request]) -> None:
@@ -166,7 +166,7 @@ class Dispatch:
             if those
         )
         await asyncio.gather(*calls)
-        self._give_up([self._homeless.pop(i) for i in sorted(wanted & self._homeless.keys())])
+        self._give_up([self._unplaced.pop(i) for i in sorted(wanted & self._unplaced.keys())])
 
     def flipped(self, replica: int, version: int) -> None:
         """A publish made `version` live on `replica`."""
@@ -187,12 +187,12 @@ class Dispatch:
         if listener is not None and listener is not asyncio.current_task():
             listener.cancel()
         log.warning("%s; its %d rollouts start again elsewhere", why, len(replica.running))
-        self._homeless |= replica.running
-        self._burials.add(asyncio.create_task(self._bury(index, list(replica.running))))
+        self._unplaced |= replica.running
+        self._restarts.add(asyncio.create_task(self._restart(index, list(replica.running))))
 
     async def close(self) -> None:
         """Stop listening to the replicas."""
-        tasks = [*self._listeners.values(), *self._hearing, *self._burials]
+        tasks = [*self._listeners.values(), *self._hearing, *self._restarts]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -234,13 +234,13 @@ class Dispatch:
     async def _hear_from(self, collector: Collector) -> None:
         try:
             while True:
-                for index, told in await collector.collect():
-                    if isinstance(told, GroupLost):
-                        self.lost(index, told)
-                    elif not isinstance(told, Exception):
-                        self._hear(index, told)
+                for index, news in await collector.collect():
+                    if isinstance(news, GroupLost):
+                        self.lost(index, news)
+                    elif not isinstance(news, Exception):
+                        self._hear(index, news)
                     elif index in self.replicas:  # else it was being stopped
-                        raise told
+                        raise news
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
@@ -252,24 +252,24 @@ class Dispatch:
         if known:
             self._rows.put_nowait(known)
 
-    async def _bury(self, index: int, row_ids: list[int]) -> None:
+    async def _restart(self, index: int, row_ids: list[int]) -> None:
         try:
             if index in self._stops:
                 stopping = asyncio.ensure_future(self._stops[index]())
                 await asyncio.wait({stopping}, timeout=STOP_S)
                 if not stopping.done():
                     log.warning("generator %d does not end: nothing is taken from it", index)
-            lost = [row_id for row_id in row_ids if row_id in self._homeless]
+            lost = [row_id for row_id in row_ids if row_id in self._unplaced]
             # What the lost replica stored but never announced must not meet the new arrays.
             await self._storage.retire(lost, {"fate": "lost", "replica": index})
             self._attempts.update(lost)
-            requests = [self._homeless.pop(i) for i in lost if i in self._homeless]
+            requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
             await self.submit([replace(request, resume=False) for request in requests])
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
             self._rows.put_nowait(failure)
 
     def _give_up(self, requests: list[Request]) -> None:
-        """Tell of rollouts that will not be written."""
+        """Let `collect` return these as ABORTED: they will not be written."""
         rows = [
             Row(
                 row_id=request.row_id,

@@ -62,7 +62,7 @@ GC_THRESHOLDS = 50_000, 20, 20  # tens of thousands of rollouts are open: look a
 
 
 Record = Callable[[], None]
-"""Writes down in the run folder where the run came from."""
+"""Writes into the run folder what the run was started with."""
 
 
 async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
         _check_disk(config, inputs, run_dir)
         record()
         records.cut(run_dir, state.get("records", {}))
-        Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that is one no more
+        Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that this run goes on from
         if folder is not None:
             words = f"resumed from version {state['version']} in {shorten(folder)}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -344,8 +344,11 @@ async def _until_lost(
     executors: Executors,
     has_learnt: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Run `work`, but end at once with the reason if an executor it cannot spare is lost. Once it
-    `has_learnt` all that is only the trainer: whatever else `work` still asks for raises there."""
+    """Run `work`, but end at once with the reason if an executor that it cannot spare is lost.
+
+    Once `has_learnt` (the last version is made) only the trainer's loss does that; a call to any
+    other lost executor raises inside `work`.
+    """
 
     async def watch(group: ExecutorGroup) -> None:
         try:

@@ -32,6 +32,7 @@ from rich.logging import RichHandler
 
 from llamarl import __version__, checkpoint, jobs
 from llamarl.cluster import GroupLost, whole_process
+from llamarl.cluster.launch import RESUMABLE
 from llamarl.composition import DictConfig, for_each_config, reference, to_config, to_yaml
 from llamarl.config import Config
 from llamarl.ending import command_to_go_on
@@ -39,7 +40,7 @@ from llamarl.metrics.panel import shorten
 from llamarl.metrics.provenance import record_provenance
 from llamarl.reference import did_you_mean
 
-ENDS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 75)}
+ENDS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", RESUMABLE)}
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any] | None]
 JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}

@@ -96,11 +96,11 @@ class Colocated:
 
     async def recall(self) -> None:
         """The generators make room if they can: one may be lost, or amid a publish."""
-        leaves = [
+        offloads = [
             asyncio.ensure_future(each.leave(["kv", "weights"]))
             for each in self._generators.values()
         ]
-        await asyncio.wait(leaves, timeout=RECALL_S)
+        await asyncio.wait(offloads, timeout=RECALL_S)
         await self._trainer.enter(["weights", "state"])
 
     @asynccontextmanager

@@ -1,9 +1,9 @@
 """The moments at which a run is saved: after due steps, and when it ends early.
 
-Owns: which version and state a checkpoint of a running loop holds, and the work that an end must
-wait for. Does not own: folders (`checkpoint.py`), when a step is due (the controller), or signals
-(`jobs.py`). Invariant: a saved state names the trainer's version, every prompt that was drawn and
-not trained by then, and records in which that version's step is written down.
+Owns: which steps are due, which version and state a checkpoint of a running loop holds, and the
+work that an end must wait for. Does not own: folders (`checkpoint.py`) or signals (`signals.py`).
+Invariant: a saved state names the trainer's version, every prompt that was drawn and not trained by
+then, and records in which that version's step is written down.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saver:
     spans: Spans
     version: int
     last: int
-    _saved: tuple[int, str] = field(init=False)  # version, and what the gate said of prompts
+    _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
     _made: asyncio.Event = field(default_factory=asyncio.Event)
     _end: Callable[[], None] | None = None

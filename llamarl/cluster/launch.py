@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that connections take
 NAME = "llamarl"
 RESUME = "checkpoint.resume=auto"
 CERTIFICATES = "/etc/llamarl"
-GO_ON = 75  # exit code of a run that SIGTERM ended: the same command goes on
+RESUMABLE = os.EX_TEMPFAIL  # 75: exit code of a run that SIGTERM ended; the same command goes on
 SAVE_S = 120  # for the save after checkpoint.grace_s, until the scheduler kills
 PEM = ("ca", "certificate", "private_key")
 
@@ -99,7 +100,7 @@ def sbatch(config: Config, command: list[str]) -> str:
             '  kill -0 "$controller" 2> /dev/null || break',
             "  code=0",
             "done",
-            f'if [ "$code" = {GO_ON} ] || [ "$code" = 143 ]; then  # 143: terminated as it started',
+            f'if [ "$code" = {RESUMABLE} ] || [ "$code" = 143 ]; then  # 143: ended as it started',
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
             'exit "$code"',
@@ -171,7 +172,7 @@ def uses_gpus(config: Config) -> bool:
 
 
 def _job(template: dict[str, Any], end_s: int) -> dict[str, Any]:
-    """The run: its pod is replaced if it was told to end, and then goes on where it was."""
+    """The run: its pod is replaced if it was asked to end, and then goes on where it was."""
     template["spec"] |= {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": end_s,
@@ -191,7 +192,7 @@ def _job(template: dict[str, Any], end_s: int) -> dict[str, Any]:
 
 
 _SAVED = {
-    "onExitCodes": {"containerName": "controller", "operator": "In", "values": [GO_ON]},
+    "onExitCodes": {"containerName": "controller", "operator": "In", "values": [RESUMABLE]},
 }
 _DISRUPTED = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
