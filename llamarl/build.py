@@ -141,9 +141,7 @@ def build_controller(
     gate = _gate(config, state, len(inputs.prompts))
     prompts = make_backlog(config, inputs, state)
     placement = _placement(config, executors, spans)
-    evaluator = build_evaluator(config, inputs, executors, dispatch, ledger)
-    if evaluator is not None:
-        evaluator.version = state.get("evaluated", -1)
+    evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
@@ -266,7 +264,12 @@ def _publisher(
 
 
 def build_evaluator(
-    config: Config, inputs: Inputs, executors: Executors, dispatch: Dispatch, ledger: Ledger
+    config: Config,
+    inputs: Inputs,
+    executors: Executors,
+    dispatch: Dispatch,
+    ledger: Ledger,
+    state: dict[str, Any],
 ) -> Evaluator | None:
     """The held-out evaluation, or None without held-out prompts."""
     if not inputs.held_out:
@@ -279,6 +282,7 @@ def build_evaluator(
         ledger=ledger,
         storage=executors.storage,
         every_steps=config.evaluation.every_steps,
+        version=state.get("evaluated", -1),
         rows_per_replica=config.generator.max_running,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llamarl import checkpoint, manifest
+from llamarl.build import Executors, build_evaluator
 from llamarl.config import Config
 from llamarl.inputs import Inputs, identity, read_inputs
 from llamarl.starting_point import starting_point
@@ -144,3 +145,17 @@ def test_damaged_records_are_named_with_their_line_and_the_way_out(
         starting_point(resume(), inputs, str(tmp_path))
     state, _ = starting_point(resume(str(folder)), inputs, str(tmp_path / "other"))
     assert state["version"] == 1
+
+
+def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
+    inputs: Inputs,
+) -> None:
+    nothing: Any = None
+    executors = Executors(
+        vital=[], storage=nothing, generators={}, scorer=nothing, trainer=None, reference=None
+    )
+    parts: Any = (resume(), inputs, executors, nothing, nothing)  # evaluation.every_steps is 10
+    for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
+        evaluator = build_evaluator(*parts, evaluated)
+        assert evaluator is not None
+        assert evaluator.is_due(12, last=30) == due
