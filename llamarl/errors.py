@@ -1,7 +1,11 @@
-"""What may go wrong in several rooms alike. Invariant: every exception here survives pickling."""
+"""Exceptions that several rooms raise or know.
+
+Owns: their types. Does not own: the exceptions of one room (`weights/errors.py`,
+`cluster/errors.py`) or how they are shown (`main.py`). Invariant: each survives pickling.
+"""
 
 from __future__ import annotations
 
 
 class UserCodeError(RuntimeError):
-    """Code of the recipe failed; the text holds its own traceback, and our frames say no more."""
+    """Code of the recipe failed; the text holds its traceback, without frames of llamarl."""

@@ -282,7 +282,7 @@ class GeneratorExecutor:
             device=device,
             rdma=self._rdma,
             timeout_s=self._weights.timeout_s,
-            may_leave=self._placement.colocated and self._placement.offload != "none",
+            is_offloaded=self._placement.colocated and self._placement.offload != "none",
         )
         self._exit.callback(self._arena.close)
         tensors = {BUFFER: self._arena.live}

@@ -3,7 +3,7 @@
 Owns: the worker processes, one thread for each, the queue between them, the time limit. Does not
 own: reading completions (`executors/scorer.py`) or what failures mean for the run. Invariant:
 every completion handed in gets exactly one Score; a failure carries its cause, never a number; and
-nothing that reward code does to its process is more than such a failure.
+whatever reward code does to its process causes no more than such a failure.
 
 A thread per process, for two reasons: the kernel ties a worker's life to the thread that started
 it, so that thread must live as long as the pool; and a blocking thread keeps the time of its

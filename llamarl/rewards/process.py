@@ -1,8 +1,8 @@
 """One worker process of the reward pool, seen from the thread that owns it.
 
 Owns: starting it, its pipes, its stderr, its end. Does not own: what is sent or the time limit.
-Invariant: no call blocks longer than its `limit_s`, whatever the process does, and no answer is
-believed that does not repeat the token of its request; a process that gives another is ended.
+Invariant: no call blocks longer than its `limit_s`, whatever the process does, and an answer
+that does not repeat the token of its request is refused and its process ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STDERR_LINES = 40
 STDERR_LINE_BYTES = 2000  # the rest of a longer line is left out
 LOGGED_LINES = 200  # per message: user code that prints without end must not fill the disk
 MAX_ANSWER_BYTES = 1_000_000
-SHOWN_BYTES = 100  # of an answer that cannot be believed
+SHOWN_BYTES = 100  # of an answer that is refused
 END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
 LAST_WORDS_S = 1.0  # for a worker that closed its channel to end by itself, and say how
 
@@ -99,7 +99,7 @@ class WorkerProcess:
             left_s = end - time.monotonic()
             if left_s <= 0 or not self._exchange(left_s):
                 return None
-        return self._believe(self._answers.popleft(), token)
+        return self._check_answer(self._answers.popleft(), token)
 
     def stack(self) -> str:
         """What the (hung) process is doing: its Python stack."""
@@ -138,7 +138,7 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _believe(self, line: bytes, token: str) -> dict[str, Any]:
+    def _check_answer(self, line: bytes, token: str) -> dict[str, Any]:
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):

@@ -9,7 +9,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-DYNAMIC = {"exec", "globals", "setattr", "vars"}  # with these, only running the source can tell
+DYNAMIC = {
+    "exec",
+    "globals",
+    "setattr",
+    "vars",
+}  # with these, only a run shows what is defined
 
 
 def check_source(source: str, path: str) -> None:

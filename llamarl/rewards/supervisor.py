@@ -1,13 +1,14 @@
 """The parent of a reward worker: ends whatever reward code has started.
 
-Owns: the worker's family, and how it ends. Does not own: requests and answers, whose pipes it does
-not hold. Invariant (Linux): when it has ended, so have the worker and every process that descends
-from it, also one in a session of its own whose parents are gone.
+Owns: the worker and all its descendants, and how they end. Does not own: requests and answers,
+whose pipes it does not hold. Invariant (Linux): when it has ended, so have the worker and every
+process that descends from it, also one in a session of its own whose parents are gone.
 
-The kernel gives orphans below the supervisor to the supervisor (PR_SET_CHILD_SUBREAPER), so none
-leaves its family. It ends with its pool, which the kernel reports to it (PR_SET_PDEATHSIG), even
-after kill -9. What it cannot reach: a process that something outside the family starts on request
-(a container daemon), and orphans of code that first kills the supervisor itself.
+The kernel makes the supervisor the parent of descendants whose own parent has ended
+(PR_SET_CHILD_SUBREAPER), so all stay below it. It ends with its pool, whose end the kernel reports
+to it (PR_SET_PDEATHSIG), even after kill -9. What it cannot reach: a process that another one
+outside starts on request (a container daemon), and what is left of code that first kills the
+supervisor itself.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ OUT_OF_MEMORY_SCORE = 500  # of -1000 to 1000: the kernel takes a reward before 
 def supervise(pool: int) -> None:
     """Fork: returns in the child, the worker; this process stays as its supervisor.
 
-    `pool` is the pid of the process that started this one. SIGTERM ends the family, SIGUSR1 is
-    passed on to the worker. The supervisor ends as its worker did.
+    `pool` is the pid of the process that started this one. SIGTERM ends the worker and its
+    descendants, SIGUSR1 is passed on to the worker. The supervisor ends as its worker did.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _call_kernel(PR_SET_CHILD_SUBREAPER, 1)
@@ -84,7 +85,7 @@ def descendants(root: int) -> set[int]:
 
 
 def _watch(worker: int) -> NoReturn:
-    """Wait for the end of the worker or the pool, end the family, and end."""
+    """Wait for the end of the worker or the pool, end all descendants, and end."""
     for descriptor in (0, 1):  # the pool must see their ends when the worker's are closed
         os.close(descriptor)
     status = None

@@ -15,7 +15,7 @@ inherited by no program that user code starts, and what is written into it witho
 completion in hand is found out by the pool, which replaces the worker. But user code shares this
 process's memory: code that sets out to can read tokens or replace functions, just as it may
 return any reward it likes. task.py is therefore trusted to judge; text that a model wrote and that
-task.py runs is not, and belongs into a program of its own (subprocess), never into exec or eval.
+task.py runs is not, and belongs in a program of its own (subprocess), never into exec or eval.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ from llamarl.types import Prompt, ScoreStatus
 
 MAX_TRACEBACK_CHARS = 8000
 OWN_FILES = {__file__, task.__file__}  # whose lines say nothing about user code
-CHANNEL_DESCRIPTORS = (
-    100,
-    200,
-)  # numbers from here on, and how many: above what loops over few close
+# First number, and how many: above those that a loop which closes low descriptors reaches.
+CHANNEL_DESCRIPTORS = (100, 200)
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ class Arena:
     the boxes leave out (padding) is never written by a source; all memory starts as zeros. Before
     the first flip the owner fills `live` itself, and labels it with `version`.
 
-    With `may_leave` its owner moves it off the device now and then (`movable`).
+    With `is_offloaded` its owner moves it off the device between publishes (`movable`).
 
     `before_overwrite(version)` is called before memory that holds `version` is offered or copied
     over: an owner who passes the weights on sets it to its Writer's `retire`.
@@ -71,7 +71,7 @@ class Arena:
         host: str | None = None,
         rdma: Rdma | None = None,
         timeout_s: float = 60.0,
-        may_leave: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index
         if num_elements < 1:
@@ -88,7 +88,7 @@ class Arena:
         self._parameters, self._num_elements = parameters, num_elements
         self._replica, self._rank, self._host = replica, rank, host or this_host()
         self._rdma, self._timeout_s, self._device = rdma, timeout_s, device
-        self._may_leave = may_leave
+        self._is_offloaded = is_offloaded
         self._is_staged, self._is_swapped = is_staged, shadow == "full" and device.type == "cpu"
         self._parts = [parts.whole(parameters, num_elements)]
         if shadow == "bucket":
@@ -199,7 +199,7 @@ class Arena:
             address=address,
             num_bytes=self._shadow.num_bytes,
             names=cut.names if len(self._parts) > 1 else (),
-            may_leave=self._may_leave and self._shadow.is_freed_when_away,
+            may_be_freed=self._is_offloaded and self._shadow.is_freed_by_offload,
         )
 
     def fingerprint(self, version: int, part: int) -> Fingerprints:

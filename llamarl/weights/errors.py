@@ -1,5 +1,8 @@
-"""What can go wrong between the two ends of a publish. Invariant: importable without torch, and
-picklable."""
+"""What can go wrong between the two ends of a publish, and the end of the last replica.
+
+Owns: these exceptions. Does not own: which of them ends a run (`publish.py`, the controller).
+Invariant: importable without torch, and picklable.
+"""
 
 from __future__ import annotations
 
@@ -21,4 +24,4 @@ class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
 
 
 class NoGenerator(RuntimeError):  # noqa: N818 - what happened, as in the log line
-    """Every generator replica is lost, so nothing can be written any more."""
+    """Every generator replica is lost, so no rollout can be written."""

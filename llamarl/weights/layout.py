@@ -99,8 +99,8 @@ class Offer:
 
     `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
     (cuda_ipc), handles by source rank (rdma), or None (collective: the rank receives by itself).
-    `names` are the parameters of the part; () stands for all. If `may_leave`, the owner may free
-    the memory between two writes, when others need the device: whoever mapped it lets go.
+    `names` are the parameters of the part; () stands for all. If `may_be_freed`, the owner may
+    free the memory between two writes, when others need the device: who mapped it unmaps it.
     """
 
     version: int
@@ -111,4 +111,4 @@ class Offer:
     address: object
     num_bytes: int
     names: tuple[str, ...] = ()
-    may_leave: bool = False
+    may_be_freed: bool = False

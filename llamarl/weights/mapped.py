@@ -65,9 +65,9 @@ class Block:
         return self._address
 
     @property
-    def is_freed_when_away(self) -> bool:
-        """True if other processes' mappings must go before it can leave: a GPU's memory, while a
-        segment gives up its pages under them."""
+    def is_freed_by_offload(self) -> bool:
+        """True if other processes must unmap it before it is offloaded: a GPU's memory. A segment
+        gives up its pages under their mappings."""
         return self._segment is None
 
     def renew(self) -> None:
@@ -159,7 +159,7 @@ class MappedOutlet:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        self._let_go([offer.address for offer in offers.values() if offer.may_leave])
+        self._let_go([offer.address for offer in offers.values() if offer.may_be_freed])
 
     def close(self) -> None:
         self._is_closed = True  # the piece that is being written is the last one

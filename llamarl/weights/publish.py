@@ -48,7 +48,7 @@ class Publisher:
     `on_flip(replica, version)` hears of each flip, `on_lost(replica, why)` of each replica given
     up, both while the other replicas may still be busy, also between publishes. What `on_lost`
     returns, if anything, is done once that replica cannot write into its siblings' memory any more;
-    until then they are not connected anew. `on_hold` hears which replicas keep their version.
+    until then they are not connected anew. `on_hold` gets the replicas that keep their version.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""What a publish tells of itself. Invariant: only flips that happened are counted."""
+"""The figures of a publish.
+
+Owns: the record. Does not own: measuring (`publish.py`) or showing it (`metrics/journal.py`).
+Invariant: only flips that happened are counted.
+"""
 
 from __future__ import annotations
 

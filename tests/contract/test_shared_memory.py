@@ -160,13 +160,13 @@ def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
     assert outcome == ["lost"]
 
 
-@pytest.mark.parametrize("may_leave", [False, True])
+@pytest.mark.parametrize("may_be_freed", [False, True])
 def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_it(
-    ends, may_leave
+    ends, may_be_freed
 ) -> None:
     outlet, copies, num_mapped = MappedOutlet("here"), list(ends.route.copies), []
     for version in range(3):
-        offer = replace(ends.arena.offer(version, 0), may_leave=may_leave)
+        offer = replace(ends.arena.offer(version, 0), may_be_freed=may_be_freed)
         ends.arena.shadow.zero_()
         before = num_mappings()
         outlet.write(version, copies, {0: offer}, lambda copy, target: target.fill_(7))
@@ -174,7 +174,7 @@ def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_i
         assert (ends.arena.shadow == 7).sum() == 24
         ends.arena.flip(version, 0)
     # Two memories take turns.
-    assert num_mapped == ([0, 0, 0] if may_leave else [1, 1, 0])
+    assert num_mapped == ([0, 0, 0] if may_be_freed else [1, 1, 0])
     outlet.close()
 
 

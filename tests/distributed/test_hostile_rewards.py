@@ -328,11 +328,11 @@ def test_what_rewards_start_ends_with_a_parent_that_is_killed():
         pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     assert all(map(is_alive, pids))
-    family = descendants(parent.pid)
-    assert set(pids) <= family
+    pids_below = descendants(parent.pid)
+    assert set(pids) <= pids_below
     parent.send_signal(signal.SIGKILL)
     parent.wait(20)
-    assert wait_until(lambda: not any(map(is_alive, family)))
+    assert wait_until(lambda: not any(map(is_alive, pids_below)))
 
 
 def test_a_reward_process_is_the_first_to_go_without_memory_and_leaves_no_core_file():
