@@ -99,7 +99,8 @@ class Canary:
 
     `flipped` belongs to the publisher's `on_flip`, after the dispatcher's. `sampling` is that of
     training: at another temperature, or from a cut distribution, log-probs would differ. `mode` is
-    weights.canary: what a proof does, or that no rollout is asked for.
+    weights.canary: a replica that writes with another policy ends the run (fail) or is warned of
+    (warn); off asks for no rollout.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Canary:
         elif self._mode == "fail":
             raise _proof(row, version, difference, exceeded)
         elif row.replica not in self._warned:
-            self._warned.add(row.replica)  # again when it has been right meanwhile
+            self._warned.add(row.replica)  # once, until a row of it agrees again
             log.warning("%s", _proof(row, version, difference, exceeded))
 
 

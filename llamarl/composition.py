@@ -1,8 +1,8 @@
 """How a recipe's folder and the arguments become a checked `Config`.
 
-Owns: Hydra's groups and schemas, how its mistakes read. Does not own: fields and checks (`config/`)
-or commands (`main.py`). Invariant: the only place that knows Hydra; past `to_config` a config is
-plain dataclasses.
+Owns: Hydra's groups and schemas, how its errors are worded. Does not own: fields and checks
+(`config/`) or commands (`main.py`). Invariant: the only place that knows Hydra; past `to_config` a
+config is plain dataclasses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ from llamarl.config import Config
 from llamarl.reference import WANTED, Reference, did_you_mean
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
-TELLING = OmegaConfBaseException, OverrideParseException, MissingConfigException, yaml.YAMLError
+SPECIFIC = (
+    OmegaConfBaseException,
+    OverrideParseException,
+    MissingConfigException,
+    yaml.YAMLError,
+)
 WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"
 PLAIN_FLAGS = {"--multirun", "-m", "--resolve"}
 CONF_FOLDER = Path(__file__).resolve().parent / "conf"
@@ -114,7 +119,7 @@ def to_config(composed: DictConfig) -> Config:
     if not isinstance(config, Config):
         raise ValueError(WITHOUT_CONFIG)
     for key, section in [("", config), *vars(config).items()]:
-        if dataclasses.is_dataclass(section):  # Hydra's "+key=value" adds whatever it is told
+        if dataclasses.is_dataclass(section):  # Hydra's "+key=value" adds any key
             unknown = vars(section).keys() - {field.name for field in dataclasses.fields(section)}
             for name in sorted(unknown):
                 raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
@@ -178,7 +183,7 @@ def _flag_values(flags: list[str]) -> list[tuple[str, str]]:
 
 
 def _check_groups(overrides: list[str]) -> None:
-    """ValueError for an argument without a key, or a group that is set to what is no name."""
+    """ValueError for an argument without a key, or a group that is not set to a name."""
     for override in OverridesParser.create().parse_overrides(overrides):
         if not override.key_or_group:
             raise ValueError(f"an argument must be KEY=VALUE, got {override.input_line!r}")
@@ -189,12 +194,12 @@ def _check_groups(overrides: list[str]) -> None:
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
-    """One line that names the key, what it must be and what it got, out of Hydra's several.
+    """One line that names the key, what it must be and what it got, out of Hydra's several lines.
 
     `recipe` is the file whose lines may be named.
     """
     words = str(error)
-    while not isinstance(error, TELLING) and (below := error.__cause__ or error.__context__):
+    while not isinstance(error, SPECIFIC) and (below := error.__cause__ or error.__context__):
         error = below
     full_key = str(getattr(error, "full_key", None) or "")
     is_in_file = recipe is not None and words.startswith("In '")

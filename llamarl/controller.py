@@ -143,7 +143,7 @@ class Controller:
                     with self.spans.span("batch", "wait"):
                         part_size = min(self.config.trainer.groups_per_part or missing, missing)
                         part = await self.gate.take(part_size, missing)
-                    if not part:  # the prompts are solved: there will be no whole step any more
+                    if not part:  # the prompts are solved: no further step would be whole
                         self.saver.last = version
                         break
                     await self.trainer.accumulate(self.make_batch(part, version, oldest))
@@ -156,7 +156,7 @@ class Controller:
                     await closing  # a checkpoint never knows of a step that is not written down
                     await self.saver.save()
             await publishing
-            if self.saver.version < self.saver.last:  # else nobody needs more groups
+            if self.saver.version < self.saver.last:  # else no step needs more groups
                 await self.gate.advance(self.saver.version)
             publishing = self._start(self._publish(self.saver.version))
         await publishing

@@ -174,7 +174,7 @@ def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
 
 
 def _check_devices(config: Config) -> None:
-    """ValueError for a GPU on a machine that has no driver of one; hosts answer themselves."""
+    """ValueError for a GPU where this machine has no driver; `cluster.hosts` check their own."""
     has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
     for section, device in (
         ("generator", config.generator.device),

@@ -1,6 +1,6 @@
 """The reference of the config: every key with its type, default, limits and meaning.
 
-Owns: how the fields of `config/` read to a user, and which key somebody means who writes another.
+Owns: how the fields of `config/` read to a user, and which key an unknown name probably stands for.
 Does not own: fields, defaults or meanings, which are taken from the dataclasses and from the texts
 under their fields. Invariant: standard library and YAML only, so help costs milliseconds.
 """
@@ -261,7 +261,7 @@ class Reference:
         return "\n\n".join([head, *keys])
 
     def meant_by(self, name: str) -> list[str]:
-        """The keys or groups that somebody may mean who wrote `name`, likeliest first."""
+        """The keys or groups that `name`, which is none, may stand for, likeliest first."""
         leaf = name.rpartition(".")[2]
         for words in (name, leaf):
             known = [key for key, names in ELSEWHERE.items() if words in names.split()]

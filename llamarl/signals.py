@@ -43,7 +43,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         numbers = (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._hear) for number in numbers}
+        self._before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class Signals:
         """The job's end has begun: no signal cancels it any more."""
         self._is_ending = True
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == self._received == signal.SIGINT:
             leave_display()
             os._exit(128 + number)  # the executors see that this process is gone

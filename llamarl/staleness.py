@@ -120,7 +120,7 @@ class Gate:
     async def drop(self, group: Group, reason: str) -> None:
         """The group is not trainable: its slot is free at once, so S=0 cannot stall.
 
-        When too many groups in a row were dropped, nothing can be learnt. If their prompts are
+        When too many groups in a row were dropped, the run must end. If their prompts are
         solved, `solved` says so and `take` has nothing more to give; else RuntimeError.
         """
         async with self._changed:
@@ -154,7 +154,7 @@ class Gate:
         return f"{num_solved} of the last {num_drops} groups ({others})"
 
     async def wait_for(self, count: int) -> None:
-        """Sleep until `take` could give `count` groups at once, or will give none any more."""
+        """Sleep until `take` could give `count` groups at once, or will never give another."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: len(self._takeable(count)) >= count or bool(self.solved)

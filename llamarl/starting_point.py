@@ -28,7 +28,7 @@ def starting_point(
 ) -> tuple[dict[str, Any], str | None]:
     """The state and folder of the checkpoint to go on from, if any.
 
-    It may be the last step's: what a killed run still owes, the export, is then made up for.
+    It may be the last step's: then only the export is left to do, which a killed run did not write.
     ValueError if the folder that checkpoint.resume names, or every one that it could choose, is
     damaged, if the run differs from the one that was saved, or if the records that this run would
     go on with are damaged.
@@ -114,8 +114,18 @@ def _read(folder: Path) -> dict[str, Any]:
     sound = type(evaluated) is int and -1 <= evaluated <= state["version"]
     require(sound, f"evaluated in {path}", "be a version", _short(evaluated))
     require(type(solved) is str, f"solved in {path}", "be text", _short(solved))
-    require(isinstance(state.get("identity"), dict), f"identity in {path}", "be an object", None)
-    require(records.is_sound(state.get("records")), f"records in {path}", "list parts", None)
+    require(
+        isinstance(state.get("identity"), dict),
+        f"identity in {path}",
+        "be an object",
+        _short(state.get("identity")),
+    )
+    require(
+        records.is_sound(state.get("records")),
+        f"records in {path}",
+        "list parts",
+        _short(state.get("records")),
+    )
     return state
 
 

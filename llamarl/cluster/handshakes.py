@@ -1,14 +1,14 @@
-"""Connections to a daemon that never become any: who connects and says nothing is let go.
+"""Closes connections to a worker daemon that do not get through their TLS handshake.
 
 Owns: looking, from inside the process that has accepted them, at connections whose TLS handshake
 cannot be over, and closing them. Does not own: accepting and the handshake, which Monarch does,
 without a limit. Invariant: nothing is read from a connection; a peer that is cut connects again.
 
-What the peer has sent is all that the kernel tells. A client that shows a certificate has sent more
-than LEAST_BYTES when its handshake is over, so one that has sent less for HANDSHAKE_LIMIT_S is
-closed. A client that sends more than that and then stops in its handshake cannot be told from a
-quiet controller: such connections are closed, the oldest first, once they are so many that
-descriptors would run out. It covers the daemon's own port, not those of a run's controller.
+Of a connection the kernel shows only how much the peer has sent. A client that shows a certificate
+has sent more than LEAST_BYTES when its handshake is over, so one that has sent less for
+HANDSHAKE_LIMIT_S is closed. A client that sends more than that and then stops in its handshake
+looks like a quiet controller: such connections are closed, the oldest first, once they are so many
+that descriptors would run out. It covers the daemon's own port, not those of a run's controller.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info of Linux
 
 
 def limit_handshakes(port: int) -> None:
-    """Watch the connections to `port` of this process from now on, in a thread of its own.
+    """Watch the connections to `port` of this process in a thread of its own.
 
     Also raises the process's limit of descriptors. Linux only; else nothing is done.
     """
@@ -128,4 +128,4 @@ def _num_received(connection: socket.socket) -> int:
 
 def _close(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # its owner sees the end, and lets go
+        connection.shutdown(socket.SHUT_RDWR)  # its owner sees the end of the stream, and closes it

@@ -181,8 +181,8 @@ class MonarchGroup:
     async def _watch_rank(self, rank: int, constructed: asyncio.Event, silence_s: float) -> None:
         """Report the rank lost once its process ended, or its event loop was silent too long.
 
-        A group that has answered no call yet starts: what it imports, loads and builds may hold its
-        event loop up for longer than silence may last.
+        A group that has answered no call yet is still starting: its imports, loads and builds may
+        block its event loop for longer than silence may last.
         """
         actor = self._roster.one(rank)
         (end,) = send(actor.linger)

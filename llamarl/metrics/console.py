@@ -1,8 +1,8 @@
 """What a person sees while the run goes on.
 
 Owns: when something is shown, and which figures. Does not own: the numbers, or how single figures
-look (`panel.py`). Invariant: on a terminal one display redraws itself;
-anywhere else (a log file, CI) there are whole lines only, one every few seconds.
+look (`panel.py`). Invariant: on a terminal one display redraws itself; anywhere else (a log file,
+CI) there are whole lines only, one every few seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the processes of a run do with their time while it goes on.
 
 Owns: which span files are read meanwhile, and what is kept of them. Does not own: the files
-(`span_file.py`) or what a share is (`aggregate.py`). Invariant: each file is read once, whoever
-asks and from whichever thread.
+(`span_file.py`) or what a share is (`aggregate.py`). Invariant: each file is read once,
+however many threads ask.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LiveSpans:
         return by_executor(shares)
 
     def take_waits_s(self) -> dict[str, float]:
-        """Executor -> seconds waited (mean over its processes) in waits heard of since last asked.
+        """Executor -> seconds waited (mean over its processes) in waits read since the last call.
 
         Overlapping waits of one process count each.
         """

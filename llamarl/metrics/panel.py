@@ -103,8 +103,8 @@ def clock(seconds: float) -> str:
 
 
 def cut(text: str, width: int, encoding: str) -> str:
-    """`text` in one line of at most `width` columns, of what the console can show and does not
-    obey."""
+    """`text` in one line of at most `width` columns, without characters that the console cannot
+    show or would take for commands."""
     line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
     line = line.encode(encoding, "replace").decode(encoding)
     return line if cell_len(line) <= width else set_cell_size(line, max(0, width - 3)) + "..."

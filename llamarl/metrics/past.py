@@ -67,8 +67,8 @@ def _sum_session(
     extent: tuple[int, int],
     width_ns: int,
 ) -> Iterator[Span]:
-    """Busy and wait spans of a bin stand end to end, in the order in which they win over each
-    other where they overlap; others begin where the first of them did."""
+    """Busy and wait spans of a bin stand end to end, in the order of precedence of
+    `aggregate.shares_of`; others begin where the first of them did."""
     first_ns, last_ns = extent
     yield Span(number, "start", "mark", first_ns, first_ns, {"spans": 1})
     edges = np.arange(first_ns // width_ns, last_ns // width_ns + 1, dtype=np.int64) * width_ns

@@ -92,9 +92,9 @@ class Spans:
                 file.write(text)
             self._num_bytes += len(text)
             if self._share_bytes is not None and self._num_bytes >= self._share_bytes:
-                self._turn(self._path, self._share_bytes)
+                self._rotate(self._path, self._share_bytes)
 
-    def _turn(self, path: Path, share_bytes: int) -> None:
+    def _rotate(self, path: Path, share_bytes: int) -> None:
         """Go on in a new file."""
         if self._summing is not None:
             self._summing.join()  # over long ago, unless spans come by the ten thousand a second

@@ -16,7 +16,7 @@ STATES = ("starting", "loading", "ready")
 MOST_NAMED = 3  # executors of a role in one state that are named; of more, only the number
 
 Report = Callable[[str, str], None]
-"""Told an executor's name and its new state, one of STATES."""
+"""Called with an executor's name and its new state, one of STATES."""
 
 
 class Startup:
@@ -27,7 +27,7 @@ class Startup:
         self._started_s = time.monotonic()
 
     def mark(self, name: str, state: str) -> None:
-        """Executor `name` is in `state` from now on."""
+        """Executor `name` has reached `state`."""
         self._states[name] = (state, time.monotonic())
 
     def rows(self) -> list[tuple[str, str]]:

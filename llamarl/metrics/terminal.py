@@ -33,7 +33,7 @@ def show_keys() -> None:
 
 
 def leave_display() -> None:
-    """For a process that ends without leaving its display."""
+    """Restore the terminal in a process that ends while its display is drawn."""
     show_keys()
     if sys.stdout.isatty():
         sys.stdout.write(SHOW_CURSOR)

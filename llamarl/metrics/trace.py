@@ -64,7 +64,7 @@ class TraceFile:
             os.replace(self._unfinished, self._out_path)
 
     def add(self, process: str, span: Span) -> None:
-        """Write `span`; sums of spans only leave a note that the trace of `process` is cut."""
+        """Write `span`; a sum of spans only adds a note that the trace of `process` is cut."""
         pid = self._pids[process]
         if process not in self._lanes:
             self._lanes[process] = _Lanes()

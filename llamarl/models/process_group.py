@@ -67,8 +67,10 @@ def compute_device(kind: str, field: str) -> torch.device:
 
 
 def why_no_gpu(torch_version: str, cuda: str | None, driver_text: str) -> str:
-    """Where torch, built for this version of `cuda`, finds no GPU: what a machine must be like for
-    that. `driver_text` is what NVIDIA's driver says of itself, "" without one."""
+    """Why torch, built for this version of `cuda`, finds no GPU: the words after "must be cpu".
+
+    `driver_text` is what NVIDIA's driver says of itself, "" without one.
+    """
     found = re.search(r"\d+\.\d+(\.\d+)?", driver_text)
     if found is None:
         return "on a machine without a GPU"

@@ -80,7 +80,7 @@ def _check(index: object, folder: Path) -> None:
     if not isinstance(index, metadata.Metadata):
         raise ValueError(f"an object of type {type(index).__name__}")
     if not isinstance(index.storage_meta, metadata.StorageMeta):
-        raise ValueError("no word on its storage")
+        raise ValueError("no record of its storage")
     for name, entry in index.state_dict_metadata.items():
         if type(name) is not str or not isinstance(entry, metadata.TensorStorageMetadata):
             raise ValueError(f"{name!r}, which is no tensor")

@@ -195,7 +195,7 @@ def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
 
 
 def _read_spans(folder: Path) -> dict[str, list[Span]]:
-    """All spans by process; sums of old ones do not tell what one call takes."""
+    """All spans by process; sums of old ones do not show what one call takes."""
     readers = [SpanReader(path) for path in span_files(folder)]
     if not readers:
         raise ValueError(f"the run must have recorded spans, got none in {folder}")
