@@ -100,7 +100,10 @@ class Colocated:
             asyncio.ensure_future(each.leave(["kv", "weights"]))
             for each in self._generators.values()
         ]
-        await asyncio.wait(offloads, timeout=RECALL_S)
+        for offload in offloads:
+            offload.add_done_callback(_look_at)
+        if offloads:
+            await asyncio.wait(offloads, timeout=RECALL_S)
         await self._trainer.enter(["weights", "state"])
 
     @asynccontextmanager
@@ -156,3 +159,9 @@ class Colocated:
         yield
         self._since_ns = time.monotonic_ns()
         self._spans.record("switch", start_ns, self._since_ns, "mark", to=name)
+
+
+def _look_at(offload: asyncio.Future[None]) -> None:
+    """Mark an exception as seen: a lost generator has made room all the same."""
+    if not offload.cancelled():
+        offload.exception()

@@ -1,6 +1,7 @@
 """Turns on a shared device: who has what there when, on a virtual clock."""
 
 import asyncio
+import gc
 import json
 import random
 
@@ -10,6 +11,7 @@ from llamarl.cluster.errors import GroupLost
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated, Disaggregated
 from llamarl.planner.clock import run
+from llamarl.weights.errors import NoGenerator
 
 TRAINER, GENERATOR = {"weights", "state"}, {"weights", "kv"}
 
@@ -237,3 +239,23 @@ def test_with_devices_of_their_own_nobody_waits_or_is_asked():
             return True
 
     assert run(main())
+
+
+def test_an_early_end_gives_the_trainer_the_device_whichever_generators_are_lost():
+    complaints = []
+
+    async def end_early(lost_at):
+        asyncio.get_running_loop().set_exception_handler(lambda _, each: complaints.append(each))
+        loop = Loop(0, lost_at=lost_at)
+        await loop.placement.begin()
+        if lost_at == [1]:
+            with pytest.raises(NoGenerator):
+                async with loop.placement.turn("handover"):
+                    pass
+        await loop.placement.recall()
+        assert loop.trainer.is_complete
+        gc.collect()
+
+    run(end_early([1]))
+    run(end_early([1, None]))
+    assert not complaints, "that a lost generator does not answer is no news"
