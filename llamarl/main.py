@@ -95,9 +95,9 @@ def _main() -> None:
     if command == "config":
         return _explain_keys(arguments)
     job, composed_arguments = _choose(command, arguments)
-    as_typed = ["llamarl", command, *arguments]
+    work = partial(_run, job, ["llamarl", command, *arguments], _folders(arguments))
     try:
-        for_each_config(f"llamarl {command}", composed_arguments, partial(_run, job, as_typed))
+        for_each_config(f"llamarl {command}", composed_arguments, work)
     except ValueError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -189,8 +189,17 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
     return partial(jobs.plan, **vars(options)), [*rest, "hydra.run.dir=."]
 
 
-def _run(job: Job, command: list[str], composed: DictConfig, run_dir: str) -> None:
-    """One job; a multirun calls this once per combination."""
+def _folders(arguments: list[str]) -> set[str]:
+    """Run folders that the user names and that are there before Hydra makes any."""
+    pairs = (each.partition("=") for each in arguments)
+    named = (value for key, _, value in pairs if key == "run_dir")
+    return {os.path.abspath(path) for path in named if os.path.isdir(path)}
+
+
+def _run(
+    job: Job, command: list[str], existing: set[str], composed: DictConfig, run_dir: str
+) -> None:
+    """One job; a multirun calls this once per combination. Folders in `existing` are the user's."""
     is_run = job in JOBS.values()
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -207,6 +216,9 @@ def _run(job: Job, command: list[str], composed: DictConfig, run_dir: str) -> No
         sys.stderr.write(f"llamarl: {words}\n")
         _exit(code, command, run_dir)
     except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
+        if is_run and run_dir not in existing and _is_mistake(error):
+            with contextlib.suppress(OSError):
+                os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it
         _exit(_report(error, run_dir if is_run else None), command, run_dir)
 
 
@@ -228,11 +240,8 @@ def _report(error: Exception, run_dir: str | None) -> int:
         return _complain(
             f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}"
         )
-    if cause is error and isinstance(cause, ValueError):
-        if run_dir is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it
-        _fail(str(cause))
+    if _is_mistake(error):
+        _fail(str(error))
     remote = getattr(cause, "__notes__", [])
     sys.stderr.write("\n".join(remote) + "\n" if remote else "")
     if not remote:  # else its traceback stands in the note, and the way here says nothing more
@@ -240,6 +249,11 @@ def _report(error: Exception, run_dir: str | None) -> int:
     if isinstance(cause, GroupLost):
         sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
     return 1
+
+
+def _is_mistake(error: Exception) -> bool:
+    """True for a ValueError out of no group, which is the user's to mend; see `_report`."""
+    return isinstance(error, ValueError) and not isinstance(error, BaseExceptionGroup)
 
 
 def _exit(code: int, command: list[str], run_dir: str) -> Any:

@@ -277,6 +277,15 @@ def test_bad_input_is_one_clear_line(
     assert not (tmp_path / "run").exists(), "an empty folder would look like a run"
 
 
+def test_a_folder_that_the_user_made_stays_when_a_recipe_is_refused(
+    llamarl: Command, tmp_path: Path
+) -> None:
+    for folder in (tmp_path / "new", tmp_path):
+        done = llamarl("train", RECIPE, "algorithm.rho=0.5", f"run_dir={folder}")
+        assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bad_command_or_recipe_is_one_clear_line(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("a: [\n")
     (tmp_path / "file").write_text("")
