@@ -106,6 +106,25 @@ def test_failed_rewards_alone_end_the_run() -> None:
         setting.evaluate()
 
 
+def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
+    rewards = {10: 1.0, 11: 1.0, 13: 0.5}
+
+    def score(row_id: int) -> Score:
+        if row_id not in rewards:
+            return Score(row_id=row_id, status=ScoreStatus.HUNG, error="too slow")
+        reward = rewards[row_id]
+        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"exact": reward})
+
+    setting = Setting()
+    setting.generator.score = score
+    result = setting.evaluate()
+    assert result is not None
+    assert (result.accuracy, result.reward) == (0.5, 0.625)
+    assert (result.num_prompts, result.num_failed) == (4, 1)
+    fates = setting.storage.fates
+    assert [fates[row_id]["correct"] for row_id in (10, 11, 12, 13)] == [1, 1, 0, 0]
+
+
 def test_prompts_whose_generator_was_lost_are_left_out_and_all_rows_are_let_go() -> None:
     setting = Setting()
     setting.generator.is_lost = lambda number: number == 1
