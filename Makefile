@@ -24,7 +24,7 @@ help:
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
-	@echo "make fuzz         damaged files and keys by the thousand: each must be named, none believed"
+	@echo "make fuzz         damaged files and keys by the thousand: each must be named, or do no harm"
 	@echo "make check        ruff, mypy, codespell"
 
 # Makes the virtual environment $(1) with the first Python that llamarl runs on.

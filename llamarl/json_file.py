@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written.
+"""JSON that others may have written.
 
 Owns: turning text into values. Does not own: what they mean. Invariant: whatever the text is, the
 only error is a ValueError of one line.

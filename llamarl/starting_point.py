@@ -28,7 +28,7 @@ def starting_point(
 ) -> tuple[dict[str, Any], str | None]:
     """The state and folder of the checkpoint to go on from, if any.
 
-    It may be the last step's: then only the export is left to do, which a killed run did not write.
+    It may be the last step's: then the last evaluation and the export may be left to do.
     ValueError if the folder that checkpoint.resume names, or every one that it could choose, is
     damaged, if the run differs from the one that was saved, or if the records that this run would
     go on with are damaged.
