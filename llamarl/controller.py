@@ -128,8 +128,8 @@ class Controller:
         self.journal.verdict(group, reason := self.judge(group))
         if reason is None:
             return await self.gate.settle(group)
-        await self.gate.drop(group, reason)
-        await self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
+        archiving = self._retire([group], fate="dropped", reason=reason, group_id=group.group_id)
+        await self.saver.drop(group, reason, archiving)
 
     async def _train_stage(self) -> None:
         """One optimizer step per batch; its parts are trained as they become ready."""

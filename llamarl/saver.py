@@ -2,8 +2,8 @@
 
 Owns: which steps are due, which version and state a checkpoint of a running loop holds, and the
 work that an end must wait for. Does not own: folders (`checkpoint.py`) or signals (`signals.py`).
-Invariant: a saved state names the trainer's version, every prompt that was drawn and not trained by
-then, and records in which that version's step is written down.
+Invariant: a saved state names the trainer's version, every prompt that was drawn and neither
+trained nor dropped by then, and records that hold that version's step and all that was dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from llamarl.metrics.span import Spans
 from llamarl.placement import Placement
 from llamarl.protocols import Trainer
 from llamarl.staleness import Gate
+from llamarl.types import Group
 from llamarl.weights.errors import NoGenerator
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Saver:
     last: int
     _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
+    _dropping: set[asyncio.Future[None]] = field(default_factory=set)
     _made: asyncio.Event = field(default_factory=asyncio.Event)
     _end: Callable[[], None] | None = None
     _has_turns: bool = True  # else the trainer has the device for good
@@ -68,6 +70,14 @@ class Saver:
         if task.done():
             task.result()
         return asyncio.shield(task)
+
+    async def drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
+        """Let the gate drop `group`, and await `archiving` of its rollouts. Both happen though the
+        run is cancelled; no state is saved between them, or a resumed run would have neither."""
+        task = self._protect(self._drop(group, reason, archiving))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+        await asyncio.shield(task)
 
     def made(self, version: int) -> None:
         """The trainer has made `version`."""
@@ -136,7 +146,15 @@ class Saver:
             why = f"it took over {self.config.save_s:g} s" if _is_timeout(error) else error
             log.warning("version %d could not be saved: %s", self.version, why)
 
+    async def _drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
+        try:
+            await self.gate.drop(group, reason)
+        finally:
+            await archiving
+
     async def _save(self) -> None:
+        while self._dropping:
+            await asyncio.wait(self._dropping)
         version, solved = self.version, self.gate.solved
         if (version, solved) == self._saved:
             return

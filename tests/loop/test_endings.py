@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from llamarl.data.prompts import PromptStream
 from llamarl.metrics.span import Spans
 from llamarl.placement import Colocated
 from llamarl.planner.clock import run
-from llamarl.types import Prompt, Score, ScoreStatus
-from tests.loop.fakes import FakeReplica, FakeScorer, FakeTrainer
+from llamarl.types import Fate, Prompt, Score, ScoreStatus
+from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(1, i)) for i in range(1, 30)]
@@ -199,6 +200,53 @@ def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_
     assert versions[-1] == version + 6
     if not options["evaluate_every"]:
         assert versions in ([0, version + 6], [version, version + 6]), "the first was cut off"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_group_that_is_dropped_amid_a_save_is_either_open_in_it_or_archived(
+    seed: int, tmp_path: Path
+) -> None:
+    hopeless = frozenset(range(1, 30, 2))
+    loop = solving(hopeless=hopeless, save_every=1, max_staleness=2, max_drops_in_row=10**6)
+    loop.scorer.solved_at = 10**6
+    loop.storage = SlowArchive(tmp_path)
+
+    async def train() -> None:
+        await loop.storage.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(random.Random(seed).uniform(0.5, 2.0)):
+                await loop.run(tmp_path)
+
+    run(train())
+    states = [checkpoint.read_state(folder) for folder in checkpoint.committed(tmp_path)]
+    assert states
+    archive = tmp_path / "archive" / "rollouts-0.jsonl"
+    for state in states:
+        num_bytes = state["records"]["archive/rollouts-0.jsonl"][-1][0]
+        lines = [json.loads(line) for line in archive.read_bytes()[:num_bytes].splitlines()]
+        rows = [line["row_id"] for line in lines if line["fate"] in ("trained", "dropped")]
+        found = {loop.prompt_of[row_id] for row_id in rows}
+        assert any(line["fate"] == "dropped" for line in lines)
+        open_ones = [tuple(pair) for pair in (*state["pending"], *state["backlog"])]
+        stream = PromptStream(PROMPTS, seed=1, shuffle=True, position=0)
+        drawn = [next(stream) for _ in range(state["position"])]
+        expected = sorted((prompt.epoch, prompt.prompt_id) for prompt in drawn)
+        assert sorted([*found, *open_ones]) == expected
+
+
+class SlowArchive(FakeStorage):
+    """Writes an archive; a call takes time, and goes on though its caller is cancelled."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._path = run_dir / "archive" / "rollouts-0.jsonl"
+
+    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+        async def work() -> None:
+            await asyncio.sleep(0.03)
+            await super(SlowArchive, self).retire(row_ids, fate)
+
+        await asyncio.shield(asyncio.create_task(work()))
 
 
 class SlowTrainer(FakeTrainer):
