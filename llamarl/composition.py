@@ -35,7 +35,7 @@ from omegaconf.errors import (
 
 from llamarl import config as schema
 from llamarl.config import Config
-from llamarl.reference import WANTED, Reference, did_you_mean
+from llamarl.reference import WANTED, KeyReference, did_you_mean
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 SPECIFIC = (
@@ -101,9 +101,9 @@ def for_each_config(
 
 
 @cache
-def reference() -> Reference:
+def reference() -> KeyReference:
     """Every key and group of a recipe."""
-    return Reference(CONF_FOLDER, SCHEMAS)
+    return KeyReference(CONF_FOLDER, SCHEMAS)
 
 
 def _run_dir() -> str:

@@ -64,7 +64,7 @@ class Colocated:
     """Generators and trainer share a device and alternate on it.
 
     The generators work until a train turn's `when` returns, then from the end of the next handover.
-    A generator that is lost on the way is passed over; RuntimeError once none is left.
+    A generator that is lost on the way is passed over; NoGenerator once none is left.
     """
 
     def __init__(self, trainer: Tenant, generators: dict[int, Tenant], spans: Spans) -> None:

@@ -150,7 +150,7 @@ class Key:
         return "\n".join([self.name, *(_indented(each) for each in paragraphs)])
 
 
-class Reference:
+class KeyReference:
     """All sections, groups and keys of a recipe."""
 
     def __init__(self, conf: Path, schemas: Mapping[tuple[str | None, str], type]) -> None:

@@ -164,7 +164,7 @@ class Gate:
         """The next groups to train on, in admission order; waits until `at_least` are settled.
 
         `late="wait"`: stops at the first group that is not settled. `late="mask"`: passes over it.
-        None once the prompts are solved: a last step would not be whole.
+        An empty list once the prompts are solved: a last step would not be whole.
         """
         async with self._changed:
             await self._changed.wait_for(

@@ -1,4 +1,4 @@
-"""Damages what a run reads, file by file and key by key, and looks at how the run ends.
+"""Damages what a run reads, file by file and key by key, and judges how the run ends.
 
     python tools/fuzz.py --seed 0 --cases 1200
     python tools/fuzz.py --seed 0 --case 417       # one again, with all it printed

@@ -1,7 +1,7 @@
-"""`pip install` with these arguments, told in a few lines: how the Makefile sets environments up.
+"""`pip install` with these arguments, its progress in a few lines: the Makefile sets up with it.
 
 In a terminal one line is renewed; elsewhere a line stands every ten seconds at most. What pip warns
-of is shown, but for places it does not look in; if it fails, the end of all that it said.
+of is shown, but for places it does not look in; if it fails, the end of its output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
-SILENT_S = 1.0  # then it is asked how far pip is
+SILENT_S = 1.0  # then the installed packages are counted
 EVERY_S = 10.0  # between two lines that cannot be renewed
 NUM_SHOWN_AT_FAILURE = 40
 
