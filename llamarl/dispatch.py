@@ -179,14 +179,19 @@ class Dispatch:
 
     def lost(self, index: int, why: Exception) -> None:
         """`index` is given up, by a publish or because it died: once its processes have ended its
-        requests start again elsewhere. Without effect if it is lost already."""
+        requests start again elsewhere. Without effect if it is lost already; where `why` names what
+        every replica needs, such as a storage unit, `collect` raises it."""
+        if isinstance(why, GroupLost) and not why.group.startswith("generator"):
+            self._rows.put_nowait(why)
+            return
         replica = self.replicas.pop(index, None)
         if replica is None:
             return
         listener = self._listeners.pop(index, None)
         if listener is not None and listener is not asyncio.current_task():
             listener.cancel()
-        log.warning("%s; its %d rollouts start again elsewhere", why, len(replica.running))
+        now = "start again elsewhere" if self.replicas else "are lost too: it was the last one"
+        log.warning("generator %d: its %d rollouts %s: %s", index, len(replica.running), now, why)
         self._unplaced |= replica.running
         self._restarts.add(asyncio.create_task(self._restart(index, list(replica.running))))
 

@@ -161,7 +161,7 @@ def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(
     assert play.told == Counter(dict.fromkeys(play.asked, 1))
 
 
-def test_losing_the_last_replica_is_told_by_collect() -> None:
+def test_losing_the_last_replica_is_told_by_collect(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         fakes = {0: FakeReplica(0, length=lambda request: 5, dies_at_s=0.02)}
         dispatch = make_dispatch(fakes, FakeStorage(), 0)
@@ -175,6 +175,31 @@ def test_losing_the_last_replica_is_told_by_collect() -> None:
             await dispatch.close()
 
     run(main())
+    assert "generator 0: its 1 rollouts are lost too: it was the last one" in caplog.text
+
+
+@pytest.mark.parametrize("num_collectors", [0, 1])
+def test_a_lost_storage_unit_is_named_and_costs_no_replica(
+    num_collectors: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica's own call to the unit raises first, before the unit's watcher knows."""
+
+    class WithoutStorage(FakeReplica):
+        async def collect(self) -> list[Row]:
+            raise GroupLost("storage-1", None, "killed")
+
+    async def main() -> None:
+        fakes = {i: WithoutStorage(i, length=lambda request: 5) for i in range(2)}
+        dispatch = make_dispatch(fakes, FakeStorage(), num_collectors)
+        request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
+        await dispatch.submit([request])
+        with pytest.raises(GroupLost, match="lost executor storage-1: killed"):
+            await dispatch.collect()
+        assert len(dispatch.replicas) == 2
+        await dispatch.close()
+
+    run(main())
+    assert "start again" not in caplog.text
 
 
 def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs_a_newer_one() -> (
