@@ -245,7 +245,8 @@ class KeyReference:
         meant = self.meant_by(name)
         if len(meant) == 1 and name in ELSEWHERE.get(meant[0], "").split():
             return self.about(meant[0])
-        raise ValueError(f"{name} must be a key that `llamarl config` lists{did_you_mean(meant)}")
+        must = "KEY must be one that `llamarl config` lists"
+        raise ValueError(f"{must}, got {name!r}{did_you_mean(meant)}")
 
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]

@@ -79,7 +79,7 @@ def test_names_from_elsewhere_lead_to_one_key_and_are_none_here() -> None:
 )
 def test_a_wrong_key_is_understood(written: str, meant: list[str]) -> None:
     assert reference().meant_by(written) == meant
-    with pytest.raises(ValueError, match=f"{written} must be a key that .* lists") as raised:
+    with pytest.raises(ValueError, match=f"KEY must .* lists, got '{written}'") as raised:
         reference().about(written)
     assert all(key in str(raised.value) for key in meant)
 
