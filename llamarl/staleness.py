@@ -164,13 +164,16 @@ class Gate:
         """The next groups to train on, in admission order; waits until `at_least` are settled.
 
         `late="wait"`: stops at the first group that is not settled. `late="mask"`: passes over it.
-        An empty list once the prompts are solved: a last step would not be whole.
+        An empty list once the prompts are solved and fewer than `at_most` are settled: a last step
+        would not be whole.
         """
         async with self._changed:
             await self._changed.wait_for(
                 lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
             )
-            groups = [] if self.solved else self._takeable(at_most)
+            groups = self._takeable(at_most)
+            if self.solved and len(groups) < at_most:
+                return []
             for group in groups:
                 del self._waiting[group.group_id]
                 self._settled.remove(group.group_id)

@@ -192,6 +192,29 @@ def test_solved_groups_in_a_row_end_admission_and_training_without_an_error(
     asyncio.run(scenario())
 
 
+def test_a_whole_step_that_is_ready_when_the_prompts_are_solved_is_trained() -> None:
+    """The trainer was busy while, behind the step that waited for it, all others were solved."""
+
+    async def main() -> None:
+        gate = make_gate(max_staleness=2, groups_per_step=2, num_prompts=2, max_drops_in_row=100)
+        prompts = make_backlog()
+        groups = await gate.admit(prompts)
+        await settle(gate, groups[:3])
+        dropped = groups[3:]
+        for _ in range(2):
+            for group in dropped:
+                await gate.drop(group, "solved")
+            dropped = [] if gate.solved else await gate.admit(prompts)
+        assert gate.solved
+        await gate.wait_for(2)
+        assert ids(await gate.take(1, 2)) == [0, 1]
+        assert await gate.take(1, 2) == [], "one group makes no step"
+        assert len(gate.state(0)["pending"]) == 3  # type: ignore[arg-type]
+        assert len(gate.state(1)["pending"]) == 1  # type: ignore[arg-type]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("num_solved", [0, 4])
 def test_a_row_of_drops_that_are_not_mostly_solved_is_an_error(num_solved: int) -> None:
     async def scenario() -> None:
