@@ -3,9 +3,10 @@
 Owns: commands, exit codes, how errors look. Does not own: how a recipe is composed
 (`composition.py`), jobs. Invariant: a mistake of the user's ends in one line.
 
-Exit codes: 0 done (or every prompt is solved), 1 the run failed (with its traceback), 2 the user
-must change something (one line), 75 SIGTERM ended it: the same command goes on (EX_TEMPFAIL of
-sysexits.h), 130 interrupted. A run that began says at last what of it is saved, and how it goes on.
+Exit codes: 0 done (or every prompt is solved), 1 the run failed (its traceback, or which process
+was lost), 2 the user must change something (one line), 75 SIGTERM ended it: the same command goes
+on (EX_TEMPFAIL of sysexits.h), 130 interrupted. A run that began says at last what of it is saved,
+and how it goes on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from llamarl.ending import command_to_go_on
 from llamarl.metrics.panel import shorten
 from llamarl.metrics.provenance import record_provenance
 from llamarl.reference import did_you_mean
+from llamarl.weights.errors import NoGenerator
 
 ENDS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", RESUMABLE)}
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -234,6 +236,7 @@ def _report(error: Exception, run_dir: str | None) -> int:
 
     A ValueError or a full disk is the user's to mend: one line. But a ValueError out of a group
     comes from the running loop, where nothing the user wrote is left to check: a bug, shown whole.
+    Of a lost process it is said which one and why: the way here leads through calls that only wait.
     """
     cause = _first(error)
     if run_dir is not None and isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
@@ -242,12 +245,18 @@ def _report(error: Exception, run_dir: str | None) -> int:
         )
     if _is_mistake(error):
         _fail(str(error))
+    if isinstance(cause, GroupLost | NoGenerator):
+        origin: BaseException = cause
+        while not isinstance(origin, GroupLost) and origin.__cause__ is not None:
+            origin = origin.__cause__
+        end = "" if origin is cause else f"{cause}: "
+        sys.stderr.write(f"llamarl: {end}{origin}\n")
+        sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
+        return 1
     remote = getattr(cause, "__notes__", [])
     sys.stderr.write("\n".join(remote) + "\n" if remote else "")
     if not remote:  # else its traceback stands in the note, and the way here says nothing more
         traceback.print_exception(cause)
-    if isinstance(cause, GroupLost):
-        sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
     return 1
 
 
