@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
@@ -79,10 +80,13 @@ def test_only_loopback_listens(ends) -> None:
 
 def test_who_comes_alone_is_told(ends) -> None:
     started_s = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(ends.writer.connect, 0, ends.route())
+        receiving = pool.submit(ends.arena.connect, ends.route())
     with pytest.raises(TargetLost, match="generator 0 did not meet us"):
-        ends.writer.connect(0, ends.route())
+        writing.result()
     with pytest.raises(RuntimeError):
-        ends.arena.connect(ends.route())
+        receiving.result()
     assert time.monotonic() - started_s < 10 * TIMEOUT_S
     ends.connect()
     ends.publish(1)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.e2e.forks import Forks
 
 
-def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(forks: Forks) -> None:
-    done = forks.run("fuzz", "--seed=0", "--cases=60", "--runs=0.02")
+@pytest.mark.parametrize("num_cases", [40, pytest.param(60, marks=pytest.mark.slow)])
+def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(
+    num_cases: int, forks: Forks
+) -> None:
+    done = forks.run("fuzz", "--seed=0", f"--cases={num_cases}", "--runs=0.02")
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
-    assert re.match(r"60 cases, 0 findings", last)
+    assert re.match(rf"{num_cases} cases, 0 findings", last)
     counts = re.search(r"^all +(\d+) +(\d+) +(\d+)", done.stdout, re.MULTILINE)
     assert counts is not None
     refused, passed_over, accepted = map(int, counts.groups())

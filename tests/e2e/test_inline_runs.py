@@ -24,7 +24,7 @@ SMALL = [
     "trainer.groups_per_step=4",
     "trainer.groups_per_part=0",
     "trainer.warmup_steps=0",
-    "evaluation.max_prompts=16",
+    "evaluation.max_prompts=4",
     "evaluation.every_steps=0",
     "checkpoint.export=false",
 ]

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,25 +161,13 @@ def interrupted(run_dir: Path) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def without_trainer(run_dir: Path, interrupted: Ended) -> Ended:
-    """The run resumed, whose trainer is killed in the midst of the second save."""
-    version = last_due(interrupted.state)
-    command = train(run_dir, *KEEPING, "num_steps=400", "checkpoint.resume=auto")
-    wait_for_step(command, run_dir, version + 2)
-    (trainer,) = executors(command, "trainer")
-    wait_for_save(command, run_dir, version + 4)
-    os.kill(trainer, signal.SIGKILL)
-    return end(command, [trainer], run_dir)
-
-
-@pytest.fixture(scope="module")
-def finished(run_dir: Path, without_trainer: Ended) -> Path:
-    """The folder of the run, resumed again and finished: with two trainer ranks that send their
-    weights as messages, two storage units, two replicas."""
+def finished(run_dir: Path, interrupted: Ended) -> Path:
+    """The folder of the run, resumed and finished: with two trainer ranks that send their weights
+    as messages, two storage units, two replicas."""
     command = train(
         run_dir,
         *KEEPING,
-        f"num_steps={without_trainer.state['version'] + 2}",
+        f"num_steps={interrupted.state['version'] + 2}",
         "checkpoint.resume=auto",
         "trainer.num_ranks=2",
         "experience.num_storage_units=2",
@@ -212,27 +201,39 @@ def test_a_run_spares_a_replica_and_a_reward_process_and_ctrl_c_ends_it(
     assert interrupted.left == []
 
 
-def test_a_run_without_its_trainer_ends_with_its_name(
-    without_trainer: Ended, run_dir: Path
-) -> None:
+@pytest.mark.slow
+def test_a_run_without_its_trainer_ends_with_its_name_and_goes_on(tmp_path: Path) -> None:
+    """Ctrl-c, then the death of the resumed run's trainer in the midst of the second save."""
+    command = train(tmp_path, *KEEPING, "num_steps=400")
+    wait_for_step(command, tmp_path, 3)
+    command.process.send_signal(signal.SIGINT)
+    first = end(command, [], tmp_path).state
+    command = train(tmp_path, *KEEPING, "num_steps=400", "checkpoint.resume=auto")
+    wait_for_step(command, tmp_path, last_due(first) + 2)
+    (trainer,) = executors(command, "trainer")
+    wait_for_save(command, tmp_path, last_due(first) + 4)
+    os.kill(trainer, signal.SIGKILL)
+    without_trainer = end(command, [trainer], tmp_path)
     assert without_trainer.code == 1
     assert "lost executor trainer" in without_trainer.err
     version = without_trainer.state["version"]
     assert f"llamarl: version {version} is saved in " in without_trainer.err
-    assert without_trainer.err.endswith(f"run_dir={run_dir} checkpoint.resume=auto\n")
+    assert without_trainer.err.endswith(f"run_dir={tmp_path} checkpoint.resume=auto\n")
     assert re.search(r"version \d+ could not be saved: lost", " ".join(without_trainer.out.split()))
     assert "ExceptionGroup" not in without_trainer.err
     assert without_trainer.left == []
+    num_steps = f"num_steps={version + 2}"
+    code, out, err = finish(train(tmp_path, *KEEPING, num_steps, "checkpoint.resume=auto"))
+    assert code == 0, err + out
+    goes_on(tmp_path, first, without_trainer.state)
 
 
-def test_a_run_that_was_ended_goes_on_where_it_was(
-    interrupted: Ended, without_trainer: Ended, finished: Path
-) -> None:
-    goes_on(finished, interrupted.state, without_trainer.state)
+def test_a_run_that_was_ended_goes_on_where_it_was(interrupted: Ended, finished: Path) -> None:
+    goes_on(finished, interrupted.state)
 
 
-def test_a_run_leaves_everything_it_promises(finished: Path, without_trainer: Ended) -> None:
-    num_steps = without_trainer.state["version"] + 2
+def test_a_run_leaves_everything_it_promises(finished: Path, interrupted: Ended) -> None:
+    num_steps = interrupted.state["version"] + 2
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) == SUMMARY_KEYS
     assert summary["steps"] == num_steps
@@ -246,7 +247,8 @@ def test_a_run_leaves_everything_it_promises(finished: Path, without_trainer: En
     assert json.loads((finished / "environment.json").read_text())["packages"]["torch"]
     assert list((finished / "tensorboard").iterdir())
     names = {path.name for path in (finished / "checkpoints").iterdir()}
-    assert names == {f"step-{number:08d}" for number in (num_steps - 2, num_steps)}
+    due = (num_steps - 1) // 2 * 2  # the last before the end
+    assert names == {f"step-{number:08d}" for number in (due, num_steps)}
     assert [path.name for path in finished.glob(".*")] == [".lock"], "where ranks met is gone"
 
 
@@ -379,11 +381,13 @@ def test_ended_runs_leave_no_process_and_go_on_where_they_were(
     assert summary["rollouts_trained"] == num_steps * 8 * 8
 
 
-def goes_on(run_dir: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Asserts that a run ended after these two checkpoints, and finished, did nothing twice."""
-    assert second["version"] == last_due(first) + 2
+def goes_on(run_dir: Path, *ended: dict[str, Any]) -> None:
+    """Asserts that a run ended after each of these checkpoints, then finished two steps after the
+    last one, did nothing twice."""
+    for first, second in pairwise(ended):
+        assert second["version"] == last_due(first) + 2
     # What was open at a checkpoint is asked first, in its order; then the stream goes on.
-    for state in (first, second):
+    for state in ended:
         num_open = len(state["pending"])
         assert 8 <= num_open <= 16, "the groups of one step, and of another that was under way"
         assert prompts_trained(run_dir, state["next_row_id"])[:num_open] == prompts_open(state)
@@ -392,7 +396,7 @@ def goes_on(run_dir: Path, first: dict[str, Any], second: dict[str, Any]) -> Non
     assert len(ids) == len(set(ids))
     metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     steps = [line["step"] for line in metrics if "reward/mean" in line]
-    assert steps == list(range(1, second["version"] + 3))
+    assert steps == list(range(1, ended[-1]["version"] + 3))
 
 
 def newest_state(run_dir: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("late", ["wait", "mask"])
-@pytest.mark.parametrize("num_steps", [200, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [100, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
 def test_the_bound_is_never_exceeded_and_is_reached(
     num_steps: int, max_staleness: int, late: str, tmp_path: Path
@@ -57,15 +57,18 @@ def test_the_bound_is_never_exceeded_and_is_reached(
     assert "failed_reward" in loop.journal.drops
 
 
-def test_no_rollout_is_trained_twice_and_every_group_is_whole(tmp_path: Path) -> None:
-    loop = Loop(num_steps=300, scorer=FakeScorer(**HARD))
+@pytest.mark.parametrize("num_steps", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_rollout_is_trained_twice_and_every_group_is_whole(
+    num_steps: int, tmp_path: Path
+) -> None:
+    loop = Loop(num_steps=num_steps, scorer=FakeScorer(**HARD))
     run(loop.run(tmp_path))
     rows = Counter(row.row_id for batch in loop.trainer.batches for row in batch.rows)
     groups = Counter(row.group_id for batch in loop.trainer.batches for row in batch.rows)
     assert set(rows.values()) == {1}
     assert set(groups.values()) == {2}
     fates = Counter(fate["fate"] for fate in loop.storage.fates.values())
-    assert fates["trained"] == len(rows) == 300 * 4 * 2
+    assert fates["trained"] == len(rows) == num_steps * 4 * 2
     assert fates["dropped"] == 2 * len(loop.journal.drops)
 
 
@@ -84,7 +87,7 @@ def test_masking_overtakes_late_groups(tmp_path: Path) -> None:
     assert loop.masked(), "nothing was ever masked: the test would pass without masking"
 
 
-@pytest.mark.parametrize("num_steps", [100, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_on_policy_training_survives_ninety_percent_drops(num_steps: int, tmp_path: Path) -> None:
     loop = Loop(max_staleness=0, num_steps=num_steps, scorer=FakeScorer(drop_share=0.9))
     run(loop.run(tmp_path))
