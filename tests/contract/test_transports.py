@@ -166,15 +166,26 @@ def one_column_off(copy):
     return dataclasses.replace(copy, target_offset=copy.target_offset + copy.target_strides[-1])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+WRONG_COPIES = [
+    ("fused", "embed", one_row_further),
+    ("cast", "q", one_column_off),
+    ("sharded", "down", None),
+    ("transposed", "q", one_row_further),
+    ("transposed", "embed", None),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "change"),
+    ("transport", "kind", "name", "change"),
     [
-        ("fused", "embed", one_row_further),
-        ("cast", "q", one_column_off),
-        ("sharded", "down", None),
-        ("transposed", "q", one_row_further),
-        ("transposed", "embed", None),
+        *(("shared_memory", *wrong) for wrong in WRONG_COPIES),
+        *((transport, *WRONG_COPIES[2]) for transport in TRANSPORTS[1:]),
+        *(
+            pytest.param(transport, *wrong, marks=pytest.mark.slow)
+            for transport in TRANSPORTS[1:]
+            for wrong in WRONG_COPIES
+            if wrong != WRONG_COPIES[2]
+        ),
     ],
 )
 def test_a_misplaced_or_skipped_slice_is_found_and_named(

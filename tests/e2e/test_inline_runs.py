@@ -55,7 +55,6 @@ def test_a_run_in_turns_gives_the_same_bits_whether_memory_is_moved_or_not(
             "train",
             RECIPE,
             *SMALL,
-            "num_steps=3",
             "staleness.max_staleness=0",
             "placement=colocated",
             f"placement.offload={offload}",

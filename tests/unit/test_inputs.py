@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
 
 
 def read(recipe: Path, overrides: list[str]) -> object:
-    config = compose_recipe(recipe, [f"recipe_dir='{recipe}'", *overrides])
+    config = compose_recipe(RECIPE, [f"recipe_dir='{recipe}'", *overrides])
     return config, read_inputs(config)
 
 

@@ -39,6 +39,20 @@ def mistake(folder: Path, *overrides: str) -> str:
     return str(raised.value)
 
 
+OF_THE_SAME_KINDS = [  # as the first ones below
+    ("trainer={lrr: 3}", "trainer.lrr must be a known key, got a new one (did you mean tr"),
+    ("num_steps=1.5", "num_steps must be a whole number, got 1.5"),
+    ("trainer.betas=[a,0.1]", "trainer.betas must be a list of numbers, got 'a'"),
+    ("data.chat=maybe", "data.chat must be true or false, got 'maybe'"),
+    ("num_steps='a", "an argument must be KEY=VALUE, where text with special characters"),
+    ("cluster=in_line", "got 'in_line' (did you mean inline?)"),
+    (
+        "generator.num_collectors=9223372036854775807",
+        "generator.num_collectors must be at most",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
@@ -51,29 +65,17 @@ def mistake(folder: Path, *overrides: str) -> str:
             "beta=0.1",
             "beta must be a known key, got a new one (did you mean algorithm.kl_coef",
         ),
-        (
-            "trainer={lrr: 3}",
-            "trainer.lrr must be a known key, got a new one (did you mean tr",
-        ),
         ("algorithm.clip_low=0.1", "algorithm.clip_low must come with algorithm=cispo|dapo|"),
         ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
-        ("num_steps=1.5", "num_steps must be a whole number, got 1.5"),
-        ("trainer.betas=[a,0.1]", "trainer.betas must be a list of numbers, got 'a'"),
-        ("data.chat=maybe", "data.chat must be true or false, got 'maybe'"),
         ("trainer.lr=null", "trainer.lr must be a number, got None"),
         ("num_steps=???", "num_steps must be given, got ???"),
         ("trainer=null", "trainer must be one of fsdp2, got None"),
         ("=3", "an argument must be KEY=VALUE, got '=3'"),
         ("seed=1,2", "seed must be one value, a list as [1,2], or come with --multirun, got 1,2"),
         ("a b", "an argument must be KEY=VALUE, where text with special characters"),
-        ("num_steps='a", "an argument must be KEY=VALUE, where text with special characters"),
         ("algorithm=grppo", "algorithm must be one of aipo, cispo, "),
-        ("cluster=in_line", "got 'in_line' (did you mean inline?)"),
-        (
-            "generator.num_collectors=9223372036854775807",
-            "generator.num_collectors must be at most",
-        ),
         ("run_dir=", "run_dir must not be empty, got ''"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OF_THE_SAME_KINDS),
     ],
 )
 def test_a_wrong_argument_is_one_line(argument: str, line: str) -> None:
@@ -183,7 +185,25 @@ def is_sane(value: object) -> bool:
     return not isinstance(value, float | int) or (math.isfinite(value) and abs(value) < 2**60)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda kind: kind.__name__)
+def alike() -> list[type]:
+    """The sections whose fields are all in the one with the most fields of the same name."""
+    fields = {kind: {field.name for field in dataclasses.fields(kind)} for kind in SECTIONS}
+    kinds = sorted(SECTIONS, key=lambda kind: -len(fields[kind]))
+    return [
+        kind
+        for place, kind in enumerate(kinds)
+        if any(
+            SECTIONS[larger] == SECTIONS[kind] and fields[kind] <= fields[larger]
+            for larger in kinds[:place]
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind in alike() else []) for kind in SECTIONS],
+    ids=lambda kind: kind.__name__,
+)
 def test_whatever_a_field_is_set_to_it_makes_sense_or_is_refused_in_one_line(section: type) -> None:
     for field in dataclasses.fields(section):
         for value in WRONG:
