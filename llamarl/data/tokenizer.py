@@ -105,9 +105,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     backend, problem = None, ""
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        backend.encode("1")  # settings of a wrong type are met at the first text only
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
         problem = " ".join(f"{type(error).__name__}: {error}".split())
-    if backend is None:
+    if backend is None or problem:
         raise ValueError(
             f"{path / 'tokenizer.json'} must be a tokenizer that transformers loads, got {problem}"
         )

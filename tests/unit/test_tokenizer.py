@@ -87,3 +87,10 @@ def test_missing_and_damaged_tokenizer_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(ValueError, match="must hold a model with a 'vocab'"):
         load_tokenizer(tmp_path)
+
+
+def test_a_setting_of_a_wrong_type_is_refused_when_the_tokenizer_is_loaded(tmp_path):
+    path = write_tokenizer(tmp_path) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": []}))
+    with pytest.raises(ValueError, match="must be a tokenizer that transformers loads"):
+        load_tokenizer(tmp_path)
