@@ -13,30 +13,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llamarl.algorithms.verdict import judge
-from llamarl.canary import Canary
+from llamarl.algorithms.group_filters import filter_group
 from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
 from llamarl.config import Config
-from llamarl.controller import Controller
-from llamarl.data.backlog import Backlog
+from llamarl.config.rank_assignment import Device, assign, companions
 from llamarl.data.batch import make_batch
-from llamarl.data.prompts import PromptStream
-from llamarl.data.requests import make_requests
-from llamarl.dispatch import Dispatch
-from llamarl.evaluate import Evaluator
-from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.environments.requests import make_requests
+from llamarl.environments.rewards.pool import try_loading
 from llamarl.experience.store import Store
-from llamarl.inputs import Inputs, evaluation_sampling, identity, train_sampling
-from llamarl.metrics.journal import Journal
+from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
+from llamarl.loop.controller import Controller
+from llamarl.loop.dispatch import Dispatch
+from llamarl.loop.evaluation import Evaluator
+from llamarl.loop.gate import Gate
+from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.saver import Saver
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
-from llamarl.placement import Colocated, Disaggregated, Placement
-from llamarl.rewards.pool import try_loading
-from llamarl.saver import Saver
-from llamarl.seats import assign, companions
-from llamarl.staleness import Gate
-from llamarl.types import Group, Request, Seat
-from llamarl.weights.publish import Publisher
+from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
+from llamarl.types import Group, Request
+from llamarl.weights.sync.publisher import Publisher
 
 # By name: this process never loads torch, which would cost every start two seconds.
 EXECUTORS = {
@@ -87,7 +85,7 @@ async def spawn_executors(
     units = await asyncio.gather(
         *(start(f"storage-{unit}", {"unit": unit, **archive}) for unit in range(num_units))
     )
-    storage = Store([unit.first for unit in units])
+    storage = Store([unit.call_one for unit in units])
     replicas = range(config.generator.num_replicas)
     scorer_kwargs = {
         "config": config.reward,
@@ -131,7 +129,7 @@ def build_controller(
     *,
     run_dir: str,
     state: dict[str, Any],
-    journal: Journal,
+    run_logger: RunLogger,
     spans: Spans,
 ) -> tuple[Controller, Publisher, Dispatch]:
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty."""
@@ -139,23 +137,23 @@ def build_controller(
     dispatch = make_dispatch(executors)
     ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
     gate = _gate(config, state, len(inputs.prompts))
-    prompts = make_backlog(config, inputs, state)
-    placement = _placement(config, executors, spans)
+    prompts = make_prompts(config, inputs, state)
+    colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
-        trainer=executors.trainer.first,
+        trainer=executors.trainer.call_one,
         prompts=prompts,
         gate=gate,
-        placement=placement,
+        colocation=colocation,
         evaluator=evaluator,
         spans=spans,
         version=gate.version,
         last=config.num_steps,
     )
-    canary = _canary(config, inputs, executors, dispatch, ledger, gate)
-    publisher = _publisher(config, executors, run_dir, dispatch, canary, spans)
+    logprob_check = _logprob_check(config, inputs, executors, dispatch, ledger, gate)
+    publisher = _publisher(config, executors, run_dir, dispatch, logprob_check, spans)
     controller = Controller(
         config=config,
         saver=saver,
@@ -164,21 +162,23 @@ def build_controller(
         ledger=ledger,
         make_requests=_request_maker(config, inputs),
         generator=dispatch,
-        scorer=executors.scorer.first,
-        reference=executors.reference.first if executors.reference else None,
-        judge=partial(judge, max_tokens=config.sampling.max_tokens, config=config.algorithm),
+        scorer=executors.scorer.call_one,
+        reference=executors.reference.call_one if executors.reference else None,
+        filter_group=partial(
+            filter_group, max_tokens=config.sampling.max_tokens, config=config.algorithm
+        ),
         make_batch=partial(
             make_batch,
             num_ranks=config.trainer.num_data_ranks,
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         ),
-        trainer=executors.trainer.first,
+        trainer=executors.trainer.call_one,
         storage=executors.storage,
         publisher=publisher,
-        canary=canary,
-        placement=placement,
+        logprob_check=logprob_check,
+        colocation=colocation,
         evaluator=evaluator,
-        journal=journal,
+        run_logger=run_logger,
         spans=spans,
     )
     return controller, publisher, dispatch
@@ -188,9 +188,9 @@ def make_dispatch(executors: Executors) -> Dispatch:
     """One Generator of all replicas."""
     groups = executors.generators.items()
     return Dispatch(
-        {index: group.first for index, group in groups},
+        {index: group.call_one for index, group in groups},
         executors.storage,
-        collectors=[group.first for group in executors.collectors],
+        collectors=[group.call_one for group in executors.collectors],
         watches={index: group.watch for index, group in groups},
         stops={index: group.stop for index, group in groups},
     )
@@ -206,25 +206,25 @@ def _request_maker(config: Config, inputs: Inputs) -> Callable[[Group], list[Req
     )
 
 
-def _canary(
+def _logprob_check(
     config: Config,
     inputs: Inputs,
     executors: Executors,
     dispatch: Dispatch,
     ledger: Ledger,
     gate: Gate,
-) -> Canary:
+) -> LogprobCheck:
     assert executors.trainer is not None
-    return Canary(
+    return LogprobCheck(
         dispatch=dispatch,
         ledger=ledger,
         storage=executors.storage,
-        trainer=executors.trainer.first,
+        trainer=executors.trainer.call_one,
         allocate_rows=gate.allocate_rows,
         prompts=inputs.prompts,
         sampling=train_sampling(config, inputs),
         seed=config.seed,
-        mode=config.weights.canary,
+        mode=config.weights.logprob_check,
     )
 
 
@@ -233,17 +233,17 @@ def _publisher(
     executors: Executors,
     run_dir: str,
     dispatch: Dispatch,
-    canary: Canary,
+    logprob_check: LogprobCheck,
     spans: Spans,
 ) -> Publisher:
     assert executors.trainer is not None
     weights = config.weights
     if config.placement.colocated:  # no replica may still be written to when its turn has come
-        weights = replace(weights, grace_s=weights.timeout_s)
+        weights = replace(weights, straggler_timeout_s=weights.timeout_s)
 
-    def flipped(replica: int, version: int) -> None:
-        dispatch.flipped(replica, version)
-        canary.flipped(replica, version)
+    def committed(replica: int, version: int) -> None:
+        dispatch.committed(replica, version)
+        logprob_check.committed(replica, version)
 
     def lost(replica: int, why: Exception) -> asyncio.Future[None]:
         dispatch.lost(replica, why)
@@ -251,13 +251,13 @@ def _publisher(
         return asyncio.ensure_future(executors.generators[replica].stop())
 
     return Publisher(
-        executors.trainer.every,
-        {index: group.every for index, group in executors.generators.items()},
+        executors.trainer.call_all,
+        {index: group.call_all for index, group in executors.generators.items()},
         spans,
         weights,
         rendezvous_folder=f"{run_dir}/.rendezvous-routes",
         generator_device=config.generator.device,
-        on_flip=flipped,
+        on_commit=committed,
         on_lost=lost,
         on_hold=dispatch.hold,
     )
@@ -283,20 +283,20 @@ def build_evaluator(
         storage=executors.storage,
         every_steps=config.evaluation.every_steps,
         version=state.get("evaluated", -1),
-        rows_per_replica=config.generator.max_running,
+        rows_per_replica=config.generator.max_num_seqs,
     )
 
 
-def _placement(config: Config, executors: Executors, spans: Spans) -> Placement:
+def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocation:
     if not config.placement.colocated:
         return Disaggregated()
     assert executors.trainer is not None
-    generators = {index: group.first for index, group in executors.generators.items()}
-    return Colocated(executors.trainer.first, generators, spans)
+    generators = {index: group.call_one for index, group in executors.generators.items()}
+    return Colocated(executors.trainer.call_one, generators, spans)
 
 
 async def _spawn(
-    cluster: Cluster, places: dict[str, list[Seat]], name: str, kwargs: dict[str, Any]
+    cluster: Cluster, places: dict[str, list[Device]], name: str, kwargs: dict[str, Any]
 ) -> ExecutorGroup:
     factory = EXECUTORS[name.partition("-")[0]]
     return await cluster.spawn(name, factory, kwargs, len(places[name]), places[name])
@@ -312,7 +312,7 @@ async def _start(
     report(name, "starting")
     group = await spawn(name, kwargs)
     report(name, "loading")
-    await group.every.start()
+    await group.call_all.start()
     report(name, "ready")
     return group
 
@@ -325,7 +325,7 @@ async def _spawn_collectors(
     """Each hears from an equal share of the replicas."""
     shares: list[dict[int, Any]] = [{} for _ in range(config.generator.num_collectors)]
     for index, group in generators.items() if shares else ():
-        shares[index % len(shares)][index] = group.first
+        shares[index % len(shares)][index] = group.call_one
     spawns = (spawn(f"collector-{i}", {"generators": share}) for i, share in enumerate(shares))
     return await asyncio.gather(*spawns)
 
@@ -381,15 +381,3 @@ def _gate(config: Config, state: dict[str, Any], num_prompts: int) -> Gate:
         next_group_id=state.get("next_group_id", 0),
         next_row_id=state.get("next_row_id", 0),
     )
-
-
-def make_backlog(config: Config, inputs: Inputs, state: dict[str, Any]) -> Backlog:
-    """The prompts to come, going on from `state`."""
-    stream = PromptStream(
-        inputs.prompts,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        position=state.get("position", 0),
-    )
-    first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
-    return Backlog(stream, inputs.prompts, first, identity(config, inputs))

@@ -1,7 +1,7 @@
 """Exceptions that several rooms raise or know.
 
-Owns: their types. Does not own: the exceptions of one room (`weights/errors.py`,
-`cluster/errors.py`) or how they are shown (`main.py`). Invariant: each survives pickling.
+Owns: their types. Does not own: which of them ends a run (`loop/`), or how they are shown
+(`main.py`). Invariant: each survives pickling, and needs neither torch nor Monarch.
 """
 
 from __future__ import annotations
@@ -9,3 +9,45 @@ from __future__ import annotations
 
 class UserCodeError(RuntimeError):
     """Code of the recipe failed; the text holds its traceback, without frames of llamarl."""
+
+
+class RemoteError(RuntimeError):
+    """An executor raised something that cannot travel; the message is its text."""
+
+
+class GroupLost(RuntimeError):  # noqa: N818 - what happened, as in the log line
+    """A process of an executor group died or fell silent.
+
+    `rank` is None where only the group is known, as in a call from one executor to another.
+    """
+
+    def __init__(self, group: str, rank: int | None = None, reason: str = "") -> None:
+        super().__init__(group, rank, reason)
+        self.group = group
+        self.rank = rank
+        self.reason = reason
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f" rank {self.rank}"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"lost executor {self.group}{rank}{reason}"
+
+
+class NoGenerator(RuntimeError):  # noqa: N818 - what happened, as in the log line
+    """Every generator replica is lost, so no rollout can be written."""
+
+
+class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
+    """What lies in a generator's memory is not what was written; ends the run."""
+
+
+class StaleVersion(RuntimeError):  # noqa: N818 - names what was found
+    """The source no longer holds the version it should write; the target takes a newer one."""
+
+
+class TargetLost(RuntimeError):  # noqa: N818 - an outcome more than an error
+    """A source cannot reach a replica's memory; only that replica is given up."""
+
+
+class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
+    """A replica raised (the cause) or did not answer in time; it is connected no more."""

@@ -23,7 +23,6 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from llamarl import checkpoint, records
 from llamarl.build import (
     Executors,
     build_controller,
@@ -31,29 +30,30 @@ from llamarl.build import (
     make_dispatch,
     spawn_executors,
 )
+from llamarl.checkpoints import checkpoint, records
 from llamarl.cluster import Cluster, ExecutorGroup, GroupLost, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.controller import Controller
+from llamarl.config.rank_assignment import assign
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.ending import is_finished, repeat_end, show, show_why
-from llamarl.evaluate import evaluate_alone
-from llamarl.experience.ledger import Ledger, loop_stages
-from llamarl.inputs import Inputs, read_inputs, read_planned_architecture
+from llamarl.loop.controller import Controller
+from llamarl.loop.evaluation import evaluate_alone
+from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
+from llamarl.metrics.ending import is_finished, repeat_end, show, show_why
 from llamarl.metrics.flat import flatten
-from llamarl.metrics.journal import Journal
 from llamarl.metrics.live import LiveSpans, SpanTails
 from llamarl.metrics.panel import shorten
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
 from llamarl.models.inventory import parameter_shapes
-from llamarl.planner.fit import check_fit
+from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import Storage
-from llamarl.seats import assign
-from llamarl.signals import Signals, Stopped
-from llamarl.starting_point import starting_point
+from llamarl.recipe.inputs import Inputs, read_inputs, read_planned_architecture
+from llamarl.recipe.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
@@ -106,8 +106,8 @@ async def _train(
             assert executors.trainer is not None
             if folder is not None:
                 progress.phase("reading the checkpoint")
-                await executors.trainer.first.restore(folder)
-            journal = Journal(
+                await executors.trainer.call_one.restore(folder)
+            run_logger = RunLogger(
                 log=metrics,
                 progress=progress,
                 spans=spans,
@@ -123,14 +123,14 @@ async def _train(
                 executors,
                 run_dir=run_dir,
                 state=state,
-                journal=journal,
+                run_logger=run_logger,
                 spans=spans,
             )
             progress.phase("connecting trainer and generators")
             await publisher.connect()
             try:
                 gc.set_threshold(*GC_THRESHOLDS)
-                journal.begin(state.get("version", 0))
+                run_logger.begin(state.get("version", 0))
                 signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
                 await _until_end(controller, executors, signals, progress)
             finally:
@@ -210,7 +210,7 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})
     assert evaluator is not None
     try:
-        return await evaluate_alone(evaluator, dispatch, executors.scorer.first, ledger)
+        return await evaluate_alone(evaluator, dispatch, executors.scorer.call_one, ledger)
     finally:
         await dispatch.close()
 
@@ -230,10 +230,10 @@ def plan(
 
     Reads no prompts, tokenizer or weights, makes no run folder and starts no process.
     """
-    from llamarl.planner.chart import draw_page
-    from llamarl.planner.published import published_figures
-    from llamarl.planner.recipe import figures, forecast_recipe
-    from llamarl.planner.report import assumptions, render_report, title_of
+    from llamarl.planner.report.chart import draw_page
+    from llamarl.planner.report.published_results import published_figures
+    from llamarl.planner.report.recipe import figures, forecast_recipe
+    from llamarl.planner.report.text import assumptions, render_report, title_of
 
     _check_writable("--json", json)
     _check_writable("--html", html)
@@ -271,7 +271,7 @@ def launch(
     config: Config, run_dir: str, console: Console, record: Record, *, command: list[str]
 ) -> None:
     """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
-    from llamarl.cluster.launch import render
+    from llamarl.cluster.deploy.launch import render
 
     console.print(render(config, command), markup=False, highlight=False, soft_wrap=True, end="")
 

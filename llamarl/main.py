@@ -31,16 +31,17 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 
-from llamarl import __version__, checkpoint, jobs
+from llamarl import __version__, jobs
+from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, whole_process
-from llamarl.cluster.launch import RESUMABLE
-from llamarl.composition import DictConfig, for_each_config, reference, to_config, to_yaml
+from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
-from llamarl.ending import command_to_go_on
+from llamarl.errors import NoGenerator
+from llamarl.metrics.ending import command_to_go_on
 from llamarl.metrics.panel import shorten
 from llamarl.metrics.provenance import record_provenance
-from llamarl.reference import did_you_mean
-from llamarl.weights.errors import NoGenerator
+from llamarl.recipe.composition import DictConfig, for_each_config, reference, to_config, to_yaml
+from llamarl.recipe.config_reference import did_you_mean
 
 ENDS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", RESUMABLE)}
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}

@@ -4,19 +4,19 @@ Owns: the method names and their meaning. Does not own: how a call travels (`clu
 runs behind it (`executors/`). Invariant: at most six methods each, all asynchronous.
 
 One executor may be several ranks. Methods of Generator, Collector, Trainer, Scorer, Reference,
-Storage and Tenant answer once for the whole executor. Sender and Receiver, the two ends of a weight
-publish, answer with a list, one entry per rank. A generator is a Receiver, and a Sender too: it
-passes on what it received to the other replicas of its host.
+Storage and Offloadable answer once for the whole executor. Sender and Receiver, the two ends of a
+weight publish, answer with a list, one entry per rank. A generator is a Receiver, and a Sender too:
+it passes on what it received to the other replicas of its host.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from llamarl.types import Batch, Columns, Fate, Prompt, Request, Row, Score, StepStats
+from llamarl.types import Batch, Columns, Outcome, Prompt, Request, RolloutInfo, Score, StepStats
 
 if TYPE_CHECKING:
-    from llamarl.weights.layout import Offer, RankLayout, Route
+    from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 
 
 class Generator(Protocol):
@@ -25,7 +25,7 @@ class Generator(Protocol):
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; returns once they are queued, not once they are written."""
 
-    async def collect(self) -> list[Row]:
+    async def collect(self) -> list[RolloutInfo]:
         """Rows that stopped since the last call, in the order they stopped.
 
         Waits until all rollouts of some prompt have stopped, or one was cut; but at most the
@@ -33,14 +33,14 @@ class Generator(Protocol):
         a returned row are already in storage.
         """
 
-    async def abort(self, row_ids: list[int]) -> None:
+    async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
 
 
 class Collector(Protocol):
     """Hears from many replicas for the dispatcher, which then gets few messages for all of them."""
 
-    async def collect(self) -> list[tuple[int, list[Row] | Exception]]:
+    async def collect(self) -> list[tuple[int, list[RolloutInfo] | Exception]]:
         """What replicas told since the last call: (replica, rows that stopped there), or what its
         `collect` raised; that replica is asked no more. Waits for the first news."""
 
@@ -100,33 +100,33 @@ class Storage(Protocol):
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their fate (trained at which version, or dropped and why), free
         them. The fate "lost" ends an attempt: the rows are written again, under the next one."""
 
 
-class Tenant(Protocol):
+class Offloadable(Protocol):
     """An executor that shares its device with another and leaves it while the other works.
 
     `kinds` name what is moved: a trainer has "weights" and "state" (gradients and optimizer
     state), a generator "weights" and "kv".
     """
 
-    async def leave(self, kinds: list[str]) -> None:
+    async def offload(self, tags: list[str]) -> None:
         """Move these kinds off the device; a generator stops decoding at a step boundary first.
 
         Without effect for a kind that has left already.
         """
 
-    async def prefetch(self, kinds: list[str]) -> None:
+    async def prefetch(self, tags: list[str]) -> None:
         """Start bringing these kinds nearer (page cache, pinned memory); returns at once."""
 
-    async def enter(self, kinds: list[str]) -> None:
+    async def onload(self, tags: list[str]) -> None:
         """Bring these kinds back, bit for bit, at the same addresses where anything refers to
         them; a generator with all kinds back goes on decoding."""
 
 
-class Sender(Protocol):
+class WeightSource(Protocol):
     """The source of a publish; every method answers once per rank."""
 
     async def source_layout(self) -> list[RankLayout]:
@@ -136,7 +136,7 @@ class Sender(Protocol):
         """Remember the route to `replica`; each rank keeps the copies it is the source of. None
         forgets the replica and frees what was mapped for it."""
 
-    async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         """Write one part of `version` into the offered memory of one replica (an offer per rank).
 
         Returns the fingerprints of what was written, by parameter, for all its ranks together: an
@@ -145,7 +145,7 @@ class Sender(Protocol):
         """
 
 
-class Receiver(Protocol):
+class WeightTarget(Protocol):
     """One generator replica's side of a publish; every method answers once per rank."""
 
     async def target_layout(self) -> list[RankLayout]:
@@ -154,22 +154,22 @@ class Receiver(Protocol):
     async def connect_source(self, route: Route) -> list[None]:
         """Remember the route that leads here; it replaces the one before."""
 
-    async def offer(self, version: int, part: int) -> list[Offer]:
-        """Open the shadow memory for one part of `version` and say where it is."""
+    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
+        """Open the staging memory for one part of `version` and say where it is."""
 
-    async def fingerprint(self, version: int, part: int) -> list[dict[str, int]]:
-        """Fingerprints of the part's parameters in the shadow memory: all that the rank holds.
+    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
+        """Fingerprints of the part's parameters in the staging memory: all that the rank holds.
 
         Waits until what the source wrote has arrived.
         """
 
-    async def flip(self, version: int, part: int) -> list[int]:
+    async def commit(self, version: int, bucket: int) -> list[int]:
         """Take over the part between two decode steps; returns the number of running rollouts.
 
-        With the last part the version is live. Decoding stands still between the first part's flip
-        and the last one's.
+        With the last part the version is live. Decoding stands still between the first part's
+        commit and the last one's.
         """
 
-    async def discard(self, version: int) -> list[None]:
+    async def abort(self, version: int) -> list[None]:
         """Forget what was offered; the live weights stay. A replica some of whose parts were
-        flipped already cannot: it raises, and computes nothing any more."""
+        committed already cannot: it raises, and computes nothing any more."""

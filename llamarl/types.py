@@ -1,8 +1,8 @@
 """The words of the project: records that travel between executors, and the glossary.
 
 Owns: every record that crosses a process boundary. Does not own: tensors (they live in storage
-units, trainer ranks and generator arenas) or behaviour. Invariant: nothing here imports torch, so
-a process that only moves metadata never loads it.
+units, trainer ranks and generator weight buffers) or behaviour. Invariant: nothing here imports
+torch, so a process that only moves metadata never loads it.
 
 Glossary
     Prompt      one question of the data set, tokenized.
@@ -27,12 +27,12 @@ Glossary
                 collector.
     replica     one generator engine; it has one or more ranks.
     collector   a process that hears from many replicas which rollouts stopped.
-    seat        the host and the GPU that one rank has.
+    device        the host and the GPU that one rank has.
     layout      which rank holds which box of which parameter; plan: the copies between two layouts;
                 route: a plan and what carries it; part: parameters that are published together.
-    live, shadow, flip
+    live, staging, commit
                 the weights that a generator decodes with, those that a publish writes, and the
-                moment between two decode steps when the shadow becomes live.
+                moment between two decode steps when the staging buffer becomes live.
     turn        the time in which generators, or the trainer, have a device that they share.
 """
 
@@ -51,9 +51,9 @@ T = TypeVar("T")
 Columns = dict[str, list[np.ndarray]]
 """Column name -> one array per row, in the order of the row ids beside it."""
 
-Fate = dict[str, str | int | float]
-"""What became of a rollout: "fate" is trained, dropped, evaluated, canary, lost or unused; more
-keys say at which version, or why."""
+Outcome = dict[str, str | int | float]
+"""What became of a rollout: "outcome" is trained, dropped, evaluated, logprob_check, lost or
+unused; more keys say at which version, or why."""
 
 
 def _light(cls: type[T]) -> type[T]:
@@ -85,12 +85,12 @@ TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was tr
 class Purpose(StrEnum):
     """Why a rollout exists. Only TRAIN rows are trained on.
 
-    A canary compares the generator's log-probs with the trainer's after a publish.
+    A log-prob check compares the generator's log-probs with the trainer's after a publish.
     """
 
     TRAIN = "train"
     EVALUATE = "evaluate"
-    CANARY = "canary"
+    CHECK = "logprob_check"
 
 
 class FinishReason(StrEnum):
@@ -108,14 +108,6 @@ FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumer
 def finish_reason(sampling: np.ndarray) -> FinishReason:
     """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
     return tuple(FinishReason)[int(sampling[-1])]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where one rank runs: `host` counts the run's hosts, `gpu` that host's GPUs (None: CPU)."""
-
-    host: int
-    gpu: int | None
 
 
 @_light
@@ -168,7 +160,7 @@ class Request:
     attempt: int = 0
 
     @property
-    def cohort(self) -> tuple[tuple[int, ...], int]:
+    def prefix_group(self) -> tuple[tuple[int, ...], int]:
         """Equal for rollouts of one prompt that may start together: none of them can hold up the
         others by waiting for a version that these must first be trained for."""
         return self.prompt_ids, self.min_version
@@ -185,7 +177,7 @@ class VersionSpan:
 
 @_light
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RolloutInfo:
     """What the controller learns when a rollout stops: constant size whatever its length.
 
     Example: a 50-token answer during which version 4 replaced version 3 after 20 tokens has
@@ -246,7 +238,7 @@ class Group:
     prompt: Prompt
     row_ids: tuple[int, ...]
     min_version: int
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, RolloutInfo] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
 

@@ -51,7 +51,7 @@ KL_COEFFICIENTS = {"grpo": 0.04}
 
 
 @dataclass
-class Written:
+class PartialOutput:
     """One rollout: log-probs and entropy by token; a token with weight 0 is only context."""
 
     log_pi: list[float]
@@ -100,7 +100,7 @@ def divergence(d: float, estimator: str) -> tuple[float, float]:
 
 
 def token_terms(
-    algorithm: str, rollout: Written, bounds: tuple[float, float] | None
+    algorithm: str, rollout: PartialOutput, bounds: tuple[float, float] | None
 ) -> tuple[list[float], list[float]]:
     """(loss, derivative by log pi) of every token, without KL and entropy."""
     low, high = bounds or PAPERS[algorithm][2:]
@@ -130,7 +130,7 @@ def token_terms(
 
 def step(
     algorithm: str,
-    rollouts: list[Written],
+    rollouts: list[PartialOutput],
     *,
     max_tokens: int,
     averaged_over: str | None = None,

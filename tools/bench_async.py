@@ -76,7 +76,7 @@ def write_long_tail_recipe(folder: Path) -> None:
         "data: {held_out: null}\n"
         "reward: {functions: [task]}\n"
         f"sampling: {{max_tokens: {8 * MEAN_TOKENS}, replay_lengths: lengths.json}}\n"
-        "generator: {max_context_tokens: 256}\n"
+        "generator: {max_model_len: 256}\n"
     )
 
 

@@ -9,9 +9,10 @@ charged for replicas and trainer. What Monarch itself does to watch over process
 is the more the more processes there are. The rest, pickling and unpickling the very arguments and
 answers, is done and timed.
 
-Then the real controller (stages, gate, dispatch, ledger, packing, publisher, canary, journal) runs
-with modelled executors on a virtual clock. Time stands still for what the executors compute, and
-goes on for what the controller computes and for its messages: that is when they have to wait.
+Then the real controller (stages, gate, dispatch, ledger, packing, publisher, log-prob check, run
+logger) runs with modelled executors on a virtual clock. Time stands still for what the executors
+compute, and goes on for what the controller computes and for its messages: that is when they have
+to wait.
 
 `controller_core_share` is the share of one core that the controller needs; `controller_wait_share`
 the share of the time in which the trainer stood without a call though all it needs for it was

@@ -45,7 +45,7 @@ from torch import Tensor
 from vllm_rival import LLM, WAYS, WITH_LOGPROBS, VllmRival, why_not
 
 from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.parameters import DTYPES
 from llamarl.models.architecture import Architecture
 from llamarl.types import Request, Sampling
@@ -119,17 +119,17 @@ def random_model(a: Architecture, dtype: torch.dtype, attention: str = "sdpa") -
 
 def make_engine(
     architecture: Architecture, model: torch.nn.Module, dtype: str, slots: int, context: int
-) -> Engine:
+) -> EmbeddedEngine:
     """The engine with the weights of `model`."""
-    engine = Engine(
+    engine = EmbeddedEngine(
         architecture,
-        EmbeddedConfig(max_running=slots, max_context_tokens=context, dtype=dtype),
+        EmbeddedConfig(max_num_seqs=slots, max_model_len=context, dtype=dtype),
     )
     flat = torch.zeros(engine.layout.num_elements, dtype=DTYPES[dtype])
     parameters = dict(model.named_parameters())
     for name in engine.layout.parameters:
         engine.layout.parameter(flat, name).copy_(parameters[name].detach())
-    engine.flip(flat, 0)
+    engine.commit(flat, 0)
     return engine
 
 
@@ -140,7 +140,7 @@ def random_prompts(num: int, vocab_size: int = ARCHITECTURE.vocab_size) -> Tenso
     return torch.randint(0, vocab_size, shape, generator=generator)
 
 
-def run_engine(engine: Engine, prompts: Tensor, lengths: list[int]) -> int:
+def run_engine(engine: EmbeddedEngine, prompts: Tensor, lengths: list[int]) -> int:
     """Write one rollout of the given length per prompt; returns the tokens written."""
     for row, (prompt, length) in enumerate(zip(prompts.tolist(), lengths, strict=True)):
         sampling = Sampling(max_tokens=length)
@@ -242,7 +242,7 @@ def best_settings(
 def bench_batch(
     dtype: str, batch: int, repeats: int, vllm: VllmRival | None
 ) -> dict[str, float | str]:
-    """Engine, transformers, floor and vLLM on one batch size."""
+    """EmbeddedEngine, transformers, floor and vLLM on one batch size."""
     model, cache, settings = best_settings(ARCHITECTURE, DTYPES[dtype], batch)
     engine = make_engine(ARCHITECTURE, model, dtype, batch, PROMPT_TOKENS + NEW_TOKENS)
     prompts, lengths = random_prompts(batch), [NEW_TOKENS] * batch
@@ -270,7 +270,7 @@ def bench_batch(
 def bench_large(
     dtype: str, batch: int, repeats: int, vllm: VllmRival | None
 ) -> dict[str, float | str]:
-    """Engine, transformers and vLLM with the large model."""
+    """EmbeddedEngine, transformers and vLLM with the large model."""
     model, cache, settings = best_settings(LARGE, DTYPES[dtype], batch, trial_tokens=2)
     length = NEW_TOKENS_LARGE
     engine = make_engine(LARGE, model, dtype, batch, PROMPT_TOKENS + length)

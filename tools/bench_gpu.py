@@ -9,7 +9,7 @@ generation  tokens per second of the embedded engine with a model of Llama 3.2 1
 training    tokens per second and model FLOP utilisation of one trainer rank, rows of 1024 tokens,
             and its peak memory against the planner's
 memory      the generator's peak memory against the planner's
-publish     float32 masters of one process into the bfloat16 shadow of another, over CUDA IPC,
+publish     float32 masters of one process into the bfloat16 staging of another, over CUDA IPC,
             against a cast within the device
 offload     4 GiB to pinned host memory and back
 loop        whole runs in one process (cluster=inline), synchronous and asynchronous, same lengths

@@ -35,19 +35,19 @@ from statistics import median
 from hydra import compose, initialize_config_dir
 from planner_bench import processes
 
-from llamarl.composition import CONF_FOLDER, store_schemas, to_config
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.planner.calibration import (
+from llamarl.planner.simulation.calibration import (
     SETTLING_STEPS,
     Trace,
     fit_overhead,
     measured_step_s,
     read_trace,
 )
-from llamarl.planner.costs import Costs
-from llamarl.planner.simulation import forecast, run, simulate
-from llamarl.planner.workload import Workload, make_workload
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.run import forecast, run, simulate
+from llamarl.planner.simulation.workload import Workload, make_workload
+from llamarl.recipe.composition import CONF_FOLDER, store_schemas, to_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "quickstart"

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from weights_bench.model import model_of
 
-from llamarl.executors.offload import Offload, trim
+from llamarl.executors.offload import Offloader, trim
 from llamarl.metrics.span_file import SpanReader, span_files
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
@@ -78,14 +78,14 @@ def bench_offload(
     tensors = trainer_state(megabytes)
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     twins = [tensor.clone() for tensor in tensors]
-    offload = Offload("file", folder, "bench")
+    offloader = Offloader("file", folder, "bench")
     fd = os.open(Path(folder) / "floor.bin", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, num_bytes)
     checks = [float(tensor.double().sum()) for tensor in tensors]
     freed = []
 
-    def leave() -> None:
-        offload.leave("state", tensors)
+    def offload() -> None:
+        offloader.offload("state", tensors)
 
     def copy() -> None:
         for twin, tensor in zip(twins, tensors, strict=True):
@@ -98,9 +98,9 @@ def bench_offload(
     trim()
     for repeat in range(repeats + 1):  # the first one warms up
         before = resident_bytes()
-        took = {"leave": timed(leave)}
+        took = {"offload": timed(offload)}
         freed.append((before - resident_bytes()) / num_bytes)
-        took["enter"] = timed(lambda: offload.enter("state"))
+        took["onload"] = timed(lambda: offloader.onload("state"))
         took["write"] = timed(lambda: move(os.pwritev, fd, tensors))
         took["read"] = timed(lambda: move(os.preadv, fd, tensors))
         took["read, new memory"] = timed(read_anew)
@@ -133,7 +133,7 @@ def bench_run(folder: str, num_steps: int) -> dict[str, float]:
     found = {"steps, s": sum(line["time/step_s"] for line in lines if "time/step_s" in line)}
     for path in span_files(run_dir / "spans"):
         for span in SpanReader(path).read():
-            if span.name in ("offload", "reload"):
+            if span.name in ("offload", "onload"):
                 key = f"{path.stem}, {span.name}, s"
                 found[key] = found.get(key, 0.0) + (span.end_ns - span.start_ns) / 1e9
     return found
@@ -161,9 +161,9 @@ def main() -> None:
         return statistics.median(a / b for a, b in pairs)
 
     results = {
-        "leave_share_of_write": share("write", "leave"),
-        "enter_share_of_read": share("read", "enter"),
-        "enter_share_of_read_new": share("read, new memory", "enter"),
+        "leave_share_of_write": share("write", "offload"),
+        "enter_share_of_read": share("read", "onload"),
+        "enter_share_of_read_new": share("read, new memory", "onload"),
         "freed_share": freed,
     }
     print(f"    leave has {results['leave_share_of_write']:.0%} of the speed of plain writes,")

@@ -9,7 +9,7 @@ turns; ratios are medians over repeats of ratios within one repeat. What arrived
 what was sent, element by element, in a first round that is not timed.
 
     publish        the whole publish: offer, write with fingerprints, fingerprints of what arrived,
-                   comparison, flip; over shared memory, and over gloo (loopback)
+                   comparison, commit; over shared memory, and over gloo (loopback)
     memcpy         both trainer ranks copy their shards, whole, into shared memory; nothing else
     gather         parameter by parameter: gathered on trainer rank 0, broadcast to both generator
                    ranks, each copies its slice; over gloo (loopback)
@@ -19,7 +19,7 @@ what was sent, element by element, in a first round that is not timed.
                    (float32 only, and only where vLLM is installed)
 
 Then a real generator executor decodes a batch of 64 while versions are published into it one after
-the other, and without. Last, what the processes take beyond their weights, by `weights.shadow`.
+the other, and without. Last, what the processes take beyond their weights, by `weights.staging`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from weights_bench.vllm_rank import VllmRank
 from llamarl.config import WeightsConfig
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.metrics.span import Spans
-from llamarl.weights.layout import Offer, RankLayout, Route
-from llamarl.weights.plan import plan
-from llamarl.weights.publish import Publisher
+from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.publisher import Publisher
 
 GOALS = {
     "shared_memory_vs_memcpy": (0.7, "of the speed of memcpy, at least"),
@@ -86,12 +86,12 @@ class Trainer:
     async def connect_target(self, replica: int, route: Route | None) -> list[None]:
         return await every(self._ranks, "connect", replica, route)
 
-    async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
-        return await every(self._ranks, "write", version, offers)
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
+        return await every(self._ranks, "write", version, handles)
 
 
 class Generator:
-    """The Receiver of one way: arenas of all ranks under one replica number."""
+    """The Receiver of one way: weight buffers of all ranks under one replica number."""
 
     def __init__(self, ranks: list[Remote], replica: int) -> None:
         self._ranks, self._replica = ranks, replica
@@ -105,17 +105,17 @@ class Generator:
     async def connect_source(self, route: Route) -> list[None]:
         return await self._all("connect", route)
 
-    async def offer(self, version: int, part: int) -> list[Offer]:
-        return await self._all("offer", version, part)
+    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
+        return await self._all("prepare", version, bucket)
 
-    async def fingerprint(self, version: int, part: int) -> list[dict[str, int]]:
-        return await self._all("fingerprint", version, part)
+    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
+        return await self._all("verify", version, bucket)
 
-    async def flip(self, version: int, part: int) -> list[int]:
-        return await self._all("flip", version, part)
+    async def commit(self, version: int, bucket: int) -> list[int]:
+        return await self._all("commit", version, bucket)
 
-    async def discard(self, version: int) -> list[None]:
-        return await self._all("discard", version)
+    async def abort(self, version: int) -> list[None]:
+        return await self._all("abort", version)
 
 
 class Executor:
@@ -182,7 +182,9 @@ async def make_ways(
     ways: dict[str, Way] = {}
     for replica, transport in enumerate(TRANSPORTS):
         config = WeightsConfig(transport=transport)
-        await every(generators, "reserve_arena", replica, config.shadow, config.bucket_bytes)
+        await every(
+            generators, "reserve_weight_buffer", replica, config.staging, config.bucket_bytes
+        )
         receiver = Generator(generators, replica)
         publisher = make_publisher(trainers, receiver, replica, config, folder)
         await publisher.connect()
@@ -286,7 +288,7 @@ async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> dict
         before_bytes = sum(map(shared_out_bytes, pids))
         await every(trainers, "fill")
         filled_bytes = list(map(private_bytes, pids))
-        await every(generators, "reserve_arena", 0, config.shadow, config.bucket_bytes)
+        await every(generators, "reserve_weight_buffer", 0, config.staging, config.bucket_bytes)
         publisher = make_publisher(trainers, Generator(generators, 0), 0, config, folder)
         peaks = Peaks(pids)
         watching = asyncio.create_task(peaks.watch())
@@ -348,11 +350,11 @@ def print_memory(model: Model, found: dict[str, dict[str, float]]) -> None:
     print(
         f"\nMost memory of a publish beyond the weights of both sides, in sizes of the model"
         f" ({model.num_bytes / 1e6:.0f} MB)\n"
-        f"    {'weights.shadow':18}{'trainer, private':>20}{'generator, private':>20}"
+        f"    {'weights.staging':18}{'trainer, private':>20}{'generator, private':>20}"
         f"{'with shared memory':>20}"
     )
-    for shadow, shares in found.items():
-        print(f"    {shadow:18}" + "".join(f"{share:20.3f}" for share in shares.values()))
+    for staging, shares in found.items():
+        print(f"    {staging:18}" + "".join(f"{share:20.3f}" for share in shares.values()))
 
 
 def main() -> None:
@@ -383,10 +385,10 @@ def main() -> None:
     print_decoding(details["decoding"])
     model = model_of(arguments.megabytes, "float32")
     details["memory"] = {}
-    for shadow in ("full", "host", "bucket"):
-        config = WeightsConfig(shadow=shadow, bucket_bytes=model.num_bytes // 16)
+    for staging in ("double_buffer", "host", "bucket"):
+        config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            details["memory"][shadow] = asyncio.run(bench_memory(model, config, folder))
+            details["memory"][staging] = asyncio.run(bench_memory(model, config, folder))
     print_memory(model, details["memory"])
     seconds = details["float32"]["seconds"]
     real = seconds["publish, shared_memory"]

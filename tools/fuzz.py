@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 
 from fuzzing.cases import KEYS, SETTINGS, make_case
-from fuzzing.children import Outcome, make_inputs, try_all
+from fuzzing.children import CallResult, make_inputs, try_all
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from llamarl.composition import CONF_FOLDER, store_schemas, to_config
+from llamarl.recipe.composition import CONF_FOLDER, store_schemas, to_config
 
 IMPORTS = ("llamarl.main", "torch._dynamo", "transformers", "safetensors.torch")
 VERDICTS = ("refused", "passed over", "accepted", "ended")
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     _import()
     numbers = range(options.cases) if options.case is None else [options.case]
     begin = time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes: list[CallResult] = []
     with tempfile.TemporaryDirectory(prefix="llamarl-fuzz-") as name:
         sound = Path(name, "sound")
         make_inputs(sound)
@@ -88,7 +88,7 @@ def _compose(recipe: Path) -> DictConfig:
         return compose("run", overrides)
 
 
-def _show(outcomes: list[Outcome], seconds: float) -> None:
+def _show(outcomes: list[CallResult], seconds: float) -> None:
     """A table of targets and verdicts, and what was found."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:

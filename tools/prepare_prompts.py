@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.data.prompts import read_rows
-from llamarl.rewards import math
-from llamarl.rewards.answer import GSM8K_MARK
+from llamarl.environments.prompts import read_rows
+from llamarl.environments.rewards import math
+from llamarl.environments.rewards.answer import GSM8K_MARK
 from llamarl.types import Prompt
 
 BOXES = ("\\boxed", "\\fbox")

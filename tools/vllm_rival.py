@@ -135,8 +135,8 @@ class _Job:
         from llamarl.generation.vllm.engine import VllmEngine
 
         config = VllmConfig(
-            max_running=self._slots,
-            max_context_tokens=self._context,
+            max_num_seqs=self._slots,
+            max_model_len=self._context,
             dtype=self._dtype,
             kv_cache_bytes=KV_CACHE_BYTES,
             block_size=BLOCK_TOKENS,
@@ -145,7 +145,7 @@ class _Job:
             self._folder, config, rank=0, num_ranks=1, rendezvous="", run_id="bench"
         )
         flat = torch.randn(engine.memory.num_elements).mul_(0.02).to(engine.memory.dtype)
-        engine.flip(engine.prepare(flat), 0)
+        engine.commit(engine.process_weights(flat), 0)
 
         def run(prompts: list[list[int]], length: int, with_logprobs: bool) -> int:
             # A new version label keeps a run from using the prompts' cache of the one before.

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from llamarl.cluster.credentials import prepare
-from llamarl.cluster.errors import GroupLost, RemoteError
 from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
 from llamarl.cluster.inline import InlineCluster
 from llamarl.config import ClusterConfig
+from llamarl.errors import GroupLost, RemoteError
 from llamarl.metrics.span import Spans
 
 __all__ = [

@@ -27,11 +27,11 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
-from llamarl.cluster.errors import GroupLost, RemoteError
+from llamarl.cluster.call_result import CallResult, attempt, failure, merged
 from llamarl.cluster.group import Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
-from llamarl.cluster.outcome import Outcome, attempt, failure, merged
 from llamarl.cluster.process import redirect_output
+from llamarl.errors import GroupLost, RemoteError
 from llamarl.metrics.span import Spans
 
 monarch_config.prefix_python_logs_with_actor = False  # it would stand in every log line, twice
@@ -62,7 +62,7 @@ class ExecutorActor(Actor):
         kwargs: Any,
         make_spans: Callable[[str], Spans],
         logs_folder: str,
-    ) -> list[Outcome]:
+    ) -> list[CallResult]:
         """`first_rank` is that of this host's first rank."""
         rank = self._rank = first_rank + current_rank().rank
         self._roster, self._name, num_ranks = roster, name, roster.num_ranks
@@ -76,12 +76,12 @@ class ExecutorActor(Actor):
             self._executor = maker(rank=rank, num_ranks=num_ranks, spans=self._spans, **kwargs)
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             return [failure(error, self._where, rank)]
-        return [Outcome(rank, os.getpid())]
+        return [CallResult(rank, os.getpid())]
 
     @concurrent_endpoint
     async def run(
         self, call: tuple[str, Any, Any], span: int, end: int, is_first: bool
-    ) -> list[Outcome]:
+    ) -> list[CallResult]:
         """`call` (method, args, kwargs) on the `span` ranks from this one on that are below `end`.
 
         The outcomes, by rank 0 only if `is_first`; or the first failure alone.
@@ -96,41 +96,41 @@ class ExecutorActor(Actor):
                 self._heads[span, end] = [heads.run for heads in self._roster.select(ranks)]
             for run in self._heads[span, end]:
                 answers += send(run, call, span, end, is_first)
-        outcomes: list[Outcome] = []
+        outcomes: list[CallResult] = []
         for answer in asyncio.as_completed(answers):
             try:
                 found = await answer
             except (SupervisionError, ActorError) as error:
                 lost = lost_or_remote(self._name, error)
-                found = Outcome(self._rank, error=pickle.dumps(lost))
-            for outcome in [found] if isinstance(found, Outcome) else found:
-                if outcome.error is not None:
-                    return [outcome]
-                if outcome.rank == 0 or not is_first:
-                    outcomes.append(outcome)
+                found = CallResult(self._rank, error=pickle.dumps(lost))
+            for result in [found] if isinstance(found, CallResult) else found:
+                if result.error is not None:
+                    return [result]
+                if result.rank == 0 or not is_first:
+                    outcomes.append(result)
         return merged(outcomes)
 
     @concurrent_endpoint
-    async def finish(self) -> Outcome:
-        outcome = Outcome(self._rank)
+    async def finish(self) -> CallResult:
+        result = CallResult(self._rank)
         if hasattr(self._executor, "close"):
-            outcome = await attempt(self._executor, self._where, self._rank, ("close", (), {}))
+            result = await attempt(self._executor, self._where, self._rank, ("close", (), {}))
         if self._spans is not None:
             self._spans.close()
         gc.freeze()  # else the interpreter's end looks at all that was imported: most of a second
-        return outcome
+        return result
 
     @concurrent_endpoint
     async def ping(self) -> None:
         """Says that the event loop runs."""
 
     @concurrent_endpoint
-    async def look_after(self, rank: int, silence_s: float) -> None:
+    async def monitor(self, rank: int, liveness_timeout_s: float) -> None:
         """Returns once another rank is silent."""
-        await until_silent(self._roster.one(rank), silence_s)
+        await until_silent(self._roster.one(rank), liveness_timeout_s)
 
     @concurrent_endpoint
-    async def linger(self) -> None:
+    async def wait_exit(self) -> None:
         """Never answers: the pending call is what learns of the process's end."""
         await asyncio.Event().wait()
 
@@ -210,34 +210,35 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
 
 
 async def until_silent(
-    actor: Any, silence_s: float, heard_s: Callable[[], float] = lambda: -math.inf
+    actor: Any, liveness_timeout_s: float, heard_s: Callable[[], float] = lambda: -math.inf
 ) -> None:
-    """Return once the event loop of `actor` answers nothing for `silence_s`; never if it ends.
+    """Return once the event loop of `actor` answers nothing for `liveness_timeout_s`; never if it
+    ends.
 
     It is asked only after a quarter of that time without an answer; `heard_s` is when the last one
     came, on this loop's clock.
     """
     loop = asyncio.get_running_loop()
     while True:
-        while (pause_s := heard_s() + silence_s / 4 - loop.time()) > 0:
+        while (pause_s := heard_s() + liveness_timeout_s / 4 - loop.time()) > 0:
             await asyncio.sleep(pause_s)
         (pong,) = send(actor.ping)
         # Waiting in pieces: after a pause of this process itself, answers that lie waiting are
         # read before the verdict.
         for _ in range(3):
-            await asyncio.wait({pong}, timeout=silence_s / 4)
+            await asyncio.wait({pong}, timeout=liveness_timeout_s / 4)
             if pong.done():
                 break
         else:
             return
         if pong.exception() is not None:
             await asyncio.Event().wait()
-        await asyncio.sleep(silence_s / 4)
+        await asyncio.sleep(liveness_timeout_s / 4)
 
 
 async def results_by_rank(
     name: str,
-    answers: Iterator[asyncio.Future[list[Outcome]]],
+    answers: Iterator[asyncio.Future[list[CallResult]]],
     num_ranks: int,
     lost: asyncio.Future[None] | None,
 ) -> list[Any]:
@@ -258,10 +259,10 @@ async def results_by_rank(
             if isinstance(error, SupervisionError):
                 await _prefer_loss(lost)
             raise lost_or_remote(name, error) from error
-        for outcome in outcomes:
-            if outcome.error is not None and num_ranks > 1:
+        for result in outcomes:
+            if result.error is not None and num_ranks > 1:
                 await _prefer_loss(lost)
-            results[outcome.rank] = outcome.result()
+            results[result.rank] = result.result()
     return [results[rank] for rank in sorted(results)]
 
 

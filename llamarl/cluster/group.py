@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from llamarl.types import Seat
+from llamarl.config.rank_assignment import Device
 
 Factory = type | str
 """An executor class, or "module:Class": the caller then need not load what the module imports."""
@@ -37,11 +37,11 @@ class Mergeable(Protocol):
 class ExecutorGroup(Protocol):
     """The ranks of one executor.
 
-    `first` and `every` have the executor's methods: calling one runs it on all ranks at once;
-    `await group.first.method(...)` gives rank 0's result, `await group.every.method(...)` the list
-    by rank (if they are Mergeable, one for all). Both can be handed to other executors in `spawn`'s
-    kwargs or in any call; those then call peer to peer. Calls run concurrently; cancelling one does
-    not cancel the remote work.
+    `call_one` and `call_all` have the executor's methods: calling one runs it on all ranks at once;
+    `await group.call_one.method(...)` gives rank 0's result, `await group.call_all.method(...)` the
+    list by rank (if they are Mergeable, one for all). Both can be handed to other executors in
+    `spawn`'s kwargs or in any call; those then call peer to peer. Calls run concurrently;
+    cancelling one does not cancel the remote work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
     survives pickling, else as RemoteError; a note holds the remote traceback. A lost process
@@ -49,8 +49,8 @@ class ExecutorGroup(Protocol):
     """
 
     name: str
-    first: Any
-    every: Any
+    call_one: Any
+    call_all: Any
 
     @property
     def pids(self) -> list[int]:
@@ -72,11 +72,11 @@ class Cluster(Protocol):
         factory: Factory,
         kwargs: dict[str, Any],
         num_ranks: int = 1,
-        seats: Sequence[Seat] | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
         """Start `num_ranks` processes; construct `factory(rank=, num_ranks=, spans=, **kwargs)`.
 
-        Rank i sits on `seats[i]`; without seats all are on the first host and have no GPU. The
+        Rank i sits on `devices[i]`; without devices all are on the first host and have no GPU. The
         first spawn attaches and checks the hosts: ValueError for what is wrong with one.
 
         `spans` records under `process_name(name, rank, num_ranks)`. Run several spawns with

@@ -13,10 +13,10 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from llamarl.cluster.call_result import attempt, describe_failed_close, failure, merged
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name, resolve
-from llamarl.cluster.outcome import attempt, describe_failed_close, failure, merged
+from llamarl.config.rank_assignment import Device
 from llamarl.metrics.span import Spans
-from llamarl.types import Seat
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class InlineCluster:
         factory: Factory,
         kwargs: dict[str, Any],
         num_ranks: int = 1,
-        seats: Sequence[Seat] | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
         if name in self._groups:
             raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
@@ -67,8 +67,8 @@ class InlineGroup:
         self.name = name
         self.executors: list[Any] = []
         self.spans: list[Spans] = []
-        self.first = _Methods(self, is_first=True)
-        self.every = _Methods(self, is_first=False)
+        self.call_one = _Methods(self, is_first=True)
+        self.call_all = _Methods(self, is_first=False)
         self._stopped = asyncio.Event()
 
     @property
@@ -98,7 +98,7 @@ class InlineGroup:
         ]
         for next_outcome in asyncio.as_completed(tasks):
             (await next_outcome).result()
-        return [outcome.result() for outcome in merged([task.result() for task in tasks])]
+        return [result.result() for result in merged([task.result() for task in tasks])]
 
 
 class _Methods:

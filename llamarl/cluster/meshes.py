@@ -27,14 +27,14 @@ from llamarl.cluster.actors import (
     send,
     until_silent,
 )
-from llamarl.cluster.errors import GroupLost
+from llamarl.cluster.call_result import describe_failed_close
 from llamarl.cluster.group import ExecutorGroup, Factory, process_name
 from llamarl.cluster.hosts import Host, attach
-from llamarl.cluster.outcome import describe_failed_close
 from llamarl.cluster.process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
+from llamarl.config.rank_assignment import Device
+from llamarl.errors import GroupLost
 from llamarl.metrics.span import Spans
-from llamarl.types import Seat
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ START_LIMIT_S = 120.0  # for imports and an executor's constructor; then for its
 
 
 @dataclass(frozen=True)
-class Part:
-    """The ranks of a group on one host, from `first` on; Monarch's meshes of them."""
+class HostSpan:
+    """The ranks of a group on one host, from `first_rank` on; Monarch's meshes of them."""
 
     host: Host
-    first: int
+    first_rank: int
     num_ranks: int
     processes: Any
     actors: Any
@@ -78,37 +78,37 @@ class MonarchGroup:
         self._has_started = asyncio.Event()  # it has answered one
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
-        self._parts: list[Part] = []
+        self._parts: list[HostSpan] = []
         self.pids: list[int] = []
-        self.first: Any = None
-        self.every: Any = None
+        self.call_one: Any = None
+        self.call_all: Any = None
 
     async def start(
         self,
         hosts: list[Host],
-        seats: Sequence[Seat],
+        devices: Sequence[Device],
         config: ClusterConfig,
         executor: tuple[Factory, dict[str, Any]],
         make_spans: Callable[[str], Spans],
     ) -> None:
         """Start the processes and construct the executors; raises what a constructor raises."""
-        self._parts = [self._start_part(*part, config) for part in parts_of(hosts, seats)]
-        meshes = tuple((part.actors, part.first) for part in self._parts)
+        self._parts = [self._start_part(*part, config) for part in parts_of(hosts, devices)]
+        meshes = tuple((part.actors, part.first_rank) for part in self._parts)
         self._roster = roster = Roster(meshes, self.num_ranks)
         constructed = asyncio.Event()
         self._watchers = [
-            asyncio.create_task(self._watch_rank(rank, constructed, config.silence_s))
+            asyncio.create_task(self._watch_rank(rank, constructed, config.liveness_timeout_s))
             for rank in range(self.num_ranks)
         ]
         self._watchers += [asyncio.create_task(self._watch_host(part)) for part in self._parts]
-        self.first = Methods(self.name, roster, True, self._lost, self._hear)
-        self.every = Methods(self.name, roster, False, self._lost, self._hear)
+        self.call_one = Methods(self.name, roster, True, self._lost, self._hear)
+        self.call_all = Methods(self.name, roster, False, self._lost, self._hear)
         told = (self.name, *executor, make_spans, self._logs_folder)
         pids = await asyncio.gather(
             *(
                 results_by_rank(
                     self.name,
-                    send(part.actors.construct, roster, part.first, *told),
+                    send(part.actors.construct, roster, part.first_rank, *told),
                     self.num_ranks,
                     self._lost,
                 )
@@ -120,15 +120,15 @@ class MonarchGroup:
         self._watchers += [asyncio.create_task(self._watch_pids(part)) for part in self._parts]
 
     def _start_part(
-        self, host: Host, first: int, seats: Sequence[Seat], config: ClusterConfig
-    ) -> Part:
+        self, host: Host, first: int, devices: Sequence[Device], config: ClusterConfig
+    ) -> HostSpan:
         common = environment(self.mark, config.threads_per_process)
         environments = [
-            common | host.surroundings | gpu_environment(seat, config) for seat in seats
+            common | host.surroundings | gpu_environment(device, config) for device in devices
         ]
         processes = host.spawn(f"{self.name}-{first}", environments)
         actors = processes.spawn(f"{self.name}-{first}", ExecutorActor)
-        return Part(host, first, len(seats), processes, actors)
+        return HostSpan(host, first, len(devices), processes, actors)
 
     async def watch(self) -> None:
         await asyncio.wait({self._lost})
@@ -149,11 +149,11 @@ class MonarchGroup:
             await asyncio.gather(*(part.host.end(self.mark) for part in self._living_parts()))
         await asyncio.gather(*(self._stop_part(part) for part in self._living_parts()))
 
-    def _living_parts(self) -> list[Part]:
+    def _living_parts(self) -> list[HostSpan]:
         """Those on hosts that can be reached: a dead daemon's processes die with it."""
         return [part for part in self._parts if not part.host.is_lost]
 
-    async def _stop_part(self, part: Part) -> None:
+    async def _stop_part(self, part: HostSpan) -> None:
         try:
             await asyncio.wait_for(part.processes.stop().as_asyncio(), STOP_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - tear-down goes on
@@ -178,14 +178,16 @@ class MonarchGroup:
             log.warning("closing %s failed: %s", self.name, describe_failed_close(error))
         return True
 
-    async def _watch_rank(self, rank: int, constructed: asyncio.Event, silence_s: float) -> None:
+    async def _watch_rank(
+        self, rank: int, constructed: asyncio.Event, liveness_timeout_s: float
+    ) -> None:
         """Report the rank lost once its process ended, or its event loop was silent too long.
 
         A group that has answered no call yet is still starting: its imports, loads and builds may
         block its event loop for longer than silence may last.
         """
         actor = self._roster.one(rank)
-        (end,) = send(actor.linger)
+        (end,) = send(actor.wait_exit)
         ready = asyncio.create_task(constructed.wait())
         waiting: list[asyncio.Future[Any]] = [end, ready]
         await asyncio.wait(waiting, timeout=START_LIMIT_S, return_when=FIRST_COMPLETED)
@@ -197,16 +199,18 @@ class MonarchGroup:
         started.cancel()
         # Each rank looks after the next, so that the controller need not ping them all.
         (word,) = (
-            [asyncio.create_task(until_silent(actor, silence_s, lambda: self._heard_s))]
+            [asyncio.create_task(until_silent(actor, liveness_timeout_s, lambda: self._heard_s))]
             if rank == 0
-            else send(self._roster.one(rank - 1).look_after, rank, silence_s)
+            else send(self._roster.one(rank - 1).monitor, rank, liveness_timeout_s)
         )
         try:
             await asyncio.wait({end, word}, return_when=FIRST_COMPLETED)
             if word.done() and word.exception() is not None:
                 await asyncio.wait({end})  # the rank before has ended, which its watcher tells
             if not end.done():
-                return self._lose(rank, f"silent for {silence_s:g} s (cluster.silence_s)")
+                return self._lose(
+                    rank, f"silent for {liveness_timeout_s:g} s (cluster.liveness_timeout_s)"
+                )
         finally:
             word.cancel()
         error = end.exception()
@@ -216,16 +220,16 @@ class MonarchGroup:
         self._heard_s = asyncio.get_running_loop().time()
         self._has_started.set()
 
-    async def _watch_pids(self, part: Part) -> None:
+    async def _watch_pids(self, part: HostSpan) -> None:
         """Report a rank lost if its process is gone and Monarch, now and then, says nothing."""
-        pids = self.pids[part.first : part.first + part.num_ranks]
-        rank = part.first + await part.host.first_ended(pids)
+        pids = self.pids[part.first_rank : part.first_rank + part.num_ranks]
+        rank = part.first_rank + await part.host.first_ended(pids)
         await asyncio.sleep(WORD_LIMIT_S)
         self._lose(rank, "its process ended")
 
-    async def _watch_host(self, part: Part) -> None:
+    async def _watch_host(self, part: HostSpan) -> None:
         """Report the part's first rank lost once its host is."""
-        self._lose(part.first, await part.host.until_lost())
+        self._lose(part.first_rank, await part.host.until_lost())
 
     def _lose(self, rank: int, reason: str) -> None:
         if self._lost.done():
@@ -263,7 +267,7 @@ class MonarchCluster:
         factory: Factory,
         kwargs: dict[str, Any],
         num_ranks: int = 1,
-        seats: Sequence[Seat] | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
         if name in self._groups:
             raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
@@ -275,7 +279,7 @@ class MonarchCluster:
         if self._attaching is None:
             self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
         hosts = await asyncio.shield(self._attaching)
-        places = seats or [Seat(host=0, gpu=None)] * num_ranks
+        places = devices or [Device(host=0, gpu=None)] * num_ranks
         await group.start(hosts, places, self._config, (factory, kwargs), self._make_spans)
         return group
 
@@ -306,17 +310,17 @@ class MonarchCluster:
 
 
 def parts_of(
-    hosts: list[Host], seats: Sequence[Seat]
-) -> Iterator[tuple[Host, int, Sequence[Seat]]]:
-    """Per host of a group: the host, the first rank there, the seats of its ranks.
+    hosts: list[Host], devices: Sequence[Device]
+) -> Iterator[tuple[Host, int, Sequence[Device]]]:
+    """Per host of a group: the host, the first rank there, the devices of its ranks.
 
     ValueError for a host that the run does not have, or whose ranks are not in one row.
     """
     first, seen = 0, set[int]()
-    for number, row in groupby(seats, key=lambda seat: seat.host):
+    for number, row in groupby(devices, key=lambda device: device.host):
         if number >= len(hosts) or number in seen:
             raise ValueError(
-                f"seats must be on the run's {len(hosts)} hosts, host after host, got {number}"
+                f"devices must be on the run's {len(hosts)} hosts, host after host, got {number}"
             )
         seen.add(number)
         places = list(row)
@@ -324,6 +328,6 @@ def parts_of(
         first += len(places)
 
 
-def gpu_environment(seat: Seat, config: ClusterConfig) -> dict[str, str]:
+def gpu_environment(device: Device, config: ClusterConfig) -> dict[str, str]:
     """What tells a process which GPU is its own, and of what kind it must be."""
-    return {} if seat.gpu is None else {"LOCAL_RANK": str(seat.gpu), "LLAMARL_GPU": config.gpu}
+    return {} if device.gpu is None else {"LOCAL_RANK": str(device.gpu), "LLAMARL_GPU": config.gpu}

@@ -1,5 +1,5 @@
 """Hosts and processes. Invariant: which rank runs where follows from these fields and the numbers
-of ranks alone (`seats.py`)."""
+of ranks alone (`devices.py`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClusterConfig:
     threads_per_process: int = number(1, least=1, most=4096)
     """Torch threads of each executor process (monarch only); more than cores / processes is much
     slower."""
-    silence_s: float = number(60.0, least=0.1, most=DAY_S)
+    liveness_timeout_s: float = number(60.0, least=0.1, most=DAY_S)
     """A process whose event loop answers nothing for this long counts as lost (monarch only); not
     while it starts."""
 

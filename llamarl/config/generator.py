@@ -60,17 +60,17 @@ class GeneratorConfig:
     """Tensor-parallel processes of one replica."""
     device: str = "cpu"
     """Where the engine computes: cpu | cuda."""
-    max_running: int = number(64, least=1, most=2**20)
+    max_num_seqs: int = number(64, least=1, most=2**20)
     """Rollouts decoded together per replica."""
-    max_context_tokens: int = number(1024, least=2, most=2**24)
+    max_model_len: int = number(1024, least=2, most=2**24)
     """Longest prompt plus completion; sizes the KV cache."""
     dtype: str = "auto"
     """Activations, KV cache and unquantised weights: float32 | bfloat16 | auto (bfloat16 on cuda,
     float32 on cpu)."""
     quantization: str = "none"
     """Weights of the linear layers, quantised in the generator after each publish; `none` or what
-    the engine offers. AIPO takes mu from this quantised sampler."""
-    kv_after_flip: str = "keep"
+    the engine staging handles. AIPO takes mu from this quantised sampler."""
+    kv_after_commit: str = "keep"
     """After new weights: keep the KV cache, or recompute it."""
     num_collectors: int = number(0, least=0, most=65536)
     """Processes that ask the replicas which rollouts stopped, and tell the controller of all
@@ -84,7 +84,7 @@ class GeneratorConfig:
         require_choice("generator.device", self.device, ("cpu", "cuda"))
         self.dtype = dtype_for(self.device, self.dtype)
         require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
-        require_choice("generator.kv_after_flip", self.kv_after_flip, ("keep", "recompute"))
+        require_choice("generator.kv_after_commit", self.kv_after_commit, ("keep", "recompute"))
 
 
 @dataclass(kw_only=True)

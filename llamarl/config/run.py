@@ -40,21 +40,21 @@ class WeightsConfig:
     transport: str = "shared_memory"
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
     memory) | collective (gloo or NCCL, point to point) | rdma (Monarch's RDMA buffers)."""
-    shadow: str = "full"
-    """Where a version waits for its flip: full (a second copy of the weights beside the live one)
-    | host (a second copy in host memory, copied over at the flip) | bucket (a small buffer, filled
-    and flipped part by part while decoding stands still)."""
+    staging: str = "double_buffer"
+    """Where a version waits for its commit: full (a second copy of the weights beside the live one)
+    | host (a second copy in host memory, copied over at the commit) | bucket (a small buffer,
+    filled and committed part by part while decoding stands still)."""
     bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
-    """Size of the buffer of shadow=bucket, and of one message of collective and rdma; a single
+    """Size of the buffer of staging=bucket, and of one message of collective and rdma; a single
     parameter may exceed it."""
-    grace_s: float = number(1.0, least=0, most=DAY_S)
+    straggler_timeout_s: float = number(1.0, least=0, most=DAY_S)
     """A publish that has reached its first replica waits this long for the others; slower ones
     follow on their own."""
     timeout_s: float = number(60.0, least=0.001, most=DAY_S)
     """Longest time that one call of a publish may take: past it a generator replica counts as
     lost, and the trainer's silence ends the run. Raise it for models that take long to copy."""
 
-    canary: str = "fail"
+    logprob_check: str = "fail"
     """After a publish a short rollout of each replica is compared with the trainer's log-probs. A
     replica that writes with something else than what was published: fail (ends the run) | warn |
     off (nothing is compared)."""
@@ -66,8 +66,8 @@ class WeightsConfig:
             self.transport,
             ("shared_memory", "cuda_ipc", "collective", "rdma"),
         )
-        require_choice("weights.shadow", self.shadow, ("full", "host", "bucket"))
-        require_choice("weights.canary", self.canary, ("fail", "warn", "off"))
+        require_choice("weights.staging", self.staging, ("double_buffer", "host", "bucket"))
+        require_choice("weights.logprob_check", self.logprob_check, ("fail", "warn", "off"))
 
 
 @dataclass(kw_only=True)
@@ -205,15 +205,15 @@ class Config:
         check_fields("", self)
         longest = self.sampling.max_tokens + 1
         require(
-            longest <= self.generator.max_context_tokens,
-            "generator.max_context_tokens",
+            longest <= self.generator.max_model_len,
+            "generator.max_model_len",
             f"hold a prompt token and sampling.max_tokens ({self.sampling.max_tokens})",
-            self.generator.max_context_tokens,
+            self.generator.max_model_len,
         )
         require(
-            self.evaluation.max_tokens < self.generator.max_context_tokens,
+            self.evaluation.max_tokens < self.generator.max_model_len,
             "evaluation.max_tokens",
-            f"be below generator.max_context_tokens ({self.generator.max_context_tokens})",
+            f"be below generator.max_model_len ({self.generator.max_model_len})",
             self.evaluation.max_tokens,
         )
         require(
@@ -293,7 +293,7 @@ class Config:
         )
 
     def _check_memory(self) -> None:
-        """Devices, transports and shadows that do not go together."""
+        """Devices, transports and staging buffers that do not go together."""
         devices = {self.generator.device, self.trainer.device}
         cuda_only = self.weights.transport == "cuda_ipc" or self.placement.offload == "pinned"
         require(
@@ -305,10 +305,10 @@ class Config:
         require(
             self.weights.transport != "shared_memory"
             or self.generator.device == "cpu"
-            or self.weights.shadow == "host",
+            or self.weights.staging == "host",
             "generator.device",
             "be cpu with weights.transport=shared_memory (a GPU's memory is reached by "
-            "weights=cuda_ipc or weights=collective, or beside it with weights.shadow=host)",
+            "weights=cuda_ipc or weights=collective, or beside it with weights.staging=host)",
             self.generator.device,
         )
         graphs = isinstance(self.generator, VllmConfig) and not self.generator.enforce_eager
@@ -320,15 +320,15 @@ class Config:
             False,
         )
         require(
-            not graphs or self.weights.shadow != "bucket",
-            "weights.shadow",
+            not graphs or self.weights.staging != "bucket",
+            "weights.staging",
             "be full or host with generator=vllm and generator.enforce_eager=false (captured "
             "graphs read weights of their own, which take whole versions)",
-            self.weights.shadow,
+            self.weights.staging,
         )
         require(
-            self.weights.shadow != "bucket" or self.generator.quantization == "none",
-            "weights.shadow",
+            self.weights.staging != "bucket" or self.generator.quantization == "none",
+            "weights.staging",
             "be full or host with generator.quantization (quantising needs whole weights)",
-            self.weights.shadow,
+            self.weights.staging,
         )

@@ -11,7 +11,7 @@ import asyncio
 
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Generator
-from llamarl.types import Row
+from llamarl.types import RolloutInfo
 
 GATHER_S = 0.1  # what hundreds of replicas tell meanwhile goes together; nobody waits for one row
 
@@ -23,7 +23,7 @@ class CollectorExecutor:
         self, *, rank: int, num_ranks: int, spans: Spans, generators: dict[int, Generator]
     ) -> None:
         self._generators = generators
-        self._told: list[tuple[int, list[Row] | Exception]] = []
+        self._told: list[tuple[int, list[RolloutInfo] | Exception]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._has_news = asyncio.Event()
 
@@ -32,7 +32,7 @@ class CollectorExecutor:
         for task in self._tasks:
             task.cancel()
 
-    async def collect(self) -> list[tuple[int, list[Row] | Exception]]:
+    async def collect(self) -> list[tuple[int, list[RolloutInfo] | Exception]]:
         """See `protocols.Collector`."""
         if not self._tasks:
             self._tasks = [
@@ -51,7 +51,7 @@ class CollectorExecutor:
         except Exception as error:  # noqa: BLE001 - the controller is told, whatever it is
             self._tell(replica, error)
 
-    def _tell(self, replica: int, news: list[Row] | Exception) -> None:
+    def _tell(self, replica: int, news: list[RolloutInfo] | Exception) -> None:
         if news != []:  # alive and nothing to tell
             self._told.append((replica, news))
             self._has_news.set()

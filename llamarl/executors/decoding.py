@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from llamarl.executors.offload import Offload
-from llamarl.generation.protocol import Engine, Finished
-from llamarl.generation.scheduler import Written
+from llamarl.executors.offload import Offloader
+from llamarl.generation.protocol import Engine, RequestOutput
+from llamarl.generation.scheduler import PartialOutput
 from llamarl.metrics.span import Spans
 from llamarl.types import Request
-from llamarl.weights.arena import Arena
+from llamarl.weights.sync.weight_buffer import WeightBuffer
 
-KINDS = ("weights", "kv")
+TAGS = ("weights", "kv")
 
 
 class Decoding:
@@ -29,23 +29,23 @@ class Decoding:
     def __init__(
         self,
         engine: Engine,
-        arena: Arena,
-        offload: Offload,
+        weight_buffer: WeightBuffer,
+        offload: Offloader,
         spans: Spans,
-        finish: Callable[[list[Finished]], None],
+        finish: Callable[[list[RequestOutput]], None],
     ) -> None:
         self.engine = engine
-        self._arena = arena
-        self._offload = offload
+        self._weight_buffer = weight_buffer
+        self._offloader = offload
         self._spans = spans
         self._finish = finish
         self._away: set[str] = set()
-        self.is_torn = False  # some parts of a version are in place, others not yet
+        self.is_mixed = False  # some parts of a version are in place, others not yet
         self._idle: tuple[str, int] | None = None  # what is waited for, since when
 
     def work(self) -> bool:
         """One step; False if there is nothing to do until the next command."""
-        reason = "turn" if self._away else "parts" if self.is_torn else "requests"
+        reason = "phase" if self._away else "buckets" if self.is_mixed else "requests"
         if reason != "requests" or not self.engine.has_work:
             if self._idle is None or self._idle[0] != reason:
                 self.end_idle()
@@ -64,68 +64,68 @@ class Decoding:
             self._finish(finished)
         return True
 
-    def submit(self, requests: Sequence[Request], written: dict[int, Written]) -> None:
+    def submit(self, requests: Sequence[Request], written: dict[int, PartialOutput]) -> None:
         """Queue rollouts; ValueError as the engine says."""
         for request in requests:
             self.engine.submit(request, written.get(request.row_id))
 
-    def flip(self, version: int, part: int, prepared: tuple[Tensor, Any] | None) -> int:
+    def commit(self, version: int, bucket: int, processed: tuple[Tensor, Any] | None) -> int:
         """Take over a part, with the last one the version; returns the number of running rollouts.
 
         `prepared` is memory and what the engine made of it beside decoding; it is used if that is
         the memory that became live.
         """
         self.end_idle()
-        with self._spans.span("flip", version=version):
-            flat = self._arena.flip(version, part)
-            self.is_torn = True
+        with self._spans.span("commit", version=version):
+            flat = self._weight_buffer.commit(version, bucket)
+            self.is_mixed = True
             if flat is None:
                 return self.engine.num_running
-            if prepared is not None and prepared[0].data_ptr() == flat.data_ptr():
-                weights = prepared[1]
+            if processed is not None and processed[0].data_ptr() == flat.data_ptr():
+                weights = processed[1]
             else:
-                weights = self.engine.prepare(flat)
-            num_running = self.engine.flip(weights, version)
-            self.is_torn = False
+                weights = self.engine.process_weights(flat)
+            num_running = self.engine.commit(weights, version)
+            self.is_mixed = False
             return num_running
 
-    def leave(self, kind: str) -> None:
+    def offload(self, tag: str) -> None:
         """Move one kind off the device; steps stop."""
-        if kind in self._away:
+        if tag in self._away:
             return
         self.end_idle()
         start_ns = time.monotonic_ns()
-        tensors = self.engine.movable(kind)
-        if kind == "kv":
+        tensors = self.engine.movable(tag)
+        if tag == "kv":
             is_kept = self.engine.num_running > 0
             if not is_kept:
                 self.engine.forget_prompts()
-            num_bytes = self._offload.leave("kv", tensors, keep=is_kept)
+            num_bytes = self._offloader.offload("kv", tensors, keep=is_kept)
         else:
-            live = self._arena.live.data_ptr()
-            movable = self._arena.movable()
-            shadow = [flat for flat in movable if flat.data_ptr() != live]
-            tensors += [flat for flat in movable if flat.data_ptr() == live]
-            num_bytes = self._offload.leave("weights", tensors)
-            num_bytes += self._offload.leave("shadow", shadow, keep=False)
-        self._away.add(kind)
-        self._record_move("offload", kind, start_ns, num_bytes)
+            active = self._weight_buffer.active.data_ptr()
+            movable = self._weight_buffer.movable()
+            staging = [flat for flat in movable if flat.data_ptr() != active]
+            tensors += [flat for flat in movable if flat.data_ptr() == active]
+            num_bytes = self._offloader.offload("weights", tensors)
+            num_bytes += self._offloader.offload("staging", staging, keep=False)
+        self._away.add(tag)
+        self._record_move("offload", tag, start_ns, num_bytes)
 
-    def prefetch(self, kind: str) -> None:
+    def prefetch(self, tag: str) -> None:
         """Start reading what left."""
-        self._offload.prefetch(kind)
+        self._offloader.prefetch(tag)
 
-    def enter(self, kind: str) -> None:
+    def onload(self, tag: str) -> None:
         """Bring one kind back; with all of them steps go on."""
-        if kind not in self._away:
+        if tag not in self._away:
             return
         self.end_idle()
         start_ns = time.monotonic_ns()
-        num_bytes = self._offload.enter(kind)
-        if kind == "weights":
-            num_bytes += self._offload.enter("shadow")
-        self._away.discard(kind)
-        self._record_move("reload", kind, start_ns, num_bytes)
+        num_bytes = self._offloader.onload(tag)
+        if tag == "weights":
+            num_bytes += self._offloader.onload("staging")
+        self._away.discard(tag)
+        self._record_move("onload", tag, start_ns, num_bytes)
 
     def end_idle(self) -> None:
         """Record what was waited for until now."""
@@ -139,6 +139,6 @@ class Decoding:
         self._spans.record(name, start_ns, end_ns, tokens=num_tokens, version=self.engine.version)
         return end_ns
 
-    def _record_move(self, name: str, kind: str, start_ns: int, num_bytes: int) -> None:
+    def _record_move(self, name: str, tag: str, start_ns: int, num_bytes: int) -> None:
         end_ns = time.monotonic_ns()
-        self._spans.record(name, start_ns, end_ns, "mark", kind=kind, bytes=num_bytes)
+        self._spans.record(name, start_ns, end_ns, "mark", tag=tag, bytes=num_bytes)

@@ -39,6 +39,6 @@ def make_engine(
 
     assert isinstance(config, EmbeddedConfig)
     architecture = read_architecture(checkpoint)
-    return engine.Engine(
+    return engine.EmbeddedEngine(
         architecture, config, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous
     )

@@ -4,9 +4,9 @@ Owns: the memory that a publish writes, passing it on to siblings, and writing f
 storage. Does not own: the engine's maths, or who asks for rollouts. Invariant: a row comes out of
 `collect` only after its columns are in storage, and weights change only between two decode steps.
 
-What a publish does before its flip (offering, writing to siblings, fingerprints, preparing) runs on
-side threads beside decoding. What changes the engine runs on the compute thread between two steps,
-with several ranks between the same two on all of them (`lockstep.py`).
+What a publish does before its commit (offering, writing to siblings, fingerprints, preparing) runs
+on side threads beside decoding. What changes the engine runs on the compute thread between two
+steps, with several ranks between the same two on all of them (`lockstep.py`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch import Tensor
 from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.executors.compute import ComputeThread
-from llamarl.executors.decoding import KINDS, Decoding
+from llamarl.executors.decoding import TAGS, Decoding
 from llamarl.executors.engines import make_engine
 from llamarl.executors.lockstep import Lockstep
-from llamarl.executors.offload import Offload
-from llamarl.executors.rows import read_written, row_of, write_finished
-from llamarl.generation.protocol import Finished
+from llamarl.executors.offload import Offloader
+from llamarl.executors.rollout_columns import read_written, row_of, write_finished
+from llamarl.generation.protocol import RequestOutput
 from llamarl.metrics.span import Spans
 from llamarl.models.process_group import compute_device, use_device
 from llamarl.protocols import Storage
-from llamarl.types import FinishReason, Request, Row
-from llamarl.weights.arena import Arena
-from llamarl.weights.layout import Offer, RankLayout, Route
-from llamarl.weights.parts import BUFFER
-from llamarl.weights.shared_memory import this_host
-from llamarl.weights.transport import Rdma
-from llamarl.weights.writer import Writer
+from llamarl.types import FinishReason, Request, RolloutInfo
+from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.buckets import BUFFER
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.protocol import Rdma
+from llamarl.weights.transports.shared_memory import this_host
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class GeneratorExecutor:
     """One rank of one generator replica.
 
     `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
-    weights are version 0; without, no rollout starts before the first flip. `tokenizer` is loaded
+    weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
     when the first request with stop strings comes. `run_dir` holds the ranks' meeting place and,
     unless `placement` says otherwise, what is offloaded. After an error of the engine every call
     raises it.
@@ -83,12 +83,12 @@ class GeneratorExecutor:
         self._checkpoint, self._load_weights = checkpoint, load_weights
         self._tokenizer, self._run_id, self._run_dir = tokenizer, run_id, run_dir
         self._lock = threading.Lock()
-        self._finished: list[Finished] = []  # guarded by _lock, as are _open and _error
-        self._open: Counter[object] = Counter()  # cohort -> rollouts that have not stopped
+        self._finished: list[RequestOutput] = []  # guarded by _lock, as are _open and _error
+        self._open: Counter[object] = Counter()  # prefix group -> rollouts that have not stopped
         self._error: BaseException | None = None
         self._compute: ComputeThread | None = None
         self._decoding: Decoding | None = None
-        self._prepared: tuple[Tensor, Any] | None = None  # of the part that is open
+        self._processed: tuple[Tensor, Any] | None = None  # of the part that is open
         self._opening: object = None  # another one at every offer
         self._decode_text: Callable[..., str] | None = None
         self._exit = contextlib.ExitStack()
@@ -121,7 +121,7 @@ class GeneratorExecutor:
         decoding = self._alive()
         if self._rank == 0:
             with self._lock:
-                self._open.update(request.cohort for request in requests)
+                self._open.update(request.prefix_group for request in requests)
         if any(request.sampling.stop_strings for request in requests):
             await self._load_tokenizer()
         resumed = [request for request in requests if request.resume]
@@ -129,12 +129,12 @@ class GeneratorExecutor:
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         await self._ordered(functools.partial(decoding.submit, requests, written), key)
 
-    async def collect(self) -> list[Row]:
+    async def collect(self) -> list[RolloutInfo]:
         """Rows that stopped, their columns stored; after `heartbeat_s` whatever there is.
 
-        Waits until all rollouts of some cohort have stopped, or one was cut, and then a little for
-        more: nobody needs less than a group, and every stage behind works on what comes out
-        together. An exception of the engine comes out here, with its own traceback. Ranks other
+        Waits until all rollouts of some prefix group have stopped, or one was cut, and then a
+        little for more: nobody needs less than a group, and every stage behind works on what comes
+        out together. An exception of the engine comes out here, with its own traceback. Ranks other
         than 0 have nothing to tell.
         """
         self._alive()
@@ -151,67 +151,70 @@ class GeneratorExecutor:
             await write_finished(self._storage, finished)
         return [row_of(item, self._replica) for item in finished]
 
-    async def abort(self, row_ids: list[int]) -> None:
+    async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each comes out of `collect`, marked ABORTED."""
         engine = self._alive().engine
-        await self._ordered(functools.partial(engine.abort, row_ids), ("abort", row_ids))
+        await self._ordered(
+            functools.partial(engine.abort_requests, row_ids), ("abort_requests", row_ids)
+        )
 
     # Receiver
 
     async def target_layout(self) -> RankLayout:
         """Where this rank wants every parameter, and in which parts."""
         self._alive()
-        return self._arena.layout()
+        return self._weight_buffer.layout()
 
     async def connect_source(self, route: Route) -> None:
         """Receive over `route` from now on; waits for its other ranks."""
         self._alive()
-        await asyncio.to_thread(self._arena.connect, route)
+        await asyncio.to_thread(self._weight_buffer.connect, route)
 
-    async def offer(self, version: int, part: int) -> Offer:
-        """Open the shadow memory for one part of `version`; waits while the weights are away."""
+    async def prepare(self, version: int, bucket: int) -> StagingHandle:
+        """Open the staging memory for one part of `version`; waits while the weights are away."""
         self._alive()
         await self._has_weights.wait()
         was_unpublished = self._is_unpublished.is_set()
         self._is_unpublished.clear()
-        self._opening, self._prepared = object(), None
+        self._opening, self._processed = object(), None
         try:
-            return await asyncio.to_thread(self._arena.offer, version, part)
+            return await asyncio.to_thread(self._weight_buffer.prepare, version, bucket)
         except BaseException:
             if was_unpublished:
                 self._is_unpublished.set()
             raise
 
-    async def fingerprint(self, version: int, part: int) -> dict[str, int]:
-        """Fingerprints of the part in the shadow memory, by parameter, once it has arrived."""
+    async def verify(self, version: int, bucket: int) -> dict[str, int]:
+        """Fingerprints of the part in the staging memory, by parameter, once it has arrived."""
         self._alive()
         opening = self._opening
-        with self._spans.span("fingerprint", "publish", version=version):
-            prints = await asyncio.to_thread(self._arena.fingerprint, version, part)
-        if self._weights.shadow != "bucket":
-            with self._spans.span("prepare", "publish", version=version):
-                prepared = await asyncio.to_thread(self._prepare)
+        with self._spans.span("verify", "publish", version=version):
+            prints = await asyncio.to_thread(self._weight_buffer.verify, version, bucket)
+        if self._weights.staging != "bucket":
+            with self._spans.span("process_weights", "publish", version=version):
+                processed = await asyncio.to_thread(self._process_weights)
             if self._opening is opening:  # else what it was made of has been overwritten
-                self._prepared = prepared
+                self._processed = processed
         return prints
 
-    async def flip(self, version: int, part: int) -> int:
+    async def commit(self, version: int, bucket: int) -> int:
         """Take over the part between two decode steps; returns the number of running rollouts."""
-        flip = functools.partial(self._flip, version, part)
+        commit = functools.partial(self._commit, version, bucket)
         self._alive()
-        return await self._ordered(flip, ("flip", version, part))
+        return await self._ordered(commit, ("commit", version, bucket))
 
-    async def discard(self, version: int) -> None:
-        """Forget the shadow; the live weights stay. RuntimeError, for good, after a part's flip."""
+    async def abort(self, version: int) -> None:
+        """Forget the staging buffer; the live weights stay. RuntimeError, for good, after a part's
+        commit."""
         self._alive()
         try:
-            await asyncio.to_thread(self._arena.discard, version)
+            await asyncio.to_thread(self._weight_buffer.abort, version)
         except RuntimeError as error:
-            if not self._alive().is_torn:
+            if not self._alive().is_mixed:
                 raise
             self._fail(error)
             raise
-        self._opening = self._prepared = None
+        self._opening = self._processed = None
         self._is_unpublished.set()
 
     # Sender
@@ -226,33 +229,33 @@ class GeneratorExecutor:
         self._alive()
         await asyncio.to_thread(self._writer.connect, replica, route)
 
-    async def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
+    async def write(self, version: int, handles: list[StagingHandle]) -> dict[str, int]:
         """Pass one part of `version` on to a sibling. StaleVersion, TargetLost."""
         self._alive()
         with self._spans.span("write", "publish", version=version):
-            return await asyncio.to_thread(self._writer.write, version, offers)
+            return await asyncio.to_thread(self._writer.write, version, handles)
 
-    # Tenant
+    # Offloadable
 
-    async def leave(self, kinds: list[str]) -> None:
+    async def offload(self, tags: list[str]) -> None:
         """Stop decoding and move these kinds off the device; waits for a publish to end."""
-        for kind in _known(kinds):
-            if kind == "weights":
+        for tag in _known(tags):
+            if tag == "weights":
                 await self._is_unpublished.wait()
                 self._has_weights.clear()
-            await self._ordered(functools.partial(self._leave, kind), ("leave", kind))
+            await self._ordered(functools.partial(self._offload, tag), ("offload", tag))
 
-    async def prefetch(self, kinds: list[str]) -> None:
+    async def prefetch(self, tags: list[str]) -> None:
         """Start reading these kinds; returns at once."""
         decoding = self._alive()
-        for kind in _known(kinds):
-            decoding.prefetch(kind)
+        for tag in _known(tags):
+            decoding.prefetch(tag)
 
-    async def enter(self, kinds: list[str]) -> None:
+    async def onload(self, tags: list[str]) -> None:
         """Bring these kinds back; with all of them decoding goes on."""
-        for kind in _known(kinds):
-            await self._ordered(functools.partial(self._enter, kind), ("enter", kind))
-            if kind == "weights":
+        for tag in _known(tags):
+            await self._ordered(functools.partial(self._onload, tag), ("onload", tag))
+            if tag == "weights":
                 self._has_weights.set()
 
     # On the compute thread
@@ -269,7 +272,7 @@ class GeneratorExecutor:
             run_id=self._run_id,
         )
         self._exit.callback(engine.close)
-        self._arena = Arena(
+        self._weight_buffer = WeightBuffer(
             parameters=engine.memory.parameters,
             num_elements=engine.memory.num_elements,
             dtype=engine.memory.dtype,
@@ -277,15 +280,15 @@ class GeneratorExecutor:
             replica=self._replica,
             rank=self._rank,
             run_id=self._run_id,
-            shadow=self._weights.shadow,
+            staging=self._weights.staging,
             bucket_bytes=self._weights.bucket_bytes,
             device=device,
             rdma=self._rdma,
             timeout_s=self._weights.timeout_s,
             is_offloaded=self._placement.colocated and self._placement.offload != "none",
         )
-        self._exit.callback(self._arena.close)
-        tensors = {BUFFER: self._arena.live}
+        self._exit.callback(self._weight_buffer.close)
+        tensors = {BUFFER: self._weight_buffer.active}
         self._writer = Writer(
             self._rank,
             this_host(),
@@ -295,18 +298,18 @@ class GeneratorExecutor:
             rdma=self._rdma,
         )
         self._exit.callback(self._writer.close)
-        self._arena.before_overwrite = self._writer.retire
+        self._weight_buffer.before_overwrite = self._writer.invalidate
         folder = self._placement.offload_folder or self._run_dir
-        kind = self._placement.offload if self._placement.colocated else "none"
-        offload = Offload(kind, folder, f"generator-{self._replica}-{self._rank}")
+        mode = self._placement.offload if self._placement.colocated else "none"
+        offload = Offloader(mode, folder, f"generator-{self._replica}-{self._rank}")
         self._exit.callback(offload.close)
-        decoding = Decoding(engine, self._arena, offload, self._spans, self._finish)
+        decoding = Decoding(engine, self._weight_buffer, offload, self._spans, self._finish)
         self._exit.callback(decoding.end_idle)
         if self._load_weights:
-            engine.load(self._arena.live, self._checkpoint)
-            self._arena.version = 0
-            engine.flip(engine.prepare(self._arena.live), 0)
-            self._writer.present(0)
+            engine.load(self._weight_buffer.active, self._checkpoint)
+            self._weight_buffer.version = 0
+            engine.commit(engine.process_weights(self._weight_buffer.active), 0)
+            self._writer.label(0)
         if isinstance(self._compute, Lockstep):
             self._compute.join(self._meeting("commands"))
         self._decoding = decoding
@@ -318,41 +321,41 @@ class GeneratorExecutor:
     def _work(self) -> bool:
         return self._decoding is not None and self._decoding.work()
 
-    def _flip(self, version: int, part: int) -> int:
+    def _commit(self, version: int, bucket: int) -> int:
         decoding = self._alive()
         try:
-            num_running = decoding.flip(version, part, self._prepared)
+            num_running = decoding.commit(version, bucket, self._processed)
         except BaseException as error:
-            if decoding.is_torn:  # memory has changed, the engine has not followed
+            if decoding.is_mixed:  # memory has changed, the engine has not followed
                 self._fail(error)
             raise
         finally:
-            self._prepared = None  # the engine holds what it needs: never three sets of weights
-        if self._arena.version == version:
-            self._writer.present(version, {BUFFER: self._arena.live})
+            self._processed = None  # the engine holds what it needs: never three sets of weights
+        if self._weight_buffer.version == version:
+            self._writer.label(version, {BUFFER: self._weight_buffer.active})
             self._loop.call_soon_threadsafe(self._is_unpublished.set)
         return num_running
 
-    def _leave(self, kind: str) -> None:
-        if kind == "weights":  # until they are back, nothing is there to be read
+    def _offload(self, tag: str) -> None:
+        if tag == "weights":  # until they are back, nothing is there to be read
             self._writer.release()
-            self._writer.retire(self._arena.version)
-        self._alive().leave(kind)
+            self._writer.invalidate(self._weight_buffer.version)
+        self._alive().offload(tag)
 
-    def _enter(self, kind: str) -> None:
-        self._alive().enter(kind)
-        if kind == "weights" and self._arena.version >= 0:
-            self._writer.present(self._arena.version)
+    def _onload(self, tag: str) -> None:
+        self._alive().onload(tag)
+        if tag == "weights" and self._weight_buffer.version >= 0:
+            self._writer.label(self._weight_buffer.version)
 
-    def _finish(self, finished: list[Finished]) -> None:
+    def _finish(self, finished: list[RequestOutput]) -> None:
         if self._rank > 0:
             return
         with self._lock:
             self._finished += finished
-            self._open.subtract(item.request.cohort for item in finished)
-            whole = [item for item in finished if not self._open[item.request.cohort]]
+            self._open.subtract(item.request.prefix_group for item in finished)
+            whole = [item for item in finished if not self._open[item.request.prefix_group]]
             for item in whole:
-                self._open.pop(item.request.cohort, None)
+                self._open.pop(item.request.prefix_group, None)
         if whole or any(item.reason is FinishReason.SEGMENT for item in finished):
             self._loop.call_soon_threadsafe(self._has_news.set)
 
@@ -363,9 +366,9 @@ class GeneratorExecutor:
 
     # Beside decoding
 
-    def _prepare(self) -> tuple[Tensor, Any]:
-        shadow = self._arena.shadow
-        return shadow, self._alive().engine.prepare(shadow)
+    def _process_weights(self) -> tuple[Tensor, Any]:
+        staging = self._weight_buffer.staging
+        return staging, self._alive().engine.process_weights(staging)
 
     async def _load_tokenizer(self) -> None:
         if self._decode_text is None:
@@ -387,9 +390,9 @@ class GeneratorExecutor:
         return self._decoding
 
 
-def _known(kinds: list[str]) -> list[str]:
+def _known(tags: list[str]) -> list[str]:
     """`kinds`; ValueError if one is unknown."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {kind!r}")
-    return kinds
+    for tag in tags:
+        if tag not in TAGS:
+            raise ValueError(f"kinds must be among {', '.join(TAGS)}, got {tag!r}")
+    return tags

@@ -1,9 +1,9 @@
 """Memory of the idle side: out of the way while another executor has the device, and back.
 
 Owns: where left tensors' bytes lie meanwhile, and how their pages are given back to the kernel.
-Does not own: which tensors (the executors) or when (`placement.py`). Invariant: whoever holds a
+Does not own: which tensors (the executors) or when (`colocation.py`). Invariant: whoever holds a
 left tensor holds it still: CPU memory keeps its address, CUDA memory its storage object, and bytes
-that were kept come back as they were. A `leave` that fails has moved nothing.
+that were kept come back as they were. A `offload` that fails has moved nothing.
 
 CPU memory: the bytes go to a file by `pwrite`, then its whole pages are dropped by `madvise`:
 private memory by MADV_DONTNEED, shared anonymous files (memfd) by MADV_REMOVE, which frees them for
@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class _Left:
-    """What `leave` remembers of one name; `tensors` keeps the memory from being freed."""
+    """What `offload` remembers of one name; `tensors` keeps the memory from being freed."""
 
     tensors: list[Tensor]
     ranges: list[tuple[int, int]]
@@ -45,37 +45,37 @@ class _Left:
     is_kept: bool
 
 
-class Offload:
+class Offloader:
     """Moves named sets of tensors of one executor rank out of memory and back.
 
-    `kind`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned
+    `mode`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned
     host memory) or "none" (nothing ever moves). `label` is unique in the folder, such as
     `trainer-0`. ValueError if `folder` is missing or lies in memory. Not
     thread-safe.
     """
 
-    def __init__(self, kind: str, folder: str, label: str) -> None:
-        if kind == "file":
+    def __init__(self, mode: str, folder: str, label: str) -> None:
+        if mode == "file":
             _require_disk(folder)
-        self._kind = kind
+        self._mode = mode
         self._folder = folder
         self._label = label
         self._files: dict[str, int] = {}
         self._left: dict[str, _Left] = {}
         self._readers: list[threading.Thread] = []
 
-    def leave(self, name: str, tensors: Iterable[Tensor], keep: bool = True) -> int:
+    def offload(self, name: str, tensors: Iterable[Tensor], keep: bool = True) -> int:
         """Save what these tensors hold and free their memory; returns the bytes.
 
-        Tensors that share memory are moved once. Nobody may read or write them until `enter`.
+        Tensors that share memory are moved once. Nobody may read or write them until `onload`.
         `keep` False saves nothing: they come back as zeros. Without effect if `name` has left
         already. ValueError if the disk is too full.
         """
-        if self._kind == "none" or name in self._left:
+        if self._mode == "none" or name in self._left:
             return 0
         tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
         on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        if on_cpu and self._kind == "pinned":
+        if on_cpu and self._mode == "pinned":
             raise ValueError("placement.offload must be file or none for CPU memory, got pinned")
         ranges = _ranges(on_cpu)
         storages = _storages([tensor for tensor in tensors if tensor.device.type != "cpu"])
@@ -106,7 +106,7 @@ class Offload:
             self._readers.append(reader)
             reader.start()
 
-    def enter(self, name: str) -> int:
+    def onload(self, name: str) -> int:
         """Bring the tensors back; returns the bytes, 0 if `name` has not left."""
         left = self._left.get(name)
         if left is None:
@@ -122,7 +122,7 @@ class Offload:
         return left.num_bytes
 
     def has_left(self, name: str) -> bool:
-        """True from `leave` to `enter`."""
+        """True from `offload` to `onload`."""
         return name in self._left
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Offload:
             os.posix_fadvise(self._files[name], place, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def _save(self, name: str, left: _Left) -> None:
-        if self._kind == "pinned":
+        if self._mode == "pinned":
             for flat in _flat(left.storages):
                 host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
                 host.copy_(flat, non_blocking=True)
@@ -160,7 +160,7 @@ class Offload:
             place = _transfer(os.pwritev, fd, place, first, first + bounce.numel())
 
     def _load(self, name: str, left: _Left) -> None:
-        if self._kind == "pinned":
+        if self._mode == "pinned":
             for flat, host in zip(_flat(left.storages), left.pinned, strict=True):
                 flat.copy_(host, non_blocking=True)
             torch.cuda.current_stream().synchronize()
@@ -209,10 +209,10 @@ def _require_disk(folder: str) -> None:
     answer = (ctypes.c_ulong * 32)()  # struct statfs, which is shorter; it begins with the type
     if _libc.statfs(os.fsencode(folder), answer):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)
-    kind = MEMORY_FILESYSTEMS.get(answer[0])
-    if kind is not None:
+    filesystem = MEMORY_FILESYSTEMS.get(answer[0])
+    if filesystem is not None:
         raise ValueError(
-            f"placement.offload_folder must be on a real filesystem, got {folder} on {kind}, "
+            f"placement.offload_folder must be on a real filesystem, got {folder} on {filesystem}, "
             "which is memory itself"
         )
 

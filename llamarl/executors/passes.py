@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from llamarl.algorithms.loss_metrics import LossMetrics
 from llamarl.algorithms.losses import LossInputs, policy_loss
-from llamarl.algorithms.tally import Tally
 from llamarl.config import AlgorithmConfig
 from llamarl.data.micro_batch import column, micro_batch
 from llamarl.models.policy import Policy
@@ -41,7 +41,7 @@ class Passes:
         algorithm: AlgorithmConfig,
         temperature: float,
     ) -> None:
-        self.tally = Tally()
+        self.loss_metrics = LossMetrics()
         self._policy = policy
         self._device = device
         self._algorithm = algorithm
@@ -115,7 +115,7 @@ class Passes:
                 "trainer.lr, rewards and the generator's log-probs"
             )
         outputs.loss.backward()
-        self.tally.add(outputs, len(index))
+        self.loss_metrics.add(outputs, len(index))
         values = trainer_logprobs.detach().cpu()
         return [part.numpy() for part in values.split(list(packed.response_lengths))]
 

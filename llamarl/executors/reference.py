@@ -61,7 +61,7 @@ class ReferenceExecutor:
         self._storage = storage
         self._compute = ComputeThread(f"reference-{rank}")
         self._resources = ExitStack()
-        self._turn = asyncio.Lock()  # collectives must start in the same order on all ranks
+        self._lock = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
@@ -79,7 +79,7 @@ class ReferenceExecutor:
     async def infer(self, row_ids: list[int]) -> None:
         """Write `ref_logprobs`, at the sampling temperature, of this data rank's rows."""
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
-        async with self._turn:
+        async with self._lock:
             columns = await self._storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
             self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
             num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])

@@ -16,10 +16,10 @@ import numpy as np
 
 from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.environments.rewards.pool import Completion, RewardPool
 from llamarl.errors import UserCodeError
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Storage
-from llamarl.rewards.pool import Completion, RewardPool
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from llamarl.experience.store import Parcel
+from llamarl.experience.store import PackedColumns
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     GENERATOR_LOGPROBS,
@@ -30,8 +30,8 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
     Columns,
-    Fate,
     FinishReason,
+    Outcome,
     finish_reason,
 )
 
@@ -84,7 +84,7 @@ class StorageExecutor:
         """Open the archive; lines of an earlier session stay."""
         if self._path is not None and self._archive is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(self._path)
+            _drop_mixed_line(self._path)
             self._archive = self._path.open("a")
 
     async def write(
@@ -114,22 +114,25 @@ class StorageExecutor:
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """Copies of the named columns, in order. KeyError if a cell was never written."""
         with self._spans.span("read_rows", rows=len(row_ids)):
-            return Parcel({name: [self._cell(i, name).copy() for i in row_ids] for name in names})
+            return PackedColumns(
+                {name: [self._cell(i, name).copy() for i in row_ids] for name in names}
+            )
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
-        """Archive these rows with `fate` (its key "fate" says what became of them), free them.
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        """Archive these rows with `outcome` (its key "outcome" says what became of them), free
+        them.
 
         Rows that hold nothing, never written or retired before, leave no line. Of rows that are
         lost the next attempt begins. OSError if the archive cannot be written.
         """
-        if "fate" not in fate:
-            raise ValueError(f'fate must have the key "fate", got {sorted(fate)}')
+        if "outcome" not in outcome:
+            raise ValueError(f'an outcome must have the key "outcome", got {sorted(outcome)}')
         with self._spans.span("retire_rows", rows=len(row_ids)):
             retired = {row_id: self._rows[row_id] for row_id in row_ids if row_id in self._rows}
-            self._append([self._line(row_id, row, fate) for row_id, row in retired.items()])
+            self._append([self._line(row_id, row, outcome) for row_id, row in retired.items()])
             for row_id in retired:
                 del self._rows[row_id]
-            if fate["fate"] == "lost":
+            if outcome["outcome"] == "lost":
                 self._attempts.update(row_ids)
 
     async def usage(self) -> dict[str, int]:
@@ -169,11 +172,11 @@ class StorageExecutor:
             raise KeyError(f"row {row_id} has no column {name}, only {sorted(row)}")
         return row[name]
 
-    def _line(self, row_id: int, row: Cells, fate: Fate) -> str:
+    def _line(self, row_id: int, row: Cells, outcome: Outcome) -> str:
         empty = np.empty(0)
         line: dict[str, Any] = {
             "row_id": row_id,
-            **fate,
+            **outcome,
             "num_prompt_tokens": len(row.get(PROMPT_IDS, empty)),
             "num_tokens": len(row.get(RESPONSE_IDS, empty)),
             "spans": _runs(row.get(TOKEN_VERSIONS, empty)),
@@ -210,7 +213,7 @@ class StorageExecutor:
             raise OSError(error.errno, reason, str(self._path)) from error
 
 
-def _drop_torn_line(path: Path) -> None:
+def _drop_mixed_line(path: Path) -> None:
     """Cut off a line that a killed session did not finish."""
     data = path.read_bytes() if path.exists() else b""
     whole = data.rfind(b"\n") + 1

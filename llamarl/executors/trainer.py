@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from llamarl.algorithms.loss_metrics import LossMetrics, on_policy_warning, statistics
 from llamarl.algorithms.losses import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
-from llamarl.algorithms.tally import Tally, on_policy_warning, statistics
 from llamarl.config import (
     AlgorithmConfig,
     PlacementConfig,
@@ -32,7 +32,7 @@ from llamarl.config import (
 )
 from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
-from llamarl.executors.offload import Offload
+from llamarl.executors.offload import Offloader
 from llamarl.executors.passes import Passes
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import make_mesh
@@ -52,10 +52,10 @@ from llamarl.types import (
     Columns,
     StepStats,
 )
-from llamarl.weights.layout import Offer, RankLayout, Route
-from llamarl.weights.shards import shard_boxes
-from llamarl.weights.shared_memory import this_host
-from llamarl.weights.writer import Writer
+from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.shards import shard_boxes
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.shared_memory import this_host
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class TrainerExecutor:
-    """protocols.Trainer, Sender and Tenant for one rank; calls are served in order of arrival.
+    """protocols.Trainer, Sender and Offloadable for one rank; calls are served in order of arrival.
 
     `tokenizer` is the folder an export takes its tokenizer from (None: the checkpoint);
     `rendezvous` is a file path that no earlier run used; `num_steps` ends the schedule. `run_dir`
@@ -113,14 +113,14 @@ class TrainerExecutor:
             self._columns.append(REF_LOGPROBS)
         self._compute = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
-        self._turn = asyncio.Lock()  # collectives must start in the same order on all ranks
+        self._lock = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._version = 0
         self._rows: list[BatchRow] = []  # of the current step, on all ranks
         self._is_whole = True  # False amid an update
         folder = placement.offload_folder or run_dir
-        kind = placement.offload if placement.colocated else "none"
-        self._offload = Offload(kind, folder, f"trainer-{rank}")
-        self._resources.callback(self._offload.close)
+        mode = placement.offload if placement.colocated else "none"
+        self._offloader = Offloader(mode, folder, f"trainer-{rank}")
+        self._resources.callback(self._offloader.close)
         self._idle_since_ns = time.monotonic_ns()
 
     async def start(self) -> None:
@@ -141,7 +141,7 @@ class TrainerExecutor:
 
         RuntimeError if the batch is meant for another version or its loss is not finite.
         """
-        async with self._turn:
+        async with self._lock:
             self._require_presence()
             if batch.version != self._version:
                 raise RuntimeError(f"batch for version {batch.version} came at {self._version}")
@@ -167,12 +167,12 @@ class TrainerExecutor:
 
         RuntimeError without a batch or if the gradient is not finite.
         """
-        async with self._turn:
+        async with self._lock:
             self._require_presence()
             if not self._rows:
                 raise RuntimeError("step must follow accumulate, got no batch")
             stats = await self._compute.run(self._update)
-            self._rows, self._passes.tally = [], Tally()
+            self._rows, self._passes.loss_metrics = [], LossMetrics()
             self._idle_since_ns = time.monotonic_ns()
             return stats
 
@@ -181,19 +181,19 @@ class TrainerExecutor:
 
         RuntimeError after a step that broke amid its update: some weights may be of either version.
         """
-        async with self._turn:
+        async with self._lock:
             if not self._is_whole:
                 raise RuntimeError(f"the step to version {self._version} broke amid its update")
             await self._aside("save", lambda: self.policy.save(folder, self._version))
 
     async def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks; returns the version."""
-        async with self._turn:
+        async with self._lock:
             return await self._aside("restore", lambda: self._restore(folder))
 
     async def export(self, folder: str, dtype: str) -> None:
         """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
-        async with self._turn:
+        async with self._lock:
             await self._aside("export", lambda: self.policy.export(folder, dtype))
 
     async def source_layout(self) -> RankLayout:
@@ -204,13 +204,13 @@ class TrainerExecutor:
         """Remember the copies of `route` that lead from this rank to `replica`; see Sender."""
         await asyncio.to_thread(self._writer.connect, replica, route)
 
-    async def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
+    async def write(self, version: int, handles: list[StagingHandle]) -> dict[str, int]:
         """Write `version` into the offered memory beside the compute thread; see Sender.write.
 
         StaleVersion if the weights are of another version or off the device.
         """
         with self._spans.span("write", "publish", version=version):
-            return await asyncio.to_thread(self._writer.write, version, offers)
+            return await asyncio.to_thread(self._writer.write, version, handles)
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response; the same on all ranks.
@@ -220,27 +220,27 @@ class TrainerExecutor:
         """
         if not row_ids:
             return []
-        async with self._turn:
+        async with self._lock:
             names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
             columns = await self._storage.read(row_ids, names)
             return await self._aside("infer", lambda: self._infer(columns))
 
-    async def leave(self, kinds: list[str]) -> None:
-        """Move "weights" or "state" off the device, once no write reads them; see Tenant."""
-        async with self._turn:
-            for kind in kinds:
-                await self._move("offload", kind, self._leave)
+    async def offload(self, tags: list[str]) -> None:
+        """Move "weights" or "state" off the device, once no write reads them; see Offloadable."""
+        async with self._lock:
+            for tag in tags:
+                await self._move("offload", tag, self._offload)
 
-    async def prefetch(self, kinds: list[str]) -> None:
+    async def prefetch(self, tags: list[str]) -> None:
         """Start reading what has left."""
-        for kind in kinds:
-            self._offload.prefetch(kind)
+        for tag in tags:
+            self._offloader.prefetch(tag)
 
-    async def enter(self, kinds: list[str]) -> None:
+    async def onload(self, tags: list[str]) -> None:
         """Bring these kinds back."""
-        async with self._turn:
-            for kind in kinds:
-                await self._move("reload", kind, self._enter)
+        async with self._lock:
+            for tag in tags:
+                await self._move("onload", tag, self._onload)
 
     def _build(self) -> None:
         device = compute_device(self._config.device, "trainer.device")
@@ -260,7 +260,7 @@ class TrainerExecutor:
             timeout_s=self._weights.timeout_s,
             rdma=self._rdma,
         )
-        self._writer.present(self._version)
+        self._writer.label(self._version)
         self._resources.callback(self._writer.close)
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
@@ -303,9 +303,9 @@ class TrainerExecutor:
             self._is_whole = False
             self.policy.update(lr)
             self._version += 1
-            self._writer.present(self._version)
+            self._writer.label(self._version)
             self._writer.announce()  # every step is published
-            scalars = statistics(self._gather(self._passes.tally.vector()), divisor)
+            scalars = statistics(self._gather(self._passes.loss_metrics.vector()), divisor)
             self._is_whole = True
         warning = on_policy_warning(scalars) if self._version == 1 else None
         if warning and self._rank == 0:
@@ -325,7 +325,7 @@ class TrainerExecutor:
     def _restore(self, folder: str) -> int:
         self._writer.begin_step()
         self._version = self.policy.restore(folder)
-        self._writer.present(self._version)
+        self._writer.label(self._version)
         return self._version
 
     def _infer(self, columns: Columns) -> list[float]:
@@ -337,33 +337,33 @@ class TrainerExecutor:
         differences = self._passes.differences(columns, shares[self._data_rank])
         return [float(difference) for difference in self._gather(differences).sum(0)]
 
-    def _leave(self, kind: str) -> int:
-        if kind == "weights":
-            self._writer.retire(self._version)  # until they are back, there is nothing to read
+    def _offload(self, tag: str) -> int:
+        if tag == "weights":
+            self._writer.invalidate(self._version)  # until they are back, there is nothing to read
             self._writer.release()
-        return self._offload.leave(kind, self.policy.movable(kind))
+        return self._offloader.offload(tag, self.policy.movable(tag))
 
-    def _enter(self, kind: str) -> int:
-        num_bytes = self._offload.enter(kind)
-        if kind == "weights":
-            self._writer.present(self._version)
+    def _onload(self, tag: str) -> int:
+        num_bytes = self._offloader.onload(tag)
+        if tag == "weights":
+            self._writer.label(self._version)
         return num_bytes
 
     def _require_presence(self) -> None:
         """RuntimeError while weights or state are off the device: zeros lie in their place."""
-        gone = [kind for kind in ("weights", "state") if self._offload.has_left(kind)]
+        gone = [tag for tag in ("weights", "state") if self._offloader.has_left(tag)]
         if gone:
             raise RuntimeError(
                 f"the trainer must enter first, got {', '.join(gone)} off the device"
             )
 
-    async def _move(self, name: str, kind: str, move: Callable[[str], int]) -> None:
+    async def _move(self, name: str, tag: str, move: Callable[[str], int]) -> None:
         """Move one kind on the compute thread and record how much that was."""
         start_ns = time.monotonic_ns()
-        num_bytes = await self._compute.run(lambda: move(kind))
+        num_bytes = await self._compute.run(lambda: move(tag))
         end_ns = time.monotonic_ns()
         if num_bytes:
-            self._spans.record(name, start_ns, end_ns, "mark", kind=kind, bytes=num_bytes)
+            self._spans.record(name, start_ns, end_ns, "mark", tag=tag, bytes=num_bytes)
 
     async def _aside(self, name: str, command: Callable[[], T]) -> T:
         """Run a command that is neither training nor waiting for it."""

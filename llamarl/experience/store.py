@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.protocols import Storage
-from llamarl.types import Columns, Fate
+from llamarl.types import Columns, Outcome
 
 Message = dict[str, tuple[np.ndarray, np.ndarray]]
 """Column name -> (the rows' values one after the other, the rows' lengths)."""
@@ -39,7 +39,7 @@ def decode(message: Message) -> Columns:
     }
 
 
-class Parcel(dict[str, list[np.ndarray]]):
+class PackedColumns(dict[str, list[np.ndarray]]):
     """Columns that are pickled in their compact form and arrive as a plain dict."""
 
     def __reduce__(self) -> Any:
@@ -70,7 +70,9 @@ class Store:
             *(
                 self._units[unit].write(
                     [row_ids[place] for place in places],
-                    Parcel({n: [cells[place] for place in places] for n, cells in columns.items()}),
+                    PackedColumns(
+                        {n: [cells[place] for place in places] for n, cells in columns.items()}
+                    ),
                     None if attempts is None else [attempts[place] for place in places],
                 )
                 for unit, places in self._places(row_ids).items()
@@ -93,11 +95,11 @@ class Store:
                     columns[name][place] = cell
         return columns
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their fate, free them."""
         await asyncio.gather(
             *(
-                self._units[unit].retire([row_ids[place] for place in places], fate)
+                self._units[unit].retire([row_ids[place] for place in places], outcome)
                 for unit, places in self._places(row_ids).items()
             )
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import locate, parameter_shapes
 from llamarl.models.safetensors_file import FileReader
-from llamarl.weights.layout import ParameterLayout
+from llamarl.weights.layout.boxes import ParameterLayout
 
 
 def load_boxes(

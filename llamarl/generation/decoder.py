@@ -47,7 +47,7 @@ class Cache(Protocol):
 
 
 class Decoder:
-    """Runs `weights` (set by the engine at a flip) over `cache`: those of one of the `ranks`.
+    """Runs `weights` (set by the engine at a commit) over `cache`: those of one of the `ranks`.
 
     A row of the fused qkv product reads [heads + 2 * kv_heads, head_dim]: queries, keys, values.
     """

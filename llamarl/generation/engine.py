@@ -18,33 +18,33 @@ from torch import Tensor
 
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.boxes import load_boxes
+from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache
+from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.decoder import Decoder
 from llamarl.generation.graphs import CudaGraphs
-from llamarl.generation.kv_cache import PLAN_STEPS, KVCache
 from llamarl.generation.parameters import (
     DTYPES,
     Weights,
-    arena_layout,
     bind,
+    buffer_layout,
     overwrite,
     quantize,
     tensors,
 )
-from llamarl.generation.protocol import Finished, Memory
+from llamarl.generation.protocol import Memory, RequestOutput
 from llamarl.generation.quantized import make_scratch
 from llamarl.generation.ranks import Ranks
-from llamarl.generation.running import Running
+from llamarl.generation.running_rollouts import RunningRollouts
 from llamarl.generation.sampling import SamplingRows, sample
 from llamarl.generation.scheduler import (
+    PartialOutput,
     PrefixIndex,
     Queue,
-    Waiting,
-    Written,
+    QueuedRequest,
     check_request,
     nothing_written,
     place,
 )
-from llamarl.generation.slot_cache import SlotCache
 from llamarl.generation.steps import EagerSteps, PaddedSteps, Steps
 from llamarl.models.architecture import Architecture
 from llamarl.models.process_group import compute_device
@@ -54,7 +54,7 @@ PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activatio
 START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
 
-class Engine:
+class EmbeddedEngine:
     """One tensor-parallel rank of one replica, as `generation.protocol.Engine` says.
 
     The ranks meet at the file `rendezvous`, which no others use, and must get the same calls in the
@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         self.architecture = architecture
         self.config = config
-        self.layout = arena_layout(architecture, config.dtype, rank, num_ranks)
+        self.layout = buffer_layout(architecture, config.dtype, rank, num_ranks)
         self.decode_text = decode_text
         self.version = -1
         self.num_prefilled_tokens = 0  # since the start
@@ -93,10 +93,10 @@ class Engine:
         self._ranks = Ranks(rendezvous, rank, num_ranks, self._device) if num_ranks > 1 else None
         is_cuda = self._device.type == "cuda"
         self._make_steps(is_cuda if is_padded is None else is_padded, self._ranks)
-        self._running = Running(config.max_running, config.max_context_tokens, self._device)
+        self._running = RunningRollouts(config.max_num_seqs, config.max_model_len, self._device)
         self._queue = Queue()
-        self._prefixes = PrefixIndex(config.max_running)
-        self._done: list[Finished] = []
+        self._prefixes = PrefixIndex(config.max_num_seqs)
+        self._done: list[RequestOutput] = []
         self._must_recompute = False
         self._may_start = False  # something changed since the queue was last asked
         self._arrange()
@@ -106,24 +106,24 @@ class Engine:
         num_ranks = ranks.num_ranks if ranks is not None else 1
         sizes = {
             "num_layers": architecture.num_layers,
-            "num_slots": config.max_running,
+            "num_slots": config.max_num_seqs,
             "num_heads": architecture.num_heads // num_ranks,
             "num_kv_heads": architecture.num_kv_heads // num_ranks,
-            "num_positions": config.max_context_tokens,
+            "num_positions": config.max_model_len,
             "head_dim": architecture.head_dim,
         }
         dtype, device = DTYPES[config.dtype], self._device
-        self._cache: KVCache | SlotCache
+        self._cache: CpuKVCache | CudaKVCache
         self._steps: Steps
         if is_padded:
-            self._cache = slots = SlotCache(**sizes, dtype=dtype, device=device)
+            self._cache = slots = CudaKVCache(**sizes, dtype=dtype, device=device)
             self._decoder = Decoder(architecture, slots, ranks)
             # With several ranks NCCL's kernels would be captured too, which nobody has tried.
             captures = config.cuda_graphs and device.type == "cuda" and ranks is None
             graphs = CudaGraphs(device) if captures else None
             self._steps = PaddedSteps(self._decoder, slots, graphs)
         else:
-            self._cache = tables = KVCache(**sizes, dtype=dtype, device=device)
+            self._cache = tables = CpuKVCache(**sizes, dtype=dtype, device=device)
             self._decoder = Decoder(architecture, tables, ranks)
             self._steps = EagerSteps(self._decoder, tables)
 
@@ -149,7 +149,7 @@ class Engine:
         load_boxes(self.layout.parameters, flat, folder, self.architecture)
 
     @torch.inference_mode()
-    def prepare(self, flat: Tensor) -> Weights:
+    def process_weights(self, flat: Tensor) -> Weights:
         """Views of `flat` (see `layout`), or quantised copies that need it no longer."""
         weights = bind(self.layout, self.architecture, flat)
         if self._scratch is None:
@@ -157,13 +157,13 @@ class Engine:
         return quantize(weights, self.config.quantization, self._scratch)
 
     @torch.inference_mode()
-    def flip(self, prepared: Weights | Tensor, version: int) -> int:
+    def commit(self, processed: Weights | Tensor, version: int) -> int:
         """Use these weights as `version` from the next token on; a flat tensor is prepared here.
 
         Returns the number of running rollouts. With kv_after_flip=recompute their keys and values
         are computed anew before their next token.
         """
-        weights = self.prepare(prepared) if isinstance(prepared, Tensor) else prepared
+        weights = self.process_weights(processed) if isinstance(processed, Tensor) else processed
         held = self._decoder.weights
         if held is not None and self._steps.keeps_addresses and self._lie_together(held, weights):
             overwrite(held, weights)
@@ -171,7 +171,7 @@ class Engine:
             self._decoder.weights = weights
             self._steps.forget()
         self.version = version
-        self._must_recompute = self.config.kv_after_flip == "recompute"
+        self._must_recompute = self.config.kv_after_commit == "recompute"
         self._may_start = True
         return self.num_running
 
@@ -179,7 +179,7 @@ class Engine:
         """True unless the two are views of different memories."""
         return self.memory.is_staged or one.embedding.data_ptr() == other.embedding.data_ptr()
 
-    def submit(self, request: Request, written: Written | None = None) -> None:
+    def submit(self, request: Request, written: PartialOutput | None = None) -> None:
         """Queue a rollout; `written` is what a resumed one has so far.
 
         ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
@@ -187,19 +187,19 @@ class Engine:
         """
         check_request(
             request,
-            context=self.config.max_context_tokens,
+            context=self.config.max_model_len,
             vocab_size=self.architecture.vocab_size,
             reads_text=self.decode_text is not None,
         )
-        self._queue.add(Waiting(request=request, written=written or nothing_written()))
+        self._queue.add(QueuedRequest(request=request, written=written or nothing_written()))
         self._may_start = True
 
-    def abort(self, row_ids: Sequence[int]) -> None:
+    def abort_requests(self, row_ids: Sequence[int]) -> None:
         """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
         wanted = set(row_ids)
         for waiting in self._queue.remove(wanted):
             self._done.append(
-                Finished(
+                RequestOutput(
                     request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
                 )
             )
@@ -225,7 +225,7 @@ class Engine:
         if self._ranks is not None:
             self._ranks.close()
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[RequestOutput]:
         """Admit what fits, decode one token for every running rollout, return what stopped."""
         self.admit()
         return self.decode()
@@ -243,7 +243,7 @@ class Engine:
         return self.num_prefilled_tokens - before
 
     @torch.inference_mode()
-    def decode(self) -> list[Finished]:
+    def decode(self) -> list[RequestOutput]:
         """One token for every running rollout; returns what stopped since the last call."""
         if self._steps_left == 0:
             self._arrange()
@@ -269,7 +269,7 @@ class Engine:
     def _start_waiting(self) -> None:
         """Fill the free slots from the queue, once there are enough to be worth a prefill."""
         free = set(np.flatnonzero(~self._running.occupied).tolist())
-        if len(free) < min(self.config.max_running // START_SHARE, len(self._queue)):
+        if len(free) < min(self.config.max_num_seqs // START_SHARE, len(self._queue)):
             return
         self._may_start = False
         starting = self._queue.take(self.version, len(free))
@@ -290,7 +290,7 @@ class Engine:
         request, written = self._running.release(slot)
         self._steps_left = 0
         self._may_start = True
-        self._done.append(Finished(request=request, written=written, reason=reason))
+        self._done.append(RequestOutput(request=request, written=written, reason=reason))
 
     def _stop_at_text(
         self, ended: list[tuple[int, FinishReason]]

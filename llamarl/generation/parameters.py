@@ -1,8 +1,9 @@
-"""Where every parameter lies in the engine's flat arena, and the fused views the forward uses.
+"""Where every parameter lies in the engine's flat weight buffer, and the fused views the forward
+uses.
 
-Owns: the layout of one rank's arena. Does not own: its memory (`weights/arena.py`) or the maths
-(`decoder.py`). Invariant: all matrices that `bind` makes are views of one flat tensor, so changing
-the version is binding another tensor; only the norms' short vectors are copied.
+Owns: the layout of one rank's weight buffer. Does not own: its memory (`weights/weight buffer.py`)
+or the maths (`decoder.py`). Invariant: all matrices that `bind` makes are views of one flat tensor,
+so changing the version is binding another tensor; only the norms' short vectors are copied.
 
 Tensor-parallel ranks each hold a slice of every matrix: whole heads of q, k and v, rows of gate and
 up, the columns of o and down that meet these, and a range of the vocabulary of embedding and head.
@@ -25,9 +26,9 @@ from torch import Tensor
 from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout import Box, ParameterLayout
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 
-BUFFER = "arena"
+BUFFER = "weights"
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
 
 MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # what is quantised
@@ -48,8 +49,8 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaLayout:
-    """The whole arena: HF-named `parameters`, fused tensors by name, and `num_elements`."""
+class BufferLayout:
+    """The whole weight buffer: HF-named `parameters`, fused tensors by name, and `num_elements`."""
 
     dtype: str
     parameters: dict[str, ParameterLayout]
@@ -72,7 +73,7 @@ def _extents(start: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Builder:
-    """Appends tensors of one rank to its arena, one after the other."""
+    """Appends tensors of one rank to its weight buffer, one after the other."""
 
     def __init__(self, architecture: Architecture, dtype: str, rank: int, num_ranks: int) -> None:
         self.whole = parameter_shapes(architecture)
@@ -128,9 +129,9 @@ class _Builder:
             offset += self.shapes[part][0]
 
 
-def arena_layout(
+def buffer_layout(
     architecture: Architecture, dtype: str, rank: int = 0, num_ranks: int = 1
-) -> ArenaLayout:
+) -> BufferLayout:
     """Lay out what tensor-parallel rank `rank` holds in one flat tensor of `dtype` ("float32").
 
     ValueError if the ranks cannot split heads, feed-forward and vocabulary evenly.
@@ -162,8 +163,8 @@ def arena_layout(
     builder.plain("model.norm.weight")
     builder.fuse("lm_head.weight", ["lm_head.weight"])
     missing = builder.shapes.keys() - builder.parameters.keys()
-    assert not missing, f"parameters without a place in the arena: {missing}"
-    return ArenaLayout(
+    assert not missing, f"parameters without a place in the weight buffer: {missing}"
+    return BufferLayout(
         dtype=dtype,
         parameters=builder.parameters,
         fused=builder.fused,
@@ -206,14 +207,14 @@ class Weights:
     head: Matrix
 
 
-def bind(layout: ArenaLayout, architecture: Architecture, flat: Tensor) -> Weights:
+def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weights:
     """Views of every weight in `flat` ([num_elements or more], the layout's dtype).
 
     ValueError if `flat` is too short or of another dtype.
     """
     if flat.dtype != DTYPES[layout.dtype] or flat.numel() < layout.num_elements:
         raise ValueError(
-            f"arena must hold {layout.num_elements} elements of {layout.dtype}, "
+            f"weight buffer must hold {layout.num_elements} elements of {layout.dtype}, "
             f"got {flat.numel()} of {flat.dtype}"
         )
 

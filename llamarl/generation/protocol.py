@@ -1,8 +1,8 @@
-"""What an engine offers to the generator executor that runs it.
+"""What an engine staging handles to the generator executor that runs it.
 
 Owns: the interface. Does not own: threads, storage, or the memory that a publish writes
-(`weights/arena.py`); the executor owns those. Invariant: every method is synchronous and, except
-`prepare`, called from the compute thread between two steps.
+(`weights/weight buffer.py`); the executor owns those. Invariant: every method is synchronous and,
+except `prepare`, called from the compute thread between two steps.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llamarl.generation.scheduler import Written
+from llamarl.generation.scheduler import PartialOutput
 from llamarl.types import FinishReason, Request
-from llamarl.weights.layout import ParameterLayout
+from llamarl.weights.layout.boxes import ParameterLayout
 
 
 @dataclass(slots=True, kw_only=True)
-class Finished:
+class RequestOutput:
     """A rollout that stopped, with everything written so far (earlier segments included)."""
 
     request: Request
-    written: Written
+    written: PartialOutput
     reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
-    boxes of every parameter (Hugging Face names, buffer "arena") that the rank holds.
+    boxes of every parameter (Hugging Face names, buffer "weight buffer") that the rank holds.
 
-    `is_staged`: the engine makes its own weights from this memory at a flip (quantised, packed, or
-    copied to where captured graphs read them); else it decodes straight from it.
+    `is_staged`: the engine makes its own weights from this memory at a commit (quantised, packed,
+    or copied to where captured graphs read them); else it decodes straight from it.
     """
 
     parameters: dict[str, ParameterLayout]
@@ -44,7 +44,7 @@ class Memory:
 
 
 class Engine(Protocol):
-    """One rank of one replica's engine. `version` is -1 until the first flip, and nothing starts
+    """One rank of one replica's engine. `version` is -1 until the first commit, and nothing starts
     before that. `decode_text` turns ids into text and is needed only for stop strings."""
 
     memory: Memory
@@ -62,29 +62,29 @@ class Engine(Protocol):
     def load(self, flat: Tensor, folder: str) -> None:
         """Fill `flat` [num_elements] with the weights of a checkpoint folder."""
 
-    def prepare(self, flat: Tensor) -> Any:
-        """What a flip to the weights in `flat` needs and can be made beside decoding, from another
-        thread: views, quantised copies. `flat` does not change until the flip."""
+    def process_weights(self, flat: Tensor) -> Any:
+        """What a commit to the weights in `flat` needs and can be made beside decoding, from
+        another thread: views, quantised copies. `flat` does not change until the commit."""
 
-    def flip(self, prepared: Any, version: int) -> int:
+    def commit(self, processed: Any, version: int) -> int:
         """Decode with these weights as `version` from the next token on; returns num_running.
 
         Keys and values written before are kept or computed anew (`generator.kv_after_flip`).
         """
 
-    def submit(self, request: Request, written: Written | None = None) -> None:
+    def submit(self, request: Request, written: PartialOutput | None = None) -> None:
         """Queue a rollout; `written` is what a resumed one has so far. ValueError if it cannot be.
 
-        Canaries (`Purpose.CANARY`) start before everything else that waits.
+        Log-prob checks (`Purpose.CANARY`) start before everything else that waits.
         """
 
-    def abort(self, row_ids: Sequence[int]) -> None:
+    def abort_requests(self, row_ids: Sequence[int]) -> None:
         """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
 
     def admit(self) -> int:
         """Start what fits; returns the number of tokens prefilled."""
 
-    def decode(self) -> list[Finished]:
+    def decode(self) -> list[RequestOutput]:
         """One token for every running rollout; returns what stopped since the last call."""
 
     def movable(self, kind: str) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Which waiting rollout starts next, and in which slot.
 
-Owns: the queue and the slot choice. Does not own: tensors or running rollouts. Invariant: canaries
-before evaluation before training, else first in, first out, except that a rollout whose
+Owns: the queue and the slot choice. Does not own: tensors or running rollouts. Invariant: log-prob
+checks before evaluation before training, else first in, first out, except that a rollout whose
 `min_version` is not reached waits without holding up those behind it.
 """
 
@@ -16,7 +16,7 @@ from llamarl.types import Purpose, Request
 
 
 @dataclass(slots=True, kw_only=True)
-class Written:
+class PartialOutput:
     """What a resumed rollout has written so far: ids int32 [t], log-probs float32 [t], versions
     int32 [t]."""
 
@@ -25,19 +25,19 @@ class Written:
     versions: np.ndarray
 
 
-def nothing_written() -> Written:
+def nothing_written() -> PartialOutput:
     """The state of a rollout that has not started."""
-    return Written(
+    return PartialOutput(
         ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32)
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class Waiting:
+class QueuedRequest:
     """A request in the queue; `written` is empty unless it is resumed."""
 
     request: Request
-    written: Written = field(default_factory=nothing_written)
+    written: PartialOutput = field(default_factory=nothing_written)
 
 
 def check_request(request: Request, *, context: int, vocab_size: int, reads_text: bool) -> None:
@@ -47,7 +47,7 @@ def check_request(request: Request, *, context: int, vocab_size: int, reads_text
     if not 1 <= len(ids) < context:
         raise ValueError(
             f"prompt of row {request.row_id} must have 1 to {context - 1} tokens "
-            f"(generator.max_context_tokens {context}), got {len(ids)}"
+            f"(generator.max_model_len {context}), got {len(ids)}"
         )
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(
@@ -64,8 +64,8 @@ class Queue:
     def __init__(self) -> None:
         self._num_added = 0
         # Of each purpose, by `min_version` (few differ): (number of arrival, rollout).
-        self._lanes: dict[Purpose, dict[int, deque[tuple[int, Waiting]]]] = {
-            Purpose.CANARY: {},
+        self._lanes: dict[Purpose, dict[int, deque[tuple[int, QueuedRequest]]]] = {
+            Purpose.CHECK: {},
             Purpose.EVALUATE: {},
             Purpose.TRAIN: {},
         }
@@ -73,16 +73,16 @@ class Queue:
     def __len__(self) -> int:
         return sum(len(line) for lane in self._lanes.values() for line in lane.values())
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         """Put one rollout at the end of its lane."""
         lane = self._lanes[waiting.request.purpose]
         line = lane.setdefault(waiting.request.min_version, deque())
         line.append((self._num_added, waiting))
         self._num_added += 1
 
-    def take(self, version: int, most: int) -> list[Waiting]:
+    def take(self, version: int, most: int) -> list[QueuedRequest]:
         """Remove up to `most` rollouts that may start under `version`, in starting order."""
-        taken: list[Waiting] = []
+        taken: list[QueuedRequest] = []
         for lane in self._lanes.values():
             while len(taken) < most:
                 allowed = [v for v in lane if v <= version]
@@ -98,9 +98,9 @@ class Queue:
         """True if some rollout may start under `version`."""
         return any(v <= version for lane in self._lanes.values() for v in lane)
 
-    def remove(self, row_ids: set[int]) -> list[Waiting]:
+    def remove(self, row_ids: set[int]) -> list[QueuedRequest]:
         """Remove and return the rollouts with these row ids, in the order they came."""
-        removed: list[tuple[int, Waiting]] = []
+        removed: list[tuple[int, QueuedRequest]] = []
         for lane in self._lanes.values():
             for version, line in list(lane.items()):
                 gone = [item for item in line if item[1].request.row_id in row_ids]
@@ -148,18 +148,18 @@ class PrefixIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SlotAssignment:
     """Rollout `waiting` starts in `slot`; its prompt's cache is copied from slot `source`, is in
     place already (`source == slot`), or must be computed (`source` None)."""
 
-    waiting: Waiting
+    waiting: QueuedRequest
     slot: int
     source: int | None
 
 
 def place(
-    starting: list[Waiting], free: set[int], prefixes: PrefixIndex, version: int
-) -> list[Placement]:
+    starting: list[QueuedRequest], free: set[int], prefixes: PrefixIndex, version: int
+) -> list[SlotAssignment]:
     """Give each starting rollout a slot out of `free` (shrinks), sharing prompts where possible.
 
     A free slot that already holds the prompt is taken first, so it is never overwritten by
@@ -174,5 +174,5 @@ def place(
         source = slot if reusable else holders[0] if holders else None
         free.remove(slot)
         prefixes.put(slot, prompt, version)
-        placements.append(Placement(waiting, slot, source))
+        placements.append(SlotAssignment(waiting, slot, source))
     return placements

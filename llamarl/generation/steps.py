@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache, RowGroup
+from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.decoder import Decoder
 from llamarl.generation.graphs import Replay
-from llamarl.generation.kv_cache import PLAN_STEPS, Group, KVCache
-from llamarl.generation.running import Running
-from llamarl.generation.slot_cache import SlotCache
+from llamarl.generation.running_rollouts import RunningRollouts
 
 SHORTEST = 128  # the smallest length that padded rows read
 
@@ -34,7 +34,7 @@ class Steps(Protocol):
 
     keeps_addresses: bool
 
-    def arrange(self, running: Running) -> tuple[np.ndarray, np.ndarray | slice]:
+    def arrange(self, running: RunningRollouts) -> tuple[np.ndarray, np.ndarray | slice]:
         """For the next PLAN_STEPS steps: the slot of each row, and which rows are rollouts."""
 
     def compute(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
@@ -49,13 +49,13 @@ class EagerSteps:
 
     keeps_addresses = False
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: CpuKVCache) -> None:
         self._decoder, self._cache = decoder, cache
-        self._groups: list[Group] = []
+        self._groups: list[RowGroup] = []
         self._slots = np.empty(0, np.int64)
         self._num_computed = 0  # since `arrange`
 
-    def arrange(self, running: Running) -> tuple[np.ndarray, slice]:
+    def arrange(self, running: RunningRollouts) -> tuple[np.ndarray, slice]:
         self._slots = running.by_length()
         self._groups = self._cache.plan(self._slots, running.cached[self._slots] + 1)
         self._num_computed = 0
@@ -88,7 +88,7 @@ class Graphs(Protocol):
 class PaddedSteps:
     """Few shapes, each recorded by `graphs` when it first occurs; None computes call by call."""
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, graphs: Graphs | None) -> None:
+    def __init__(self, decoder: Decoder, cache: CudaKVCache, graphs: Graphs | None) -> None:
         self.keeps_addresses = graphs is not None
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self._num_rows = self._length = 0
@@ -99,7 +99,7 @@ class PaddedSteps:
         self._static = torch.zeros(shape, dtype=torch.int64, device=cache.device)
         self._replays: dict[tuple[int, int], Replay] = {}
 
-    def arrange(self, running: Running) -> tuple[np.ndarray, np.ndarray]:
+    def arrange(self, running: RunningRollouts) -> tuple[np.ndarray, np.ndarray]:
         occupied = np.flatnonzero(running.occupied)
         if not len(occupied):
             return occupied, occupied

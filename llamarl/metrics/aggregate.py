@@ -49,7 +49,7 @@ class Shares:
 
 
 @dataclass(slots=True)
-class Timeline:
+class RunTimeline:
     """All spans of a run by process, and the extents of its sessions.
 
     `steps` is the set of time from the first to the last `step` mark, one interval per session (a
@@ -121,7 +121,7 @@ def executor_of(process: str) -> str:
 
 def read_timeline(
     folder: str | Path, see: Callable[[str, Span], None] = lambda process, span: None
-) -> Timeline:
+) -> RunTimeline:
     """Read the span files of all processes in `folder`; no file at all gives an empty timeline.
 
     `see` is called with each process and span on the way: to read them again would take as long.
@@ -149,7 +149,7 @@ def read_timeline(
         processes[reader.process] = dict(tracks)
         sessions.append(_as_intervals(extents))
     steps_ns, sessions_ns = union(_as_intervals(steps)), union(_concatenate(sessions))
-    return Timeline(processes, steps_ns, sessions_ns, whole_ns)
+    return RunTimeline(processes, steps_ns, sessions_ns, whole_ns)
 
 
 def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:

@@ -1,6 +1,6 @@
 """What TensorBoard shows beside a tag: in which section it stands, and what it means.
 
-Owns: sections and descriptions. Does not own: the values (`record.py`, `journal.py`) or the file
+Owns: sections and descriptions. Does not own: the values (`record.py`, `run logger.py`) or the file
 (`sinks.py`). Invariant: every tag of a run has a section and a description.
 
 TensorBoard sorts by name, so a section's name begins with its place; the tag that metrics.jsonl
@@ -27,7 +27,7 @@ SECTIONS = {  # by the first word of a tag
     "time": "4_pace",
     "wait": "4_pace",
     "staleness": "4_pace",
-    "canary": "5_checks",
+    "logprob_check": "5_checks",
 }
 OTHERS = "6_others"
 
@@ -82,9 +82,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "staleness/max": "Largest age of a trained token, at most staleness.max_staleness.",
     "staleness/tokens": "Trained tokens by age, in versions.",
     "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
-    "canary/rows": "Short rollouts compared between generators and trainer in the step.",
-    "canary/difference": "The largest difference of their log-probs, in nats.",
-    "canary/tolerance": "What difference is tolerated.",
+    "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
+    "logprob_check/difference": "The largest difference of their log-probs, in nats.",
+    "logprob_check/tolerance": "What difference is tolerated.",
 }
 
 

@@ -1,7 +1,7 @@
 """Groups that were dropped: how many, why, and when to warn.
 
 Owns: counts by reason since the start, the groups of the step at work, the early warning. Does not
-own: the verdict (`algorithms/verdict.py`) or the end of a run without signal (`staleness.py`).
+own: the verdict (`algorithms/group_filters.py`) or the end of a run without signal (`gate.py`).
 Invariant: each reason is warned of once.
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llamarl.types import FinishReason, Group, Row, Score, ScoreStatus, StepStats
+from llamarl.types import FinishReason, Group, RolloutInfo, Score, ScoreStatus, StepStats
 
 Scalars = dict[str, float]
 Histograms = dict[str, dict[float, int]]  # tag -> value -> how often
@@ -22,7 +22,8 @@ STALENESS_HISTOGRAM = "staleness/tokens"
 MOST_VALUES = 32  # of a histogram; of more, equal ranges are counted
 TRAINED_TOKENS = "tokens/trained"
 
-# Statistics of trainer and canaries by the tag they are shown under; others go under `trainer/`.
+# Statistics of trainer and log-prob checks by the tag they are shown under; others go under
+# `trainer/`.
 TRAINER_TAGS = {
     "ratio_mean": "ratio/mean",
     "ratio_max": "ratio/max",
@@ -33,9 +34,9 @@ TRAINER_TAGS = {
     "grad_norm": "policy/grad_norm",
     "trained_tokens": TRAINED_TOKENS,
     "masked_tokens": "tokens/masked",
-    "canary_rows": "canary/rows",
-    "canary_difference": "canary/difference",
-    "canary_tolerance": "canary/tolerance",
+    "logprob_check_rows": "logprob_check/rows",
+    "logprob_check_difference": "logprob_check/difference",
+    "logprob_check_tolerance": "logprob_check/tolerance",
 }
 
 
@@ -89,7 +90,9 @@ def step_scalars(
     return scalars, histograms, texts
 
 
-def token_staleness(rows: Sequence[Row], version: int, oldest_version: int = 0) -> dict[int, int]:
+def token_staleness(
+    rows: Sequence[RolloutInfo], version: int, oldest_version: int = 0
+) -> dict[int, int]:
     """Tokens by staleness when used at `version`; those before `oldest_version` are left out."""
     counts: Counter[int] = Counter()
     for row in rows:
@@ -99,7 +102,7 @@ def token_staleness(rows: Sequence[Row], version: int, oldest_version: int = 0) 
     return dict(sorted(counts.items()))
 
 
-def is_mixed(row: Row) -> bool:
+def is_mixed(row: RolloutInfo) -> bool:
     """True if two or more weight versions wrote the rollout."""
     return len({span.version for span in row.spans}) > 1
 
@@ -135,7 +138,7 @@ def _scores(scores: list[Score]) -> Scalars:
     return scalars
 
 
-def _lengths(rows: list[Row]) -> Scalars:
+def _lengths(rows: list[RolloutInfo]) -> Scalars:
     if not rows:
         return {}
     lengths = np.array([row.num_tokens for row in rows])
@@ -150,7 +153,7 @@ def _lengths(rows: list[Row]) -> Scalars:
     }
 
 
-def _staleness(staleness: dict[int, int], rows: list[Row]) -> Scalars:
+def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
     num_tokens = sum(staleness.values())
     scalars: Scalars = {TRAINED_TOKENS: num_tokens}
     if num_tokens:
@@ -192,7 +195,7 @@ def _samples(
     return "\n\n---\n\n".join(parts)
 
 
-def _verdict(row: Row, score: Score) -> str:
+def _verdict(row: RolloutInfo, score: Score) -> str:
     """Such as `reward 1.25 (exact 1, format 0.25), stop after 34 tokens, versions 3, 4`."""
     parts = ", ".join(f"{name} {part:g}" for name, part in score.parts.items())
     reward = f"reward {score.reward:g}" + (f" ({parts})" if len(score.parts) > 1 else "")

@@ -1,9 +1,9 @@
 """Spans: what each process did, from when to when.
 
 Owns: the recorder every executor carries. Does not own: the format of its files (`span_file.py`),
-how old spans are summed (`past.py`), what is computed from spans (`aggregate.py`). Invariant: what
-a process records stays below its limit on disk; times are nanoseconds of the host's monotonic
-clock, which all processes of one host share.
+how old spans are summed (`span_history.py`), what is computed from spans (`aggregate.py`).
+Invariant: what a process records stays below its limit on disk; times are nanoseconds of the host's
+monotonic clock, which all processes of one host share.
 
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamarl.metrics.past import KEPT_FILES, sum_old_files
 from llamarl.metrics.span_file import full_files, past_of
+from llamarl.metrics.span_history import KEPT_FILES, sum_old_files
 
 SHARES = 3 + KEPT_FILES  # of the limit: also the file being written, one being summed, the sums
 FLUSH_SPANS = 256  # a killed process loses at most this many,

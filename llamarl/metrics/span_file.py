@@ -1,8 +1,8 @@
 """The span files of a process: their names, their lines, and how they are read.
 
-Owns: the file format. Does not own: when spans are written (`span.py`) or summed (`past.py`).
-Invariant: every line is one span, an origin, or the head of a past file; what is no whole line is
-skipped.
+Owns: the file format. Does not own: when spans are written (`span.py`) or summed
+(`span_history.py`). Invariant: every line is one span, an origin, or the head of a past file; what
+is no whole line is skipped.
 
 A process writes `<process>.jsonl`. When that is full it becomes `<process>.jsonl.1`, then `.2` and
 so on, and the oldest of these are summed into `<process>.jsonl.past`. An origin line leads from the
@@ -95,7 +95,7 @@ class _Parser:
         try:
             return self._span(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return None  # torn or damaged
+            return None  # mixed-version or damaged
 
     def _span(self, line: dict[str, Any]) -> Span | None:
         if "cat" not in line:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.json_file import parse
-from llamarl.metrics.aggregate import Timeline, by_executor, read_timeline
+from llamarl.metrics.aggregate import RunTimeline, by_executor, read_timeline
 from llamarl.metrics.intervals import length
 from llamarl.metrics.record import TRAINED_TOKENS
 from llamarl.metrics.sinks import METRICS_FILE, read_metrics
@@ -54,7 +54,7 @@ def summarize(run_dir: str | Path) -> Summary:
     run_dir = Path(run_dir)
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
         timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
-    rollouts = _tally(run_dir / ARCHIVE_FOLDER)
+    rollouts = _loss_metrics(run_dir / ARCHIVE_FOLDER)
     steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
     summary = {**rollouts.summary(), **_timing(timeline, rollouts), **_ratios(steps)}
     summary = {key: summary[key] for key in KEYS}
@@ -100,11 +100,11 @@ class Rollouts:
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one retired rollout."""
-        if line["fate"] == "trained":
+        if line["outcome"] == "trained":
             self._add_trained(line)
-        elif line["fate"] == "dropped":
+        elif line["outcome"] == "dropped":
             self.dropped[line["reason"]].add(line["group_id"])
-        elif line["fate"] == "evaluated" and line["reward"] is not None:
+        elif line["outcome"] == "evaluated" and line["reward"] is not None:
             correct = line.get("correct", line["reward"] >= 1.0)
             self.evaluated[line["version"]].append((bool(correct), line["reward"]))
 
@@ -145,7 +145,7 @@ def write_json(path: Path, value: object) -> None:
     os.replace(unfinished, path)
 
 
-def _tally(folder: Path) -> Rollouts:
+def _loss_metrics(folder: Path) -> Rollouts:
     """All rollouts; the line that a killed process left unfinished is skipped, as are damaged ones,
     which are named."""
     rollouts = Rollouts()
@@ -160,7 +160,7 @@ def _tally(folder: Path) -> Rollouts:
     return rollouts
 
 
-def _timing(timeline: Timeline, rollouts: Rollouts) -> Summary:
+def _timing(timeline: RunTimeline, rollouts: Rollouts) -> Summary:
     steps_s = length(timeline.steps) / 1e9
     return {
         "wall_s": length(timeline.sessions) / 1e9,

@@ -20,7 +20,7 @@ SPLIT_RATIO = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """`num_rows` rollouts padded on the right to `width` tokens.
 
     `tokens` int64 [n]: which packed tokens it holds; `cells` int64 [n]: where they sit in the
@@ -39,7 +39,7 @@ class Packing:
 
     positions: torch.Tensor
     num_positions: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
 
 
 def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
@@ -49,7 +49,7 @@ def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
     positions = np.arange(sizes.sum()) - np.repeat(starts, sizes)
     longest = int(sizes.max())
     if int(sizes.min()) == longest:
-        blocks = [Block(len(sizes), longest, None, None)]
+        blocks = [AttentionBlock(len(sizes), longest, None, None)]
     else:
         order = np.argsort(-sizes, kind="stable")
         blocks, first = [], 0
@@ -61,13 +61,13 @@ def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
     return Packing(torch.from_numpy(positions).to(device), longest, tuple(blocks))
 
 
-def _block(sizes: np.ndarray, starts: np.ndarray, device: torch.device) -> Block:
+def _block(sizes: np.ndarray, starts: np.ndarray, device: torch.device) -> AttentionBlock:
     width = int(sizes[0])
     before = np.cumsum(sizes) - sizes
     offset = np.arange(sizes.sum()) - np.repeat(before, sizes)
     tokens = np.repeat(starts, sizes) + offset
     cells = np.repeat(np.arange(len(sizes)) * width, sizes) + offset
-    return Block(
+    return AttentionBlock(
         len(sizes), width, torch.from_numpy(tokens).to(device), torch.from_numpy(cells).to(device)
     )
 
@@ -97,7 +97,9 @@ def packed_attention(
     return out
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock
+) -> torch.Tensor:
     """Attention of one padded block: padding on the right comes after every token it could hurt."""
     q, k, v = (
         x.reshape(block.num_rows, block.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)

@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: `dtype` in the format's spelling, byte range within the data part."""
 
     dtype: str
@@ -31,7 +31,7 @@ class Entry:
     stop: int
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors in a safetensors file, by name, without reading their data.
 
     Raises ValueError if the file is no safetensors file or is shorter or longer than its header
@@ -51,7 +51,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         values = parse(text)
         values.pop("__metadata__", None)
         entries = {
-            name: Entry(
+            name: TensorEntry(
                 _typed(value["dtype"], str),
                 tuple(_typed(size, int) for size in value["shape"]),
                 _typed(value["data_offsets"][0], int),
@@ -76,7 +76,7 @@ def _typed(value: T, kind: type[T]) -> T:
     return value
 
 
-def _data_bytes(entries: Mapping[str, Entry]) -> int:
+def _data_bytes(entries: Mapping[str, TensorEntry]) -> int:
     """Bytes of all tensors; ValueError unless they lie end to end and fit their shapes."""
     position = 0
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):

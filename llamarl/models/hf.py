@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from llamarl import manifest
+from llamarl.checkpoints import manifest
 from llamarl.json_file import read_object
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_shapes

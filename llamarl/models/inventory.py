@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llamarl.json_file import read_object
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.header import ITEM_BYTES, Entry, read_header
+from llamarl.models.header import ITEM_BYTES, TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,7 +70,7 @@ def locate(
     folder: Path, expected: Mapping[str, tuple[int, ...]], architecture: Architecture
 ) -> dict[str, Path]:
     """Parameter name -> its file, after every check that headers allow."""
-    entries: dict[str, tuple[Path, Entry]] = {}
+    entries: dict[str, tuple[Path, TensorEntry]] = {}
     for path in _weight_files(folder):
         for name, entry in read_header(path).items():
             entries[name] = (path, entry)

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llamarl import manifest
+from llamarl.checkpoints import manifest
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
+from llamarl.models.dcp_index import SavedShards
 from llamarl.models.parallelize import gather, parallelize, reshard
-from llamarl.models.saved import SavedShards
 from llamarl.models.transformer import Transformer
 
 

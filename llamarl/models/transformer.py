@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.num_tensor_ranks = 1
-        self.model = Decoder(architecture)
+        self.model = DecoderStack(architecture)
         self.lm_head = (
             None
             if architecture.tie_embeddings
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
 
-class Decoder(nn.Module):
+class DecoderStack(nn.Module):
     """Embedding, layers and final norm (the `model.` part of the parameter names)."""
 
     def __init__(self, architecture: Architecture) -> None:

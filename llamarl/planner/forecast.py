@@ -7,11 +7,8 @@ arithmetic. Invariant: plain data; bytes are of one rank unless a name says othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from llamarl.planner.split import BestSplit
-    from llamarl.planner.variants import Decomposition
+from llamarl.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +16,7 @@ class RankMemory:
     """The fullest rank of one executor, at the moment it is fullest.
 
     `bytes_by_kind` is device memory, by kind ("weights", "gradients", "optimizer", "unsharded",
-    "activations", "logits", "kv_cache", "shadow", "reference", "offloaded", "reserve", ...);
+    "activations", "logits", "kv_cache", "staging", "reference", "offloaded", "reserve", ...);
     `host_bytes_by_kind` is memory of the host that this rank pins or maps.
     """
 
@@ -98,6 +95,60 @@ class StepForecast:
     publish_s: float
     timeline: tuple[Activity, ...] = ()
     divisor: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A configuration with its step; `words` say what it is."""
+
+    words: str
+    config: Config
+    step: StepForecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decomposition:
+    """The way from the baseline to the recipe, one change at a time, in this order.
+
+    `overlap`: both sides work at once, on GPUs of their own, with the baseline's degree and batch
+    sizes. `batch_and_degree`: each side gets the layout and the batch sizes of the recipe.
+    `precision`: the generator's weights become as narrow as the recipe's. `factors` are ratios of
+    step times; their product is `speedup`.
+    """
+
+    baseline: Variant
+    stages: dict[str, Variant]
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """How much faster each stage is than the one before."""
+        times = [self.baseline.step.step_s, *(v.step.step_s for v in self.stages.values())]
+        return {name: times[i] / times[i + 1] for i, name in enumerate(self.stages)}
+
+    @property
+    def speedup(self) -> float:
+        """The baseline's step over the recipe's."""
+        return self.baseline.step.step_s / list(self.stages.values())[-1].step.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A division of the GPUs, and the step that the simulation gives it."""
+
+    num_trainer_ranks: int
+    num_replicas: int
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestSplit:
+    """`best_share` is theta* = a / (a + c), from the GPU time that both sides were busy with in a
+    simulation of the recipe; `candidates` were simulated, the best one first, whose step is
+    `step`."""
+
+    best_share: float
+    candidates: tuple[Split, ...]
+    step: StepForecast | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,13 @@ import pytest
 import torch
 
 from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
+from llamarl.errors import StaleVersion
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.hf import load_into
 from llamarl.models.inventory import parameter_shapes
-from llamarl.protocols import Receiver, Sender
+from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -35,15 +36,14 @@ from llamarl.types import (
     Columns,
     FinishReason,
     Request,
-    Row,
+    RolloutInfo,
     Sampling,
 )
-from llamarl.weights.comparison import MODULUS
-from llamarl.weights.errors import StaleVersion
-from llamarl.weights.layout import Box, ParameterLayout, Route
-from llamarl.weights.plan import plan
-from llamarl.weights.shared_memory import this_host
-from llamarl.weights.writer import Writer
+from llamarl.weights.integrity.comparison import MODULUS
+from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.shared_memory import this_host
 
 RUNS = itertools.count()
 COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
@@ -52,7 +52,7 @@ COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLIN
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
     """An engine to ask: its config class and fields, a checkpoint, how many ranks, how exact its
-    log-probs are, whether it derives its weights from the arena, whether it tells what it
+    log-probs are, whether it derives its weights from the weight buffer, whether it tells what it
     prefills."""
 
     config: type[GeneratorConfig]
@@ -82,7 +82,7 @@ class MemoryStorage:
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         return {name: [self.cells[row_id, name] for row_id in row_ids] for name in names}
 
-    async def retire(self, row_ids: list[int], fate: dict[str, str | int | float]) -> None:
+    async def retire(self, row_ids: list[int], outcome: dict[str, str | int | float]) -> None:
         for key in [key for key in self.cells if key[0] in row_ids]:
             del self.cells[key]
 
@@ -109,7 +109,10 @@ class Replica:
 
 
 LISTED = {
-    name for protocol in (Sender, Receiver) for name in vars(protocol) if not name.startswith("_")
+    name
+    for protocol in (WeightSource, WeightTarget)
+    for name in vars(protocol)
+    if not name.startswith("_")
 }
 
 
@@ -120,7 +123,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> Replica:
     """A replica whose ranks all live in this process, each with a compute thread of its own."""
-    sizes = {"max_running": 4, "max_context_tokens": 128, "heartbeat_s": 0.2}
+    sizes = {"max_num_seqs": 4, "max_model_len": 128, "heartbeat_s": 0.2}
     fields = {"num_ranks": case.num_ranks} | sizes | case.fields | kwargs.pop("config", {})
     num_ranks = kwargs.pop("num_ranks", case.num_ranks)
     spans = kwargs.pop("spans", Spans("generator-0", None))
@@ -151,8 +154,8 @@ def request(row_id: int, **kwargs) -> Request:
     )
 
 
-async def gather(generator: Replica, num_rows: int) -> list[Row]:
-    rows: list[Row] = []
+async def gather(generator: Replica, num_rows: int) -> list[RolloutInfo]:
+    rows: list[RolloutInfo] = []
     while len(rows) < num_rows:
         rows += await asyncio.wait_for(generator.collect(), 20)
     return rows
@@ -208,17 +211,17 @@ async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
         await generator.connect_source(route)
 
 
-async def send(source: Any, generator: Replica, version: int, part: int) -> None:
-    """Everything but the flip, as the publisher does it."""
-    offers = await generator.offer(version, part)
-    for rank, offer in enumerate(offers):
-        assert (offer.version, offer.part, offer.rank) == (version, part, rank)
-        assert offer.replica == generator.ranks[0]._replica
+async def send(source: Any, generator: Replica, version: int, bucket: int) -> None:
+    """Everything but the commit, as the publisher does it."""
+    handles = await generator.prepare(version, bucket)
+    for rank, handle in enumerate(handles):
+        assert (handle.version, handle.bucket, handle.rank) == (version, bucket, rank)
+        assert handle.replica == generator.ranks[0]._replica
     if isinstance(source, Replica):
-        written = await source.write(version, offers)
+        written = await source.write(version, handles)
     else:
-        written = [await asyncio.to_thread(source.write, version, offers)]
-    found = total(await generator.fingerprint(version, part))
+        written = [await asyncio.to_thread(source.write, version, handles)]
+    found = total(await generator.verify(version, bucket))
     assert found == total(written)
     assert any(found.values())
 
@@ -230,17 +233,17 @@ def total(prints: list[dict[str, int]]) -> dict[str, int]:
 
 
 async def publish(source: Any, generator: Replica, version: int) -> list[int]:
-    """All parts; returns what the flips did."""
+    """All parts; returns what the commits did."""
     if isinstance(source, Writer):
-        source.present(version)
-    parts, *others = [layout.parts for layout in await generator.target_layout()]
-    assert all(other == parts for other in others)
+        source.label(version)
+    buckets, *others = [layout.buckets for layout in await generator.target_layout()]
+    assert all(other == buckets for other in others)
     running = []
-    for part in range(len(parts)):
-        await send(source, generator, version, part)
-        flipped = await generator.flip(version, part)
-        assert len(set(flipped)) == 1
-        running.append(flipped[0])
+    for bucket in range(len(buckets)):
+        await send(source, generator, version, bucket)
+        committed = await generator.commit(version, bucket)
+        assert len(set(committed)) == 1
+        running.append(committed[0])
     return running
 
 
@@ -264,7 +267,7 @@ def test_columns_of_a_row_are_stored_when_collect_returns_it(
 ) -> None:
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=5 + i) for i in range(9)])
-        rows: list[Row] = []
+        rows: list[RolloutInfo] = []
         while len(rows) < 9:
             for row in await generator.collect():
                 rows.append(row)
@@ -326,7 +329,7 @@ def test_aborted_rows_come_out_marked_whether_running_or_queued(
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=120) for i in range(4)])
         await generator.submit([request(9, min_version=5)])
-        await generator.abort([2, 9])
+        await generator.abort_requests([2, 9])
         rows = {row.row_id: row for row in await gather(generator, 5)}
         assert rows[2].finish_reason is rows[9].finish_reason is FinishReason.ABORTED
         assert rows[9].num_tokens == 0
@@ -349,7 +352,7 @@ def test_a_partial_row_is_resumed_from_storage_on_another_replica(
 
     drive(engine_case, run_dir, uncut)
 
-    async def part(resume: bool) -> Row:
+    async def bucket(resume: bool) -> RolloutInfo:
         generator = make(engine_case, storage, run_dir)
         await generator.start()
         await generator.submit([request(0, max_tokens=12, segment_tokens=5, resume=resume)])
@@ -357,7 +360,7 @@ def test_a_partial_row_is_resumed_from_storage_on_another_replica(
         await generator.close()
         return row
 
-    rows = [asyncio.run(part(resume)) for resume in (False, True, True)]
+    rows = [asyncio.run(bucket(resume)) for resume in (False, True, True)]
     assert [row.num_tokens for row in rows] == [5, 10, 12]
     assert [row.finish_reason for row in rows] == [
         FinishReason.SEGMENT,
@@ -377,7 +380,7 @@ def test_a_prompt_that_does_not_fit_is_refused_at_submit(
     engine_case: EngineCase, run_dir: str
 ) -> None:
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        with pytest.raises(ValueError, match=r"generator\.max_context_tokens 128"):
+        with pytest.raises(ValueError, match=r"generator\.max_model_len 128"):
             await generator.submit([request(0, prompt_ids=(1,) * 128)])
 
     drive(engine_case, run_dir, scenario)
@@ -410,7 +413,7 @@ def test_spans_tell_prefill_decode_and_waiting_apart(
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ordered))
 
 
-def test_a_replica_without_weights_starts_at_its_first_flip(
+def test_a_replica_without_weights_starts_at_its_first_commit(
     engine_case: EngineCase, run_dir: str
 ) -> None:
     loaded = MemoryStorage()
@@ -434,21 +437,21 @@ def test_a_replica_without_weights_starts_at_its_first_flip(
     drive(engine_case, run_dir, scenario, load_weights=False)
 
 
-@pytest.mark.parametrize("shadow", ["full", "bucket"])
+@pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
 def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
-    engine_case: EngineCase, run_dir: str, shadow: str
+    engine_case: EngineCase, run_dir: str, staging: str
 ) -> None:
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         source = make_source(engine_case, 0.1)
         await connect(source, generator)
-        num_parts = len((await generator.target_layout())[0].parts)
-        assert (num_parts > 5) == (shadow == "bucket")
+        num_buckets = len((await generator.target_layout())[0].buckets)
+        assert (num_buckets > 5) == (staging == "bucket")
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
-        source.present(1)
-        await generator.offer(1, 0)
-        await generator.discard(1)
+        source.label(1)
+        await generator.prepare(1, 0)
+        await generator.abort(1)
         running = await publish(source, generator, 2)
-        assert len(running) == num_parts
+        assert len(running) == num_buckets
         assert await publish(source, generator, 5)
         rows = await gather(generator, 4)
         seen = set()
@@ -461,9 +464,9 @@ def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
         if running[-1]:
             assert seen & {2, 5}
 
-    weights = {"shadow": shadow, "bucket_bytes": 4096}
-    if shadow == "bucket" and engine_case.is_staged:  # derives its weights from the whole
-        with pytest.raises(ValueError, match=r"weights\.shadow must be full or host"):
+    weights = {"staging": staging, "bucket_bytes": 4096}
+    if staging == "bucket" and engine_case.is_staged:  # derives its weights from the whole
+        with pytest.raises(ValueError, match=r"weights\.staging must be full or host"):
             drive(engine_case, run_dir, scenario, weights=weights)
     else:
         drive(engine_case, run_dir, scenario, weights=weights)
@@ -476,22 +479,22 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         source = make_source(engine_case)
         await connect(source, generator)
-        source.present(1)
+        source.label(1)
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
         await send(source, generator, 1, 0)
-        await generator.flip(1, 0)
+        await generator.commit(1, 0)
         assert await generator.collect() == []  # nothing is decoded between two parts
         await send(source, generator, 1, 1)
         for call in (
-            generator.discard(1),
+            generator.abort(1),
             generator.collect(),
             generator.submit([request(9)]),
-            generator.offer(2, 0),
+            generator.prepare(2, 0),
         ):
             with pytest.raises(RuntimeError, match="two versions"):
                 await call
 
-    drive(engine_case, run_dir, scenario, weights={"shadow": "bucket", "bucket_bytes": 4096})
+    drive(engine_case, run_dir, scenario, weights={"staging": "bucket", "bucket_bytes": 4096})
 
 
 def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: str) -> None:
@@ -505,10 +508,10 @@ def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: 
                 await connect(source, first, 0)
                 await publish(source, first, version)
                 await publish(first, generator, version)
-            offers = await generator.offer(3, 0)
+            handles = await generator.prepare(3, 0)
             with pytest.raises(StaleVersion):
-                await first.write(3, offers)
-            await generator.discard(3)
+                await first.write(3, handles)
+            await generator.abort(3)
             await first.submit([request(0, max_tokens=30)])
             await gather(first, 1)
             direct.cells.update(storage.cells)
@@ -537,42 +540,42 @@ def test_leaving_in_the_middle_of_rollouts_changes_nothing(
         await gather(generator, 2)
         stayed.cells.update(storage.cells)
 
-    async def leave(generator: Replica, storage: MemoryStorage) -> None:
+    async def offload(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=100) for i in range(5)])
         await asyncio.sleep(0.02)
-        await generator.leave(both)
-        await generator.leave(["kv"])  # has left: no effect
+        await generator.offload(both)
+        await generator.offload(["kv"])  # has left: no effect
         await generator.submit([request(5, max_tokens=100)])
         await generator.collect()
         num_stored = len(storage.cells)
         assert await generator.collect() == []
         assert len(storage.cells) == num_stored
         await generator.prefetch(both)
-        await generator.enter(["weights"])
+        await generator.onload(["weights"])
         assert await generator.collect() == []
-        await generator.enter(["kv"])
-        rows: list[Row] = []
+        await generator.onload(["kv"])
+        rows: list[RolloutInfo] = []
         while len(storage.cells) < 6 * len(COLUMNS):
             rows += await asyncio.wait_for(generator.collect(), 20)
-        await generator.leave(both)
-        await generator.enter(both)
+        await generator.offload(both)
+        await generator.onload(both)
         await generator.submit([request(6), request(7)])
         await gather(generator, 2)
         left.cells.update(storage.cells)
 
     drive(engine_case, run_dir, stay)
-    drive(engine_case, run_dir, leave, spans=spans)
+    drive(engine_case, run_dir, offload, spans=spans)
     assert_same(engine_case, left, stayed, 8)
     spans.close()
     text = (tmp_path / "generator-0.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()[1:]]
-    for name in ("offload", "reload"):
+    for name in ("offload", "onload"):
         moves = [line for line in lines if line["name"] == name]
-        assert sorted(line["kind"] for line in moves) == ["kv", "kv", "weights", "weights"]
+        assert sorted(line["tag"] for line in moves) == ["kv", "kv", "weights", "weights"]
         shapes = parameter_shapes(read_architecture(engine_case.checkpoint)).values()
         weight_bytes = sum(math.prod(shape) for shape in shapes)
-        assert all(line["bytes"] > weight_bytes for line in moves if line["kind"] == "weights")
-    assert any(line["name"] == "turn" and line["cat"] == "wait" for line in lines)
+        assert all(line["bytes"] > weight_bytes for line in moves if line["tag"] == "weights")
+    assert any(line["name"] == "phase" and line["cat"] == "wait" for line in lines)
 
 
 def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
@@ -582,15 +585,15 @@ def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
         source = make_source(engine_case, 0.1)
         await connect(source, generator)
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
-        await generator.leave(["kv", "weights"])
+        await generator.offload(["kv", "weights"])
         early = asyncio.create_task(publish(source, generator, 1))
         await asyncio.sleep(0.05)
         assert not early.done()  # there is no memory to write to
-        await generator.enter(["weights"])
+        await generator.onload(["weights"])
         await early
         await generator.submit([request(4)])
         assert await generator.collect() == []
-        await generator.enter(["kv"])
+        await generator.onload(["kv"])
         rows = {row.row_id: row for row in await gather(generator, 5)}
         assert rows[4].spans[0].version == 1
         assert all(row.spans[-1].version == 1 for row in rows.values())

@@ -12,12 +12,12 @@ import torch
 
 from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
-from llamarl.weights import fingerprint
-from llamarl.weights.arena import Arena
-from llamarl.weights.layout import Box, ParameterLayout
-from llamarl.weights.mapped import Opened
-from llamarl.weights.publish import Publisher
-from llamarl.weights.writer import Writer
+from llamarl.weights.integrity import fingerprint
+from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.sync.publisher import Publisher
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.mapped import Opened
 from tests.allocation import LargestAllocation
 from tests.distributed.ranks import FORKS
 
@@ -41,7 +41,7 @@ KINDS = {  # of a replica: dtype, ranks
     "transposed": (torch.float32, 1),
 }
 TRANSPORTS = ("shared_memory", "collective", "rdma")
-SHADOWS = ("full", "host", "bucket", "staged")
+STAGINGS = ("double_buffer", "host", "bucket", "staged")
 
 
 def weights(version):
@@ -71,7 +71,7 @@ def trainer_boxes(rank):
 class SocketRdma:
     """transport.Rdma over a unix socket: the owner of the memory runs a thread that fills it.
 
-    `damage` "flip" changes one bit of the next message, "skip" leaves it out.
+    `damage` "commit" changes one bit of the next message, "skip" leaves it out.
     """
 
     def __init__(self):
@@ -92,7 +92,7 @@ class SocketRdma:
         if damage == "skip":
             return
         message = message.clone()
-        if damage == "flip":
+        if damage == "commit":
             message[-1] ^= 1
         with Client(handle[0], family="AF_UNIX") as connection:
             connection.send((handle[1], bytes(message.numpy())))
@@ -143,7 +143,7 @@ class TrainerRank:
         self._rdma = SocketRdma()
         self._writer = Writer(rank, "here", self._shards, layouts, timeout_s=20, rdma=self._rdma)
         self.layout, self.write = self._writer.layout, self._writer.write
-        self.present, self.retire = self._writer.present, self._writer.retire
+        self.label, self.invalidate = self._writer.label, self._writer.invalidate
 
     def _cut(self, version):
         shards = {}
@@ -161,23 +161,24 @@ class TrainerRank:
         self._writer.begin_step()
         for name, shard in self._cut(version).items():
             self._shards[name].copy_(shard)
-        self._writer.present(version)
+        self._writer.label(version)
 
     def damage(self, kind):
         self._rdma.damage = kind
-        if kind == "flip":
-            for _, outlet in self._writer._routes.values():
-                if hasattr(outlet, "group"):
-                    outlet.group = BitFlip(outlet.group)
+        if kind == "commit":
+            for _, sender in self._writer._routes.values():
+                if hasattr(sender, "group"):
+                    sender.group = BitFlip(sender.group)
 
-    def watch_write(self, version, offers):
+    def watch_write(self, version, handles):
         with LargestAllocation() as watch:
-            self._writer.write(version, offers)
+            self._writer.write(version, handles)
         return watch.num_bytes, watch.names
 
 
 def generator_layout(kind):
-    """Per rank: parameters and arena size. qkv is fused by kv head, with padding after embed."""
+    """Per rank: parameters and weight buffer size. qkv is fused by kv head, with padding after
+    embed."""
     dtype, num_ranks = KINDS[kind]
     layouts = []
     for rank in range(num_ranks):
@@ -189,7 +190,7 @@ def generator_layout(kind):
             strides = strides or torch.empty(extents, device="meta").stride()
             at = size if offset is None else offset
             boxes[name].append(
-                Box(start=start, stop=stop, buffer="arena", offset=at, strides=strides)
+                Box(start=start, stop=stop, buffer="weights", offset=at, strides=strides)
             )
             size += box_numel(boxes[name][-1]) + 3 * (name == "embed")
 
@@ -237,53 +238,55 @@ class GeneratorRanks:
     """All ranks of one replica in one process, and a thread that keeps reading the live memory."""
 
     def __init__(self):
-        self._step = threading.Lock()  # held while "decoding": a flip waits for the boundary
-        self._arenas, self._writers = [], []
+        self._step = threading.Lock()  # held while "decoding": a commit waits for the boundary
+        self._weight_buffers, self._writers = [], []
         self._num_reads, self._num_wrong = 0, 0
         self._is_still = True
         threading.Thread(target=self._decode, daemon=True).start()
 
-    def build(self, replica, kind, shadow, device="cpu"):
+    def build(self, replica, kind, staging, device="cpu"):
         with self._step:
-            for end in (*self._writers, *self._arenas):
+            for end in (*self._writers, *self._weight_buffers):
                 end.close()
             dtype, _ = KINDS[kind]
             self._kind, self._rdma = kind, SocketRdma()
-            self._arenas = [
-                Arena(
+            self._weight_buffers = [
+                WeightBuffer(
                     parameters=parameters, num_elements=size, dtype=dtype,
-                    is_staged=shadow == "staged", shadow="full" if shadow == "staged" else shadow,
-                    bucket_bytes=BUCKET_BYTES, replica=replica, rank=rank, run_id="test",
-                    host="here", rdma=self._rdma, timeout_s=20, device=device,
+                    is_staged=staging == "staged", staging="double_buffer" if staging == "staged"
+                    else staging, bucket_bytes=BUCKET_BYTES, replica=replica, rank=rank,
+                    run_id="test", host="here", rdma=self._rdma, timeout_s=20, device=device,
                 )
                 for rank, (parameters, size) in enumerate(generator_layout(kind))
             ]  # fmt: skip
             self._writers = []
             for rank, (parameters, _) in enumerate(generator_layout(kind)):
-                arena = self._arenas[rank]
-                writer = Writer(rank, "here", {"arena": arena.live}, parameters, timeout_s=20)
-                arena.before_overwrite = writer.retire
+                weight_buffer = self._weight_buffers[rank]
+                writer = Writer(
+                    rank, "here", {"weights": weight_buffer.active}, parameters, timeout_s=20
+                )
+                weight_buffer.before_overwrite = writer.invalidate
                 self._writers.append(writer)
             self._expected = self._whole(-1)
-            for arena, flat in zip(self._arenas, self._expected, strict=True):
-                arena.live.copy_(flat)
-            self._is_staged = self._is_still = shadow == "staged"
+            for weight_buffer, flat in zip(self._weight_buffers, self._expected, strict=True):
+                weight_buffer.active.copy_(flat)
+            self._is_staged = self._is_still = staging == "staged"
             self._num_reads, self._num_wrong = 0, 0
 
     def _whole(self, version):
-        """What the arenas must hold: nan where a parameter leaves padding."""
+        """What the weight buffers must hold: nan where a parameter leaves padding."""
         whole, found = weights(version), []
-        for (parameters, size), arena in zip(
-            generator_layout(self._kind), self._arenas, strict=True
+        for (parameters, size), weight_buffer in zip(
+            generator_layout(self._kind), self._weight_buffers, strict=True
         ):
-            flat = torch.full((size,), 7.0, dtype=arena.live.dtype)
+            flat = torch.full((size,), 7.0, dtype=weight_buffer.active.dtype)
             for name, layout in parameters.items():
                 for box in layout.boxes:
                     slices = tuple(map(slice, box.start, box.stop))
-                    part = whole[name][slices].to(flat.dtype)
-                    flat.as_strided(part.shape, box.strides, box.offset).copy_(part)
+                    bucket = whole[name][slices].to(flat.dtype)
+                    flat.as_strided(bucket.shape, box.strides, box.offset).copy_(bucket)
             padding = flat == 7.0
-            flat[padding] = arena.live.cpu()[padding]
+            flat[padding] = weight_buffer.active.cpu()[padding]
             found.append(flat)
         return found
 
@@ -296,8 +299,8 @@ class GeneratorRanks:
 
     def _look(self):
         self._num_reads += 1
-        for arena, flat in zip(self._arenas, self._expected, strict=True):
-            self._num_wrong += not torch.equal(bits(arena.live.cpu()), bits(flat))
+        for weight_buffer, flat in zip(self._weight_buffers, self._expected, strict=True):
+            self._num_wrong += not torch.equal(bits(weight_buffer.active.cpu()), bits(flat))
 
     def reads(self):
         with self._step:
@@ -306,56 +309,56 @@ class GeneratorRanks:
             return self._num_reads, self._num_wrong
 
     def layout(self):
-        return [arena.layout() for arena in self._arenas]
+        return [weight_buffer.layout() for weight_buffer in self._weight_buffers]
 
     def live_layout(self):
         return [writer.layout() for writer in self._writers]
 
     def connect_source(self, route):
-        self._each(lambda arena: arena.connect(route))
+        self._each(lambda weight_buffer: weight_buffer.connect(route))
 
     def connect_target(self, replica, route):
         for writer in self._writers:
             writer.connect(replica, route)
 
-    def write(self, version, offers):
-        return [writer.write(version, offers) for writer in self._writers]
+    def write(self, version, handles):
+        return [writer.write(version, handles) for writer in self._writers]
 
-    def offer(self, version, part):
-        return [arena.offer(version, part) for arena in self._arenas]
+    def prepare(self, version, bucket):
+        return [weight_buffer.prepare(version, bucket) for weight_buffer in self._weight_buffers]
 
-    def fingerprint(self, version, part):
-        return self._each(lambda arena: arena.fingerprint(version, part))
+    def verify(self, version, bucket):
+        return self._each(lambda weight_buffer: weight_buffer.verify(version, bucket))
 
-    def watch_fingerprint(self, version, part):
+    def watch_fingerprint(self, version, bucket):
         with LargestAllocation() as watch:
-            for arena in self._arenas:
-                arena.fingerprint(version, part)
+            for weight_buffer in self._weight_buffers:
+                weight_buffer.verify(version, bucket)
         return watch.num_bytes, watch.names
 
-    def flip(self, version, part):
+    def commit(self, version, bucket):
         with self._step:
             self._is_still = True
-            live = [arena.flip(version, part) for arena in self._arenas]
+            live = [weight_buffer.commit(version, bucket) for weight_buffer in self._weight_buffers]
             if live[0] is not None:
                 self._expected = self._whole(version)
                 self._look()
                 self._is_still = self._is_staged
                 for writer, flat in zip(self._writers, live, strict=True):
-                    writer.present(version, {"arena": flat})
-        return [3 for _ in self._arenas]
+                    writer.label(version, {"weights": flat})
+        return [3 for _ in self._weight_buffers]
 
-    def discard(self, version):
-        for arena in self._arenas:
-            arena.discard(version)
+    def abort(self, version):
+        for weight_buffer in self._weight_buffers:
+            weight_buffer.abort(version)
 
     def flip_bit(self, name):
-        """Damage the last element of `name` in the last rank's shadow, after it has arrived."""
-        arena = self._arenas[-1]
-        box = arena.layout().parameters[name].boxes[-1]
+        """Damage the last element of `name` in the last rank's staging, after it has arrived."""
+        weight_buffer = self._weight_buffers[-1]
+        box = weight_buffer.layout().parameters[name].boxes[-1]
         extents = [b - a for a, b in zip(box.start, box.stop, strict=True)]
         last = box.offset + sum((n - 1) * s for n, s in zip(extents, box.strides, strict=True))
-        bits(arena.shadow)[last * (arena.shadow.element_size() // 2)] ^= 1
+        bits(weight_buffer.staging)[last * (weight_buffer.staging.element_size() // 2)] ^= 1
 
     def peek(self, address, num_bytes):
         """Open memory of another process, look at it, and close it again."""
@@ -367,8 +370,10 @@ class GeneratorRanks:
         """Of all ranks at once, as in processes of their own."""
         answers = {}
         threads = [
-            threading.Thread(target=lambda i=i: answers.update({i: outcome(call, self._arenas[i])}))
-            for i in range(len(self._arenas))
+            threading.Thread(
+                target=lambda i=i: answers.update({i: outcome(call, self._weight_buffers[i])})
+            )
+            for i in range(len(self._weight_buffers))
         ]
         for thread in threads:
             thread.start()
@@ -428,11 +433,11 @@ class Remote:
 
 class Trainer:
     """protocols.Sender over the two trainer ranks. `bend` changes routes, as a bad planner would;
-    `before` hears of the offers of a write, `after` that it has ended."""
+    `before` hears of the staging handles of a write, `after` that it has ended."""
 
     def __init__(self, ranks, bend=lambda route: route):
         self.ranks, self.bend = ranks, bend
-        self.before, self.after = lambda offers: None, lambda: None
+        self.before, self.after = lambda handles: None, lambda: None
 
     async def _all(self, name, *args):
         return list(await asyncio.gather(*(rank.ask(name, *args) for rank in self.ranks)))
@@ -443,9 +448,9 @@ class Trainer:
     async def connect_target(self, replica, route):
         return await self._all("connect", replica, route and self.bend(route))
 
-    async def write(self, version, offers):
-        self.before(offers)
-        written = await self._all("write", version, offers)
+    async def write(self, version, handles):
+        self.before(handles)
+        written = await self._all("write", version, handles)
         self.after()
         return written
 
@@ -467,8 +472,8 @@ class Generator:
     async def connect_target(self, replica, route):
         return await self._ask("connect_target", replica, route)
 
-    async def write(self, version, offers):
-        return await self._ask("write", version, offers)
+    async def write(self, version, handles):
+        return await self._ask("write", version, handles)
 
     async def target_layout(self):
         return await self._ask("layout")
@@ -476,17 +481,17 @@ class Generator:
     async def connect_source(self, route):
         return await self._ask("connect_source", self.bend(route))
 
-    async def offer(self, version, part):
-        return await self._ask("offer", version, part)
+    async def prepare(self, version, bucket):
+        return await self._ask("prepare", version, bucket)
 
-    async def fingerprint(self, version, part):
-        return await self._ask("fingerprint", version, part)
+    async def verify(self, version, bucket):
+        return await self._ask("verify", version, bucket)
 
-    async def flip(self, version, part):
-        return await self._ask("flip", version, part)
+    async def commit(self, version, bucket):
+        return await self._ask("commit", version, bucket)
 
-    async def discard(self, version):
-        return await self._ask("discard", version)
+    async def abort(self, version):
+        return await self._ask("abort", version)
 
 
 class World:
@@ -499,10 +504,10 @@ class World:
         self.version = 0
         self.folder = str(folder)
 
-    def publisher(self, transport, shadow, trainer, generators, **hooks):
+    def publisher(self, transport, staging, trainer, generators, **hooks):
         config = WeightsConfig(
-            transport=transport, shadow="full" if shadow == "staged" else shadow,
-            bucket_bytes=BUCKET_BYTES, timeout_s=20.0, grace_s=20.0,
+            transport=transport, staging="double_buffer" if staging == "staged" else staging,
+            bucket_bytes=BUCKET_BYTES, timeout_s=20.0, straggler_timeout_s=20.0,
         )  # fmt: skip
         return Publisher(
             trainer, dict(enumerate(generators)), Spans("controller", None), config,

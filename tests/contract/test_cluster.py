@@ -55,11 +55,11 @@ def test_every_rank_is_told_its_place(run) -> None:
         group, single = await asyncio.gather(
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("generator-1", Probe, {})
         )
-        places = await group.every.place()
+        places = await group.call_all.place()
         assert [place[:3] for place in places] == [(0, 2, "trainer-0"), (1, 2, "trainer-1")]
         assert [place[3] for place in places] == group.pids
-        assert await group.first.place() == places[0]
-        assert (await single.every.place())[0][:3] == (0, 1, "generator-1")
+        assert await group.call_one.place() == places[0]
+        assert (await single.call_all.place())[0][:3] == (0, 1, "generator-1")
 
     run(scenario)
 
@@ -68,9 +68,9 @@ def test_arguments_and_results_travel_whole(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
         array = np.arange(262144, dtype=np.float32)  # 1 MiB
-        np.testing.assert_array_equal(await group.first.double(array), array * 2)
+        np.testing.assert_array_equal(await group.call_one.double(array), array * 2)
         value = {"a": (1, 2.5, None), "b": [Path("x")]}
-        assert await group.first.echo(value, twice=True) == [value, value]
+        assert await group.call_one.echo(value, twice=True) == [value, value]
 
     run(scenario)
 
@@ -79,7 +79,7 @@ def test_an_exception_keeps_its_type_and_shows_where_it_was_raised(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("scorer", Probe, {}, 2)
         with pytest.raises(KeyError, match="row 7 has no column reward on rank 1") as caught:
-            await group.first.fail(1)  # rank 0 never answers
+            await group.call_one.fail(1)  # rank 0 never answers
         assert "raised in scorer-1" in notes(caught.value)
         assert "executors.py" in notes(caught.value)
         assert "in fail" in notes(caught.value)
@@ -97,9 +97,9 @@ def test_what_cannot_travel_becomes_a_remote_error(run) -> None:
             ("raise_stop", "StopAsyncIteration"),
         ):
             with pytest.raises(RemoteError, match=text) as caught:
-                await getattr(group.first, method)()
+                await getattr(group.call_one, method)()
             assert f"in {method}" in notes(caught.value)
-            assert await group.first.echo(1) == 1  # the executor lives on
+            assert await group.call_one.echo(1) == 1  # the executor lives on
 
     run(scenario)
 
@@ -107,9 +107,9 @@ def test_what_cannot_travel_becomes_a_remote_error(run) -> None:
 def test_calls_overlap(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("generator-0", Probe, {})
-        meetings = [asyncio.create_task(group.first.meet()) for _ in range(5)]
+        meetings = [asyncio.create_task(group.call_one.meet()) for _ in range(5)]
         await asyncio.sleep(0.05)
-        await group.first.arrive()
+        await group.call_one.arrive()
         assert await asyncio.gather(*meetings) == ["met"] * 5
 
     run(scenario)
@@ -118,12 +118,12 @@ def test_calls_overlap(run) -> None:
 def test_executors_call_each_other(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         storage = await cluster.spawn("storage", Probe, {}, 2)
-        peers = {"peer": storage.every}
+        peers = {"peer": storage.call_all}
         trainer = await cluster.spawn("trainer", Probe, peers, 2)
-        assert await trainer.every.ask_peer("echo", 5) == [[5, 5], [5, 5]]
-        assert (await trainer.first.ask(storage.first, "place"))[3] == storage.pids[0]
+        assert await trainer.call_all.ask_peer("echo", 5) == [[5, 5], [5, 5]]
+        assert (await trainer.call_one.ask(storage.call_one, "place"))[3] == storage.pids[0]
         with pytest.raises(KeyError, match="row 7") as caught:
-            await trainer.first.ask_peer("fail")
+            await trainer.call_one.ask_peer("fail")
         assert "raised in storage-" in caught.value.__notes__[0]
         assert "raised in trainer-" in caught.value.__notes__[1]
 
@@ -136,7 +136,7 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
         with pytest.raises(ValueError, match=r"trainer.lr must be at least 0") as caught:
             await cluster.spawn("trainer", Probe, {"fails": True}, 2)
         assert "raised in trainer-" in notes(caught.value)
-        assert await good.first.echo(1) == 1
+        assert await good.call_one.echo(1) == 1
         with pytest.raises(ValueError, match="must be new"):
             await cluster.spawn("storage", Probe, {})
 
@@ -146,7 +146,7 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
 def test_stop_closes_once_and_may_be_repeated(run, tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("generator", Probe, {"folder": str(tmp_path)}, 2)
-        await group.every.record(5000)
+        await group.call_all.record(5000)
         watches = [asyncio.create_task(group.watch()), asyncio.create_task(cluster.watch())]
         await group.stop()
         await asyncio.gather(group.stop(), cluster.stop(), cluster.stop())
@@ -171,7 +171,7 @@ async def main():
     config = ClusterConfig(backend="inline")
     cluster = make_cluster(config, spans_folder=None, logs_folder="")
     group = await cluster.spawn("storage", Probe, {})
-    print(await group.first.echo("answer"), "torch" in sys.modules)
+    print(await group.call_one.echo("answer"), "torch" in sys.modules)
 asyncio.run(main())
 """
     root = str(Path(__file__).parents[2])

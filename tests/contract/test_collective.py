@@ -11,12 +11,12 @@ from threading import Event
 import pytest
 import torch
 
-from llamarl.weights.arena import Arena
-from llamarl.weights.collective import Group
-from llamarl.weights.errors import TargetLost
-from llamarl.weights.layout import Box, ParameterLayout, Route
-from llamarl.weights.plan import plan
-from llamarl.weights.writer import Writer
+from llamarl.errors import TargetLost
+from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.collective import RouteGroup
 from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0
@@ -28,20 +28,20 @@ def parameters(buffer):
 
 
 class Ends:
-    """A writer and an arena that meet in a new file at each `connect`."""
+    """A writer and a weight buffer that meet in a new file at each `connect`."""
 
     def __init__(self, folder):
         self.folder, self.num_routes = folder, 0
         self.writer = Writer(0, "a", {"w": torch.randn(6, 4)}, parameters("w"), timeout_s=TIMEOUT_S)
-        self.arena = Arena(
-            parameters=parameters("arena"), num_elements=24, dtype=torch.float32, replica=0,
+        self.weight_buffer = WeightBuffer(
+            parameters=parameters("weights"), num_elements=24, dtype=torch.float32, replica=0,
             rank=0, run_id="test", host="b", timeout_s=TIMEOUT_S,
         )  # fmt: skip
-        self.writer.present(1)
+        self.writer.label(1)
 
     def route(self):
         self.num_routes += 1
-        copies = plan([self.writer.layout()], [self.arena.layout()])
+        copies = plan([self.writer.layout()], [self.weight_buffer.layout()])
         return Route(
             source="trainer", replica=0, transport="collective", copies=tuple(copies),
             rendezvous=f"{self.folder}/route-{self.num_routes}", bucket_bytes=40,
@@ -49,16 +49,16 @@ class Ends:
 
     def connect(self):
         route = self.route()
-        receiving = threading.Thread(target=self.arena.connect, args=(route,))
+        receiving = threading.Thread(target=self.weight_buffer.connect, args=(route,))
         receiving.start()
         self.writer.connect(0, route)
         receiving.join()
 
     def publish(self, version):
-        self.writer.present(version)
-        offers = [self.arena.offer(version, 0)]
-        assert self.writer.write(version, offers) == self.arena.fingerprint(version, 0)
-        self.arena.flip(version, 0)
+        self.writer.label(version)
+        handles = [self.weight_buffer.prepare(version, 0)]
+        assert self.writer.write(version, handles) == self.weight_buffer.verify(version, 0)
+        self.weight_buffer.commit(version, 0)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def ends(tmp_path):
     ends = Ends(tmp_path)
     yield ends
     ends.writer.close()
-    ends.arena.close()
+    ends.weight_buffer.close()
 
 
 def test_only_loopback_listens(ends) -> None:
@@ -82,7 +82,7 @@ def test_who_comes_alone_is_told(ends) -> None:
     started_s = time.monotonic()
     with ThreadPoolExecutor() as pool:
         writing = pool.submit(ends.writer.connect, 0, ends.route())
-        receiving = pool.submit(ends.arena.connect, ends.route())
+        receiving = pool.submit(ends.weight_buffer.connect, ends.route())
     with pytest.raises(TargetLost, match="generator 0 did not meet us"):
         writing.result()
     with pytest.raises(RuntimeError):
@@ -96,27 +96,27 @@ def test_a_discard_ends_a_reception_that_nobody_serves_and_a_new_route_heals_it(
     ends.connect()
     ends.publish(1)
     started_s = time.monotonic()
-    offers = [ends.arena.offer(2, 0)]
-    ends.arena.discard(2)
+    handles = [ends.weight_buffer.prepare(2, 0)]
+    ends.weight_buffer.abort(2)
     assert time.monotonic() - started_s < TIMEOUT_S
-    ends.writer.present(2)
+    ends.writer.label(2)
     for _ in range(2):
         with pytest.raises(TargetLost):
-            ends.writer.write(2, offers)
+            ends.writer.write(2, handles)
     with pytest.raises(RuntimeError, match="trainer must connect anew: the connection was lost"):
-        ends.arena.offer(2, 0)
+        ends.weight_buffer.prepare(2, 0)
     ends.connect()
     ends.publish(2)
-    assert ends.arena.version == 2
+    assert ends.weight_buffer.version == 2
 
 
 def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
     ends.connect()
-    offers = [ends.arena.offer(1, 0)]
-    assert ends.writer.write(1, offers) == ends.arena.fingerprint(1, 0)
-    ends.arena.flip(1, 0)
-    ends.writer.present(2)
-    stale = [ends.arena.offer(2, 0)]
+    handles = [ends.weight_buffer.prepare(1, 0)]
+    assert ends.writer.write(1, handles) == ends.weight_buffer.verify(1, 0)
+    ends.weight_buffer.commit(1, 0)
+    ends.writer.label(2)
+    stale = [ends.weight_buffer.prepare(2, 0)]
     ends.writer.write(2, stale)
     started_s = time.monotonic()
     with pytest.raises(TargetLost, match="generator 0 is out of reach"):
@@ -127,8 +127,8 @@ def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
 def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
     ends.connect()
     ends.publish(1)
-    stale = [ends.arena.offer(2, 0)]
-    ends.writer.present(2)
+    stale = [ends.weight_buffer.prepare(2, 0)]
+    ends.writer.label(2)
     ends.writer.write(2, stale)
     outcome = []
 
@@ -151,10 +151,10 @@ def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
 NUM_BYTES = 1 << 28  # takes longer than it takes to stop its other end
 
 
-def carry(route, side, memory=None, is_ready=None):
+def copy_cast(route, side, memory=None, is_ready=None):
     """One message over a group of its own, from rank 0 to rank 0."""
     memory = torch.zeros(NUM_BYTES, dtype=torch.uint8) if memory is None else memory
-    group = Group(route, side, 0, torch.device("cpu"), timeout_s=60.0)
+    group = RouteGroup(route, side, 0, torch.device("cpu"), timeout_s=60.0)
     if is_ready is not None:
         is_ready.set()
     if side == "target":
@@ -167,17 +167,17 @@ def carry(route, side, memory=None, is_ready=None):
 def test_the_death_of_the_other_end_amid_a_message_is_noticed_at_once(ends, side) -> None:
     route, memory, is_ready = ends.route(), torch.ones(NUM_BYTES, dtype=torch.uint8), Event()
     other = "target" if side == "source" else "source"
-    victim = FORKS.Process(target=carry, args=(route, other))
+    victim = FORKS.Process(target=copy_cast, args=(route, other))
     victim.start()
     outcome = []
 
-    def live():
+    def active():
         try:
-            carry(route, side, memory, is_ready)
+            copy_cast(route, side, memory, is_ready)
         except RuntimeError as error:
             outcome.append(error)
 
-    living = threading.Thread(target=live)
+    living = threading.Thread(target=active)
     living.start()
     try:
         assert is_ready.wait(30.0)

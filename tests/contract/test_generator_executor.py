@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-INT8 = {"quantization": "int8", "kv_after_flip": "recompute"}
+INT8 = {"quantization": "int8", "kv_after_commit": "recompute"}
 
 
 @pytest.fixture(
@@ -77,7 +77,7 @@ def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)
     questions = generator_contract
     questions.test_columns_of_a_row_are_stored_when_collect_returns_it(case, run_dir)
-    questions.test_a_replica_without_weights_starts_at_its_first_flip(case, run_dir)
+    questions.test_a_replica_without_weights_starts_at_its_first_commit(case, run_dir)
     questions.test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
         case, run_dir, "bucket"
     )
@@ -96,7 +96,7 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
             engine = rank._decoding.engine
             expected = torch.zeros(engine.memory.num_elements)
             engine.load(expected, checkpoint)
-            assert torch.equal(rank._arena.live, expected)
+            assert torch.equal(rank._weight_buffer.active, expected)
             held.append(expected.numel())
         whole = sum(math.prod(shape) for shape in parameter_shapes(engine.architecture).values())
         assert max(held) < 0.55 * whole
@@ -127,12 +127,12 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
 
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         engine, may_end = generator.ranks[0]._decoding.engine, threading.Event()
-        prepare, flip = engine.prepare, engine.flip
+        process_weights, commit = engine.process_weights, engine.commit
         made: list[object] = []
         used: list[object] = []
 
         def slow_at_first(flat: torch.Tensor) -> object:
-            weights = prepare(flat)
+            weights = process_weights(flat)
             made.append(weights)
             if len(made) == 1:
                 may_end.wait()
@@ -140,22 +140,22 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
 
         def seen(weights: object, version: int) -> int:
             used.append(weights)
-            return flip(weights, version)
+            return commit(weights, version)
 
-        engine.prepare, engine.flip = slow_at_first, seen
+        engine.process_weights, engine.commit = slow_at_first, seen
         source = make_source(case)
         await connect(source, generator)
-        source.present(1)
-        source.write(1, await generator.offer(1, 0))
-        late = asyncio.create_task(generator.fingerprint(1, 0))
+        source.label(1)
+        source.write(1, await generator.prepare(1, 0))
+        late = asyncio.create_task(generator.verify(1, 0))
         while not made:
             await asyncio.sleep(0.001)
-        await generator.discard(1)
-        source.present(2)
+        await generator.abort(1)
+        source.label(2)
         await send(source, generator, 2, 0)
         may_end.set()
         await late
-        await generator.flip(2, 0)
+        await generator.commit(2, 0)
         assert used[0] is made[1]
 
     drive(case, run_dir, scenario, config=INT8)

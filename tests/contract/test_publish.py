@@ -10,25 +10,27 @@ from itertools import chain, pairwise
 import pytest
 
 from llamarl.config import WeightsConfig
+from llamarl.errors import FingerprintMismatch, ReplicaLost, StaleVersion, TargetLost
 from llamarl.metrics.span import Spans
-from llamarl.planner.clock import run
-from llamarl.weights import lane, publish
-from llamarl.weights.calls import Stagger
-from llamarl.weights.comparison import compare
-from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersion, TargetLost
-from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout
-from llamarl.weights.plan import num_bytes
-from llamarl.weights.publish import Publisher
+from llamarl.planner.simulation.clock import run
+from llamarl.weights.integrity.comparison import compare
+from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, StagingHandle
+from llamarl.weights.layout.reshard import num_bytes
+from llamarl.weights.sync import publisher, replica_sync
+from llamarl.weights.sync.calls import Stagger
+from llamarl.weights.sync.publisher import Publisher
 
 NAMES = ("layers.0.weight", "layers.1.weight", "norm")
 WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one part, a part per parameter
 NUM_BYTES = len(NAMES) * 4 * 4
 
 
-def layout(rank, host, parts, *, start=0, stop=4):
-    box = Box(start=(start,), stop=(stop,), buffer="arena", offset=0, strides=(1,))
+def layout(rank, host, buckets, *, start=0, stop=4):
+    box = Box(start=(start,), stop=(stop,), buffer="weights", offset=0, strides=(1,))
     parameter = ParameterLayout(shape=(4,), dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host=host, parameters=dict.fromkeys(NAMES, parameter), parts=parts)
+    return RankLayout(
+        rank=rank, host=host, parameters=dict.fromkeys(NAMES, parameter), buckets=buckets
+    )
 
 
 class World:
@@ -39,11 +41,18 @@ class World:
     """
 
     def __init__(
-        self, hosts=("h", "h"), *, parts=WHOLE, spans=None, folder="unused", device="cpu", **fields
+        self,
+        hosts=("h", "h"),
+        *,
+        buckets=WHOLE,
+        spans=None,
+        folder="unused",
+        device="cpu",
+        **fields,
     ):
         self.journal, self.heard = [], []
         self.failures, self.delay_s = {}, lambda who, step: 0.0
-        self.parts = parts
+        self.buckets = buckets
         self.trainer = FakeTrainer(self)
         self.generators = {i: FakeGenerator(self, i, host) for i, host in enumerate(hosts)}
         transport = "shared_memory" if {*hosts} == {"h"} else "rdma"
@@ -51,10 +60,12 @@ class World:
             self.trainer,
             dict(self.generators),
             spans or Spans("controller", None),
-            WeightsConfig(**{"transport": transport, "grace_s": 1.0, "timeout_s": 5.0} | fields),
+            WeightsConfig(
+                **{"transport": transport, "straggler_timeout_s": 1.0, "timeout_s": 5.0} | fields
+            ),
             rendezvous_folder=str(folder),
             generator_device=device,
-            on_flip=lambda replica, version: self.heard.append((replica, version)),
+            on_commit=lambda replica, version: self.heard.append((replica, version)),
             on_lost=lambda replica, why: self.heard.append((replica, str(why))),
         )
 
@@ -91,16 +102,16 @@ class FakeSource:
         await self.world.note(self.who, "connect_target", replica)
         return [None]
 
-    async def write(self, version, offers):
-        (offer,) = offers
-        assert self.routes[offer.replica].source == self.who
-        await self.world.note(self.who, "write", version, offer.replica, offer.part)
+    async def write(self, version, handles):
+        (handle,) = handles
+        assert self.routes[handle.replica].source == self.who
+        await self.world.note(self.who, "write", version, handle.replica, handle.bucket)
         weights = self.weights(version)
-        target = self.world.generators[offer.replica]
-        names = self.world.parts[offer.part]
-        target.shadow = {name: weights[name] for name in names}
+        target = self.world.generators[handle.replica]
+        names = self.world.buckets[handle.bucket]
+        target.staging = {name: weights[name] for name in names}
         self.num_sent_bytes += num_bytes(
-            copy for copy in self.routes[offer.replica].copies if copy.name in names
+            copy for copy in self.routes[handle.replica].copies if copy.name in names
         )
         halves = {name: weights[name] * 10 for name in names}
         return [halves, halves]
@@ -125,15 +136,15 @@ class FakeTrainer(FakeSource):
 
 
 class FakeGenerator(FakeSource):
-    """A replica of one rank with a shadow for one part; `live` is name -> version.
+    """A replica of one rank with a staging for one part; `live` is name -> version.
 
     Once dead, by a call to `kill` or after `calls_left` calls, it answers nothing but errors.
     """
 
     def __init__(self, world, replica, host):
         self.world, self.replica, self.who, self.host = world, replica, f"generator-{replica}", host
-        self.live, self.shadow, self.offered = dict.fromkeys(NAMES, -1), {}, None
-        self.flipped = 0
+        self.active, self.staging, self.prepared = dict.fromkeys(NAMES, -1), {}, None
+        self.committed = 0
         self.routes, self.route, self.num_sent_bytes = {}, None, 0
         self.damage = {}
         self.calls_left = None
@@ -141,7 +152,7 @@ class FakeGenerator(FakeSource):
     @property
     def version(self):
         """The live version; a replica that decodes has one for all parameters."""
-        (version,) = set(self.live.values())
+        (version,) = set(self.active.values())
         return version
 
     async def note(self, step, *entry):
@@ -153,63 +164,63 @@ class FakeGenerator(FakeSource):
 
     async def target_layout(self):
         await self.note("target_layout")
-        return [layout(0, self.host, self.world.parts)]
+        return [layout(0, self.host, self.world.buckets)]
 
     async def source_layout(self):
         await self.note("source_layout")
         return [layout(0, self.host, WHOLE)]
 
     async def connect_source(self, route):
-        assert self.offered is None
+        assert self.prepared is None
         self.route = route
         await self.note("connect_source", route.source)
         return [None]
 
-    async def offer(self, version, part):
-        await self.note("offer", version, part)
-        assert self.offered is None
-        assert part == self.flipped
-        assert version > self.live[self.world.parts[part][0]]
-        self.offered, self.shadow = (version, part), {}
+    async def prepare(self, version, bucket):
+        await self.note("prepare", version, bucket)
+        assert self.prepared is None
+        assert bucket == self.committed
+        assert version > self.active[self.world.buckets[bucket][0]]
+        self.prepared, self.staging = (version, bucket), {}
         return [
-            Offer(
-                version=version, part=part, replica=self.replica, rank=0, host=self.host,
+            StagingHandle(
+                version=version, bucket=bucket, replica=self.replica, rank=0, host=self.host,
                 address=None, num_bytes=0,
             )
         ]  # fmt: skip
 
-    async def fingerprint(self, version, part):
-        await self.note("fingerprint", version, part)
-        assert self.offered == (version, part)
-        assert set(self.shadow) == set(self.world.parts[part])
-        return [{name: value * 20 for name, value in self.shadow.items()} | self.damage]
+    async def verify(self, version, bucket):
+        await self.note("verify", version, bucket)
+        assert self.prepared == (version, bucket)
+        assert set(self.staging) == set(self.world.buckets[bucket])
+        return [{name: value * 20 for name, value in self.staging.items()} | self.damage]
 
-    async def flip(self, version, part):
-        await self.note("flip", version, part)
-        assert self.offered == (version, part)
-        self.live |= self.shadow
-        self.flipped = (part + 1) % len(self.world.parts)
-        self.offered = None
+    async def commit(self, version, bucket):
+        await self.note("commit", version, bucket)
+        assert self.prepared == (version, bucket)
+        self.active |= self.staging
+        self.committed = (bucket + 1) % len(self.world.buckets)
+        self.prepared = None
         return [3]
 
-    async def discard(self, version):
-        await self.note("discard", version)
-        assert self.offered is not None
-        assert self.offered[0] == version
-        if self.flipped:
+    async def abort(self, version):
+        await self.note("abort", version)
+        assert self.prepared is not None
+        assert self.prepared[0] == version
+        if self.committed:
             self.calls_left = 0
-            raise RuntimeError("half-flipped")
-        self.offered = None
+            raise RuntimeError("half-committed")
+        self.prepared = None
         return [None]
 
     def weights(self, version):
-        if set(self.live.values()) != {version}:
-            raise StaleVersion(f"{self.who} is at {self.live}")
-        return self.live
+        if set(self.active.values()) != {version}:
+            raise StaleVersion(f"{self.who} is at {self.active}")
+        return self.active
 
-    async def write(self, version, offers):
+    async def write(self, version, handles):
         await self.note("pass_on", version)
-        return await super().write(version, offers)
+        return await super().write(version, handles)
 
 
 def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first() -> None:
@@ -226,11 +237,11 @@ def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first
         world.journal.clear()
         stats = await world.publish(7)
         for replica in range(3):
-            assert world.steps(replica)[:4] == ["offer", "fingerprint", "flip"] + ["pass_on"] * (
+            assert world.steps(replica)[:4] == ["prepare", "verify", "commit"] + ["pass_on"] * (
                 replica == 0
             )
-        writes = [entry for entry in world.journal if entry[1] in ("write", "flip")]
-        assert writes[:2] == [("trainer", "write", 7, 0, 0), (0, "flip", 7, 0)]
+        writes = [entry for entry in world.journal if entry[1] in ("write", "commit")]
+        assert writes[:2] == [("trainer", "write", 7, 0, 0), (0, "commit", 7, 0)]
         assert world.versions() == [7, 7, 7]
         assert (stats.version, stats.lost, stats.num_running) == (7, {}, {0: 3, 1: 3, 2: 3})
         assert (stats.num_bytes, stats.num_relayed_bytes) == (NUM_BYTES, 2 * NUM_BYTES)
@@ -240,11 +251,11 @@ def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first
     run(main())
 
 
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
 @pytest.mark.parametrize("hosts", [("a",) * 3, ("a", "b", "a", "b", "b", "a")])
-def test_each_byte_leaves_the_trainer_once_per_host(hosts, parts) -> None:
+def test_each_byte_leaves_the_trainer_once_per_host(hosts, buckets) -> None:
     async def main():
-        world = await World(hosts, parts=parts, transport="rdma").connected()
+        world = await World(hosts, buckets=buckets, transport="rdma").connected()
         for version in range(5):
             stats = await world.publish(version)
             assert stats.num_bytes == NUM_BYTES * len({*hosts})
@@ -305,7 +316,7 @@ def test_shared_memory_never_leaves_a_host_and_nothing_is_connected_before_all_f
         ([layout(0, "h", (NAMES[:2],))], "norm in 0"),
         ([layout(0, "h", (*WHOLE, ("odd",)))], "odd in 1, which no rank holds"),
         ([layout(0, "h", (*WHOLE, NAMES[:1]))], "layers.0.weight in 2"),
-        ([RankLayout(rank=0, host="h", parameters={}, parts=())], NAMES[0]),
+        ([RankLayout(rank=0, host="h", parameters={}, buckets=())], NAMES[0]),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_when_connecting(layouts, message) -> None:
@@ -353,38 +364,40 @@ def test_both_ends_of_a_route_are_told_at_the_same_time() -> None:
     run(main())
 
 
-def test_parts_are_offered_written_compared_and_flipped_one_after_the_other() -> None:
+def test_parts_are_offered_written_compared_and_committed_one_after_the_other() -> None:
     async def main():
-        world = await World(parts=SINGLE).connected()
+        world = await World(buckets=SINGLE).connected()
         await world.publish(0)
-        assert world.steps(1) == ["offer", "fingerprint", "flip"] * 3
+        assert world.steps(1) == ["prepare", "verify", "commit"] * 3
         first = [entry for entry in world.journal if entry[0] in (0, "trainer")]
-        parts = [(entry[1], entry[-1]) for entry in first if entry[1] != "pass_on"]
-        steps = ("offer", "write", "fingerprint", "flip")
-        assert parts == [(step, part) for part in range(3) for step in steps]
+        buckets = [(entry[1], entry[-1]) for entry in first if entry[1] != "pass_on"]
+        steps = ("prepare", "write", "verify", "commit")
+        assert buckets == [(step, bucket) for bucket in range(3) for step in steps]
 
     run(main())
 
 
-@pytest.mark.parametrize("flip_s", [0.1, 1.0])
-def test_replicas_flip_one_by_one_but_a_slow_one_holds_the_others_only_for_a_moment(flip_s) -> None:
+@pytest.mark.parametrize("commit_s", [0.1, 1.0])
+def test_replicas_commit_one_by_one_but_a_slow_one_holds_the_others_only_for_a_moment(
+    commit_s,
+) -> None:
     async def main():
-        world = await World("abc", parts=SINGLE, grace_s=60.0).connected()
-        num_flips, starts = Counter(), {}
+        world = await World("abc", buckets=SINGLE, straggler_timeout_s=60.0).connected()
+        num_commits, starts = Counter(), {}
 
         async def note(who, step, *entry):
-            if step == "flip":
+            if step == "commit":
                 starts.setdefault(who, asyncio.get_running_loop().time())
-                num_flips[who] += 1
-                others = [n for other, n in num_flips.items() if other != who]
-                assert flip_s > 0.1 or set(others) <= {0, 3}
-                await asyncio.sleep(flip_s)
+                num_commits[who] += 1
+                others = [n for other, n in num_commits.items() if other != who]
+                assert commit_s > 0.1 or set(others) <= {0, 3}
+                await asyncio.sleep(commit_s)
 
         world.note = note
         await world.publish(0)
         assert world.versions() == [0, 0, 0]
         gaps = [b - a for a, b in pairwise(sorted(starts.values()))]
-        assert gaps == pytest.approx([min(3 * flip_s, publish.FLIP_S)] * 2)
+        assert gaps == pytest.approx([min(3 * commit_s, publisher.COMMIT_S)] * 2)
 
     run(main())
 
@@ -408,7 +421,7 @@ def test_a_slow_replica_holds_nobody_and_catches_up_with_the_newest() -> None:
     async def main():
         world = await World(("h",) * 3, timeout_s=60.0).connected()
         clock = asyncio.get_running_loop().time
-        world.delay_s = lambda who, step: 10.0 * ((who, step) == (1, "offer"))
+        world.delay_s = lambda who, step: 10.0 * ((who, step) == (1, "prepare"))
         for version in range(5):
             start_s = clock()
             stats = await world.publish(version)
@@ -421,20 +434,20 @@ def test_a_slow_replica_holds_nobody_and_catches_up_with_the_newest() -> None:
         assert len([v for r, v in world.heard if r == 1]) <= 2, "it skipped what was overtaken"
         stats = await world.publish(5)
         assert stats.num_running == {0: 3, 1: 3, 2: 3}
-        assert stats.num_relayed_bytes >= 3 * NUM_BYTES, "the flips between publishes count too"
+        assert stats.num_relayed_bytes >= 3 * NUM_BYTES, "the commits between publishes count too"
 
     run(main())
 
 
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
 @pytest.mark.parametrize("failure", [ValueError("broken"), "hang"])
-@pytest.mark.parametrize("step", ["offer", "fingerprint", "flip"])
+@pytest.mark.parametrize("step", ["prepare", "verify", "commit"])
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_replica_that_fails_at_any_step_is_lost_and_the_others_are_published(
-    replica, step, failure, parts
+    replica, step, failure, buckets
 ) -> None:
     async def main():
-        world = await World(("h",) * 3, parts=parts, grace_s=60.0).connected()
+        world = await World(("h",) * 3, buckets=buckets, straggler_timeout_s=60.0).connected()
         await world.publish(0)
         world.heard.clear()
         world.failures[replica, step] = failure
@@ -462,10 +475,10 @@ def test_a_replica_that_fails_at_any_step_is_lost_and_the_others_are_published(
     run(main())
 
 
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
-def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(parts) -> None:
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(buckets) -> None:
     async def main(replica, num_calls):
-        world = await World(("h",) * 3, parts=parts).connected()
+        world = await World(("h",) * 3, buckets=buckets).connected()
         await world.publish(0)
         victim = world.generators[replica]
         victim.calls_left = num_calls
@@ -474,8 +487,8 @@ def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(p
         for each in world.publisher.replicas:
             assert world.generators[each].version == 2
         for each in {0, 1, 2} - {replica, *world.publisher.replicas}:
-            assert world.generators[each].flipped > 0, "its head died amid its flip"
-        if len(parts) == 1:
+            assert world.generators[each].committed > 0, "its head died amid its commit"
+        if len(buckets) == 1:
             assert victim.version in (0, 1, 2), "what it decodes with is whole"
         return replica in world.publisher.replicas
 
@@ -486,34 +499,34 @@ def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(p
         assert ends == sorted(ends), "each call of two publishes was the last one once"
 
 
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
-def test_a_failure_before_the_first_flip_is_discarded_and_after_it_the_replica_is_lost(
-    parts,
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+def test_a_failure_before_the_first_commit_is_discarded_and_after_it_the_replica_is_lost(
+    buckets,
 ) -> None:
     async def main():
-        world = await World(parts=parts).connected()
+        world = await World(buckets=buckets).connected()
         await world.publish(0)
         relay, writes = world.generators[0], []
 
-        async def write(version, offers):
-            writes.append(offers[0].part)
-            if offers[0].part == len(parts) - 1:
+        async def write(version, handles):
+            writes.append(handles[0].bucket)
+            if handles[0].bucket == len(buckets) - 1:
                 raise StaleVersion("gone on")
-            return await FakeGenerator.write(relay, version, offers)
+            return await FakeGenerator.write(relay, version, handles)
 
         relay.write = write
         stats = await world.publish(1)
         assert relay.version == 1
-        if len(parts) == 1:
+        if len(buckets) == 1:
             assert world.publisher.replicas == [0, 1]
             assert world.generators[1].version == 0
-            assert "discard" in world.steps(1)
+            assert "abort" in world.steps(1)
             await world.publisher.drop(0)
             await asyncio.sleep(1)
             assert world.generators[1].version == 1, "the trainer still has it"
         else:
             assert list(stats.lost) == [1]
-            assert "gone on, amid generator 1's flip" in str(stats.lost[1])
+            assert "gone on, amid generator 1's commit" in str(stats.lost[1])
             assert world.generators[1].calls_left == 0, "it was told"
 
     run(main())
@@ -522,7 +535,7 @@ def test_a_failure_before_the_first_flip_is_discarded_and_after_it_the_replica_i
 def test_when_the_head_of_a_host_is_lost_the_next_replica_takes_its_place() -> None:
     async def main():
         for silent in (False, True):
-            world = await World("abbb", grace_s=60.0).connected()
+            world = await World("abbb", straggler_timeout_s=60.0).connected()
             await world.publish(0)
             assert [world.generators[i].route.source for i in (1, 2, 3)] == [
                 "trainer", "generator-1", "generator-1",
@@ -548,7 +561,7 @@ def test_when_the_head_of_a_host_is_lost_the_next_replica_takes_its_place() -> N
 def test_a_replica_that_joins_or_comes_back_gets_the_newest_version() -> None:
     async def main():
         world = await World().connected()
-        world.failures[0, "offer"] = ConnectionError("gone")
+        world.failures[0, "prepare"] = ConnectionError("gone")
         await world.publish(0)
         world.failures.clear()
         for replica in (0, 5):
@@ -567,11 +580,11 @@ def test_a_version_that_its_source_has_no_more_is_discarded_and_the_next_one_tak
     async def main():
         world = await World("ab").connected()
         await world.publish(0)
-        world.delay_s = lambda who, step: 4.0 * ((who, step) == (1, "offer"))
+        world.delay_s = lambda who, step: 4.0 * ((who, step) == (1, "prepare"))
         await world.publish(1)  # returns after the grace
         world.trainer.version = 2  # the trainer steps
         await asyncio.sleep(10)
-        assert world.steps(1)[-2:] == ["discard", "connect_source"], "nothing old may arrive later"
+        assert world.steps(1)[-2:] == ["abort", "connect_source"], "nothing old may arrive later"
         assert world.versions() == [1, 0]
         world.delay_s = lambda who, step: 0.0
         await world.publish(2)
@@ -581,7 +594,7 @@ def test_a_version_that_its_source_has_no_more_is_discarded_and_the_next_one_tak
 
 
 @pytest.mark.parametrize("hosts", ["a", "aa", "ab"])
-def test_a_publish_that_the_trainer_has_overtaken_ends_without_flips(hosts) -> None:
+def test_a_publish_that_the_trainer_has_overtaken_ends_without_commits(hosts) -> None:
     async def main():
         world = await World(hosts).connected()
         world.trainer.version = 1
@@ -595,14 +608,14 @@ def test_a_publish_that_the_trainer_has_overtaken_ends_without_flips(hosts) -> N
 
 def test_a_publish_in_parts_waits_for_those_that_the_trainer_feeds_and_no_others() -> None:
     async def main():
-        world = await World("abb", parts=SINGLE, timeout_s=60.0).connected()
+        world = await World("abb", buckets=SINGLE, timeout_s=60.0).connected()
         await world.publish(0)
         slow = 1
         world.delay_s = lambda who, step: 3.0 * (who == slow and step != "pass_on")
         for version in (1, 2):
             await world.publish(version)
             assert [world.generators[i].version for i in (0, 1)] == [version] * 2
-            world.trainer.version += 1  # the trainer steps: no lane may need the old one
+            world.trainer.version += 1  # the trainer steps: no replica sync may need the old one
         await asyncio.sleep(20)
         slow = 2
         start_s = asyncio.get_running_loop().time()
@@ -617,9 +630,9 @@ def test_a_publish_in_parts_waits_for_those_that_the_trainer_feeds_and_no_others
 
 def test_a_replica_in_parts_that_joins_too_late_for_a_version_waits_for_the_next() -> None:
     async def main():
-        world = await World("a", parts=SINGLE, grace_s=0.0).connected()
+        world = await World("a", buckets=SINGLE, straggler_timeout_s=0.0).connected()
         await world.publish(0)
-        world.delay_s = lambda who, step: {"flip": 0.5, "fingerprint": 1.0}.get(step, 0.0)
+        world.delay_s = lambda who, step: {"commit": 0.5, "verify": 1.0}.get(step, 0.0)
         world.trainer.version = 1
         publishing = asyncio.create_task(world.publish(1))
         await asyncio.sleep(4)
@@ -629,7 +642,7 @@ def test_a_replica_in_parts_that_joins_too_late_for_a_version_waits_for_the_next
         world.trainer.version = 2
         await asyncio.sleep(10)
         assert world.versions() == [1, -1]
-        assert "discard" in world.steps(1)
+        assert "abort" in world.steps(1)
         await world.publisher.connect_replica(1, world.generators[1])
         num_steps = len(world.steps(1))
         await asyncio.sleep(10)
@@ -642,8 +655,10 @@ def test_a_replica_in_parts_that_joins_too_late_for_a_version_waits_for_the_next
 
 def test_a_head_does_not_change_while_others_take_it_over_part_by_part() -> None:
     async def main():
-        world = await World("aaa", parts=SINGLE, grace_s=0.0, transport="rdma").connected()
-        world.delay_s = lambda who, step: 0.7 * (who in (1, 2) and step == "flip")
+        world = await World(
+            "aaa", buckets=SINGLE, straggler_timeout_s=0.0, transport="rdma"
+        ).connected()
+        world.delay_s = lambda who, step: 0.7 * (who in (1, 2) and step == "commit")
         for version in range(12):
             stats = await world.publish(version)
             assert stats.lost == {}
@@ -660,15 +675,15 @@ def test_a_target_that_the_source_cannot_reach_is_lost_alone() -> None:
             world.failures[who, "write"] = TargetLost("connection reset")
             world.generators[2].host = "h"
             if who == "generator-0":
-                world.failures[2, "offer"] = "hang"
+                world.failures[2, "prepare"] = "hang"
             else:
                 world.failures.pop((who, "write"))
                 write = world.trainer.write
 
-                async def once(version, offers, write=write):
-                    if offers[0].replica == 0:
+                async def once(version, handles, write=write):
+                    if handles[0].replica == 0:
                         raise TargetLost("connection reset")
-                    return await write(version, offers)
+                    return await write(version, handles)
 
                 world.trainer.write = once
             stats = await world.publish(0)
@@ -682,7 +697,7 @@ def test_a_target_that_the_source_cannot_reach_is_lost_alone() -> None:
 def test_losing_the_last_replica_stops_the_run_with_its_error() -> None:
     async def main():
         world = await World(("h",)).connected()
-        world.failures[0, "offer"] = ConnectionError("gone")
+        world.failures[0, "prepare"] = ConnectionError("gone")
         with pytest.raises(RuntimeError, match="no generator took version 0") as caught:
             await world.publish(0)
         assert isinstance(caught.value.__cause__.__cause__, ConnectionError)
@@ -693,10 +708,10 @@ def test_losing_the_last_replica_stops_the_run_with_its_error() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
-def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_flips(parts) -> None:
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_commits(buckets) -> None:
     async def main():
-        world = await World("ab", parts=parts).connected()
+        world = await World("ab", buckets=buckets).connected()
         await world.publish(0)
         world.generators[1].damage = {NAMES[0]: 12345}
         with pytest.raises(FingerprintMismatch) as caught:
@@ -705,8 +720,8 @@ def test_a_wrong_fingerprint_stops_the_run_names_everything_and_never_flips(part
             assert word in str(caught.value)
         assert NAMES[1] not in str(caught.value)
         assert world.generators[1].version == 0
-        assert world.steps(1)[-1] == "discard"
-        assert world.generators[1].offered is None
+        assert world.steps(1)[-1] == "abort"
+        assert world.generators[1].prepared is None
 
     run(main())
 
@@ -715,15 +730,15 @@ def test_what_a_relay_passes_on_is_compared_with_what_the_trainer_wrote() -> Non
     async def main():
         world = await World(("h",) * 2).connected()
         await world.publish(0)
-        flip = world.generators[0].flip
+        commit = world.generators[0].commit
 
-        async def rotten(version, part):
-            answer = await flip(version, part)
-            world.generators[0].live["norm"] = 77  # memory changes after it was verified
-            world.generators[0].weights = lambda version: world.generators[0].live
+        async def rotten(version, bucket):
+            answer = await commit(version, bucket)
+            world.generators[0].active["norm"] = 77  # memory changes after it was verified
+            world.generators[0].weights = lambda version: world.generators[0].active
             return answer
 
-        world.generators[0].flip = rotten
+        world.generators[0].commit = rotten
         with pytest.raises(FingerprintMismatch) as caught:
             await world.publish(1)
         assert "generator 1 from the trainer through generator-0: norm must" in str(caught.value)
@@ -746,7 +761,7 @@ def test_all_wrong_parameters_are_named_up_to_a_limit() -> None:
         compare({"p3": 3, "p4": 4}, {"p4": 4, "unknown": 5}, 0, 1)
 
 
-def test_an_error_of_the_trainer_is_raised_at_once_as_it_is_and_nothing_flips() -> None:
+def test_an_error_of_the_trainer_is_raised_at_once_as_it_is_and_nothing_commits() -> None:
     async def main():
         world = await World("ab", timeout_s=60.0).connected()
         await world.publish(0)
@@ -754,12 +769,12 @@ def test_an_error_of_the_trainer_is_raised_at_once_as_it_is_and_nothing_flips() 
         world.journal.clear()
         error = MemoryError("a trainer's own")
         world.failures["trainer", "write"] = error
-        world.failures[1, "offer"] = "hang"  # must not hold the error back
+        world.failures[1, "prepare"] = "hang"  # must not hold the error back
         with pytest.raises(MemoryError) as caught:
             await asyncio.wait_for(world.publish(1), timeout=5)
         assert caught.value is error
         assert world.versions() == [0, 0]
-        assert world.steps(0) == ["offer", "discard"]
+        assert world.steps(0) == ["prepare", "abort"]
         with pytest.raises(MemoryError):
             await watching
         with pytest.raises(MemoryError):
@@ -776,7 +791,7 @@ def test_a_silent_trainer_ends_the_run_in_time(transport, tmp_path) -> None:
         with pytest.raises(TimeoutError, match=r"trainer write must end within .*5 s"):
             await world.publish(0)
         assert world.versions() == [-1, -1]
-        assert {generator.offered for generator in world.generators.values()} == {None}
+        assert {generator.prepared for generator in world.generators.values()} == {None}
 
     run(main())
 
@@ -786,9 +801,9 @@ def test_a_replica_at_which_the_write_of_a_living_trainer_hangs_is_lost() -> Non
         world = await World("ab").connected()
         write = world.trainer.write
 
-        async def stuck(version, offers):
-            await asyncio.sleep(1000 * (offers[0].replica == 1))
-            return await write(version, offers)
+        async def stuck(version, handles):
+            await asyncio.sleep(1000 * (handles[0].replica == 1))
+            return await write(version, handles)
 
         world.trainer.write = stuck
         await world.publish(0)
@@ -806,7 +821,7 @@ def test_an_error_of_a_lane_in_the_background_surfaces(error) -> None:
         world = await World("ab", timeout_s=60.0).connected()
         await world.publish(0)
         watching = asyncio.create_task(world.publisher.watch())
-        world.delay_s = lambda who, step: 5.0 * ((who, step) == (1, "offer"))
+        world.delay_s = lambda who, step: 5.0 * ((who, step) == (1, "prepare"))
         await world.publish(1)
         if error is None:
             world.generators[1].damage = {"norm": 5}
@@ -826,15 +841,15 @@ def test_an_error_of_a_lane_in_the_background_surfaces(error) -> None:
 def test_a_discard_that_fails_does_not_hide_or_delay_the_error(
     failure, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(lane, "DISCARD_S", 0.05)
+    monkeypatch.setattr(replica_sync, "ABORT_S", 0.05)
 
     async def main():
         world = await World(("h",), timeout_s=60.0).connected()
         world.failures["trainer", "write"] = MemoryError("a trainer's own")
-        world.failures[0, "discard"] = failure
+        world.failures[0, "abort"] = failure
         with pytest.raises(MemoryError):
             await asyncio.wait_for(world.publish(0), timeout=1)
-        assert world.steps(0) == ["offer", "discard"]
+        assert world.steps(0) == ["prepare", "abort"]
 
     run(main())
     gc.collect()
@@ -844,8 +859,8 @@ def test_a_discard_that_fails_does_not_hide_or_delay_the_error(
 def test_a_loss_is_heard_of_while_other_replicas_are_busy() -> None:
     async def main():
         world = await World("ab").connected()
-        world.failures[1, "offer"] = ConnectionError("gone")
-        world.failures[0, "flip"] = "hang"
+        world.failures[1, "prepare"] = ConnectionError("gone")
+        world.failures[0, "commit"] = "hang"
         task = asyncio.create_task(world.publish(0))
         while not world.heard:
             await asyncio.sleep(0.01)
@@ -867,7 +882,7 @@ def test_versions_go_up_and_publishes_go_one_by_one() -> None:
         for version in (3, 2):
             with pytest.raises(RuntimeError, match="newer than 3"):
                 await world.publish(version)
-        replica = world.publisher._lanes[0]
+        replica = world.publisher._syncs[0]
         for version in (3, 2):
             with pytest.raises(RuntimeError, match="newer than 3, which generator 0 has"):
                 await replica.update(version)
@@ -885,12 +900,12 @@ def test_versions_go_up_and_publishes_go_one_by_one() -> None:
 def test_a_replica_that_is_dropped_while_it_is_written_to_is_forgotten_after_its_discard() -> None:
     async def main():
         world = await World("abc").connected()
-        world.failures["fingerprint"] = "hang"
-        world.delay_s = lambda who, step: 0.5 * (step == "discard")
+        world.failures["verify"] = "hang"
+        world.delay_s = lambda who, step: 0.5 * (step == "abort")
         task = asyncio.create_task(world.publish(0))
         await asyncio.sleep(1)
         await world.publisher.drop(1)
-        assert world.journal[-2:] == [(1, "discard", 0), ("trainer", "connect_target", 1)]
+        assert world.journal[-2:] == [(1, "abort", 0), ("trainer", "connect_target", 1)]
         world.failures["trainer", "connect_target"] = MemoryError("own")
         await world.publisher.drop(0)
         with pytest.raises(MemoryError):
@@ -908,7 +923,7 @@ def test_closing_ends_the_lanes_and_discards_what_was_offered() -> None:
         task = asyncio.create_task(world.publish(0))
         await asyncio.sleep(1)
         await world.publisher.close()
-        assert [world.steps(replica) for replica in (0, 1)] == [["offer", "discard"]] * 2
+        assert [world.steps(replica) for replica in (0, 1)] == [["prepare", "abort"]] * 2
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -917,11 +932,11 @@ def test_closing_ends_the_lanes_and_discards_what_was_offered() -> None:
 
 
 @pytest.mark.parametrize("num_publishes", [300, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
-def test_healthy_publishes_with_random_delays_raise_nothing(num_publishes, parts) -> None:
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+def test_healthy_publishes_with_random_delays_raise_nothing(num_publishes, buckets) -> None:
     async def main():
         rng = random.Random(0)
-        world = await World("aabbb", parts=parts, grace_s=0.05).connected()
+        world = await World("aabbb", buckets=buckets, straggler_timeout_s=0.05).connected()
         world.delay_s = lambda who, step: rng.choice((0.0, 0.001, 0.02, rng.random() * 0.2))
         watching = asyncio.create_task(world.publisher.watch())
         for version in range(num_publishes):
@@ -941,11 +956,13 @@ def test_healthy_publishes_with_random_delays_raise_nothing(num_publishes, parts
     run(main())
 
 
-@pytest.mark.parametrize("parts", [WHOLE, SINGLE])
-def test_whoever_dies_when_the_others_get_to_the_newest_version(parts) -> None:
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+def test_whoever_dies_when_the_others_get_to_the_newest_version(buckets) -> None:
     async def main(seed):
         rng = random.Random(seed)
-        world = await World("aabbb", parts=parts, grace_s=0.05, timeout_s=2.0).connected()
+        world = await World(
+            "aabbb", buckets=buckets, straggler_timeout_s=0.05, timeout_s=2.0
+        ).connected()
         world.delay_s = lambda who, step: rng.choice((0.0, 0.001, 0.02, rng.random() * 0.3))
         victims = {2, 3} if seed % 2 else {0, 3}
         for victim in victims:
@@ -968,8 +985,8 @@ def test_whoever_dies_when_the_others_get_to_the_newest_version(parts) -> None:
         whole = world.publisher.replicas
         assert [world.generators[i].version for i in whole] == [12] * len(whole)
         lost = set(range(5)) - set(whole)
-        assert len(parts) > 1 or lost <= victims
-        assert all(world.generators[i].flipped or i in victims for i in lost)
+        assert len(buckets) > 1 or lost <= victims
+        assert all(world.generators[i].committed or i in victims for i in lost)
         sources = {world.generators[i].host: world.generators[i].route.source for i in whole}
         fed = [world.generators[i] for i in whole if world.generators[i].route.source == "trainer"]
         assert sorted(generator.host for generator in fed) == sorted(sources)

@@ -10,12 +10,12 @@ import torch
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
-from llamarl.weights.arena import Arena
-from llamarl.weights.comparison import compare
-from llamarl.weights.errors import TargetLost
-from llamarl.weights.layout import Box, ParameterLayout, Route
-from llamarl.weights.plan import plan
-from llamarl.weights.writer import Writer
+from llamarl.errors import TargetLost
+from llamarl.weights.integrity.comparison import compare
+from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
 
 pytestmark = pytest.mark.slow
 
@@ -45,38 +45,38 @@ class Source:
     async def connect(self, route):
         self._writer.connect(0, route)
 
-    async def write(self, version, offers):
+    async def write(self, version, handles):
         self._writer.begin_step()
         self._weights.normal_(generator=torch.Generator().manual_seed(version))
-        self._writer.present(version)
-        return await asyncio.to_thread(self._writer.write, version, offers)
+        self._writer.label(version)
+        return await asyncio.to_thread(self._writer.write, version, handles)
 
 
 class Target:
-    """An executor with an arena, transposed."""
+    """An executor with a weight buffer, transposed."""
 
     def __init__(self, rank, num_ranks, spans):
         from llamarl.cluster.rdma import MonarchRdma
 
-        self._arena = Arena(
-            parameters=parameters("arena", (1, 300)), num_elements=12000, dtype=torch.float32,
+        self._weight_buffer = WeightBuffer(
+            parameters=parameters("weights", (1, 300)), num_elements=12000, dtype=torch.float32,
             replica=0, rank=rank, run_id="test", host="b", rdma=MonarchRdma(),
         )  # fmt: skip
 
     async def layout(self):
-        return self._arena.layout()
+        return self._weight_buffer.layout()
 
     async def connect(self, route):
-        self._arena.connect(route)
+        self._weight_buffer.connect(route)
 
-    async def offer(self, version):
-        return await asyncio.to_thread(self._arena.offer, version, 0)
+    async def prepare(self, version):
+        return await asyncio.to_thread(self._weight_buffer.prepare, version, 0)
 
-    async def fingerprint(self, version):
-        return await asyncio.to_thread(self._arena.fingerprint, version, 0)
+    async def verify(self, version):
+        return await asyncio.to_thread(self._weight_buffer.verify, version, 0)
 
-    async def flip(self, version):
-        flat = self._arena.flip(version, 0)
+    async def commit(self, version):
+        flat = self._weight_buffer.commit(version, 0)
         expected = torch.empty(SHAPE).normal_(generator=torch.Generator().manual_seed(version))
         return torch.equal(flat.view(40, 300).t(), expected)
 
@@ -95,23 +95,23 @@ def test_versions_arrive_nothing_listens_and_a_dead_replica_is_lost(tmp_path) ->
         try:
             target = await cluster.spawn("target", Target, {})
             source = await cluster.spawn("source", Source, {})
-            copies = plan([await source.first.layout()], [await target.first.layout()])
+            copies = plan([await source.call_one.layout()], [await target.call_one.layout()])
             route = Route(
                 source="trainer", replica=0, transport="rdma", copies=tuple(copies),
                 bucket_bytes=5000,
             )  # fmt: skip
-            await asyncio.gather(source.first.connect(route), target.first.connect(route))
+            await asyncio.gather(source.call_one.connect(route), target.call_one.connect(route))
             for version in range(3):
-                offers = [await target.first.offer(version)]
-                written = await source.first.write(version, offers)
-                compare(written, await target.first.fingerprint(version), 0, version)
-                assert await target.first.flip(version)
+                handles = [await target.call_one.prepare(version)]
+                written = await source.call_one.write(version, handles)
+                compare(written, await target.call_one.verify(version), 0, version)
+                assert await target.call_one.commit(version)
             assert listeners([os.getpid(), *target.pids, *source.pids]) <= of_other_tests
-            offers = [await target.first.offer(3)]
+            handles = [await target.call_one.prepare(3)]
             await target.stop()
             started_s = time.monotonic()
             with pytest.raises(TargetLost, match="generator 0 rank 0 is out of reach"):
-                await source.first.write(3, offers)
+                await source.call_one.write(3, handles)
             assert time.monotonic() - started_s < 30
         finally:
             await cluster.stop()

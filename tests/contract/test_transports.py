@@ -1,4 +1,4 @@
-"""Every transport and every shadow, in real processes, under the real publisher."""
+"""Every transport and every staging, in real processes, under the real publisher."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from llamarl.weights.errors import FingerprintMismatch, ReplicaLost, StaleVersion
+from llamarl.errors import FingerprintMismatch, ReplicaLost, StaleVersion
 from tests.contract.publishing import (
     KINDS,
     LARGEST_BYTES,
-    SHADOWS,
     SHAPES,
+    STAGINGS,
     TRANSPORTS,
     Generator,
     GeneratorRanks,
@@ -32,9 +32,9 @@ def world(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def connected(world, transport, shadow, trainer, generators):
+async def connected(world, transport, staging, trainer, generators):
     """The publisher, connected; left without a trace in the ends, whatever happened."""
-    publisher = world.publisher(transport, shadow, trainer, generators)
+    publisher = world.publisher(transport, staging, trainer, generators)
     try:
         await publisher.connect()
         yield publisher
@@ -45,24 +45,27 @@ async def connected(world, transport, shadow, trainer, generators):
 
 
 HARDEST = ("cast", "sharded")  # the kinds whose bytes change on the way, or lie on two ranks
-EACH = [("full", tuple(KINDS)), *((shadow, HARDEST) for shadow in SHADOWS if shadow != "full")]
+EACH = [
+    ("double_buffer", tuple(KINDS)),
+    *((staging, HARDEST) for staging in STAGINGS if staging != "double_buffer"),
+]
 EACH += [pytest.param(each, tuple(KINDS), marks=pytest.mark.slow) for each, _ in EACH[1:]]
 
 
-@pytest.mark.parametrize(("shadow", "kinds"), EACH)
+@pytest.mark.parametrize(("staging", "kinds"), EACH)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_version_arrives_bit_by_bit_while_the_live_weights_are_read(
-    world, transport, shadow, kinds
+    world, transport, staging, kinds
 ) -> None:
     async def run(kind):
         for replica, host in enumerate(world.hosts):
-            host.call("build", replica, kind, shadow)
+            host.call("build", replica, kind, staging)
         dtype, num_ranks = KINDS[kind]
         num_elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
         num_elements += (num_ranks - 1) * 97  # norm and scale lie on every rank
         generators = [Generator(host) for host in world.hosts]
         async with connected(
-            world, transport, shadow, Trainer(world.trainers), generators
+            world, transport, staging, Trainer(world.trainers), generators
         ) as publisher:
             for _ in range(3):
                 stats = await publisher.publish(world.train())
@@ -82,14 +85,14 @@ def test_every_version_arrives_bit_by_bit_while_the_live_weights_are_read(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -> None:
     async def run():
-        world.hosts[0].call("build", 0, "sharded", "full")
+        world.hosts[0].call("build", 0, "sharded", "double_buffer")
         generators = [Generator(world.hosts[0])]
         trainer = Trainer(world.trainers)
-        async with connected(world, transport, "full", trainer, generators) as publisher:
+        async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
             for _ in range(num_publishes):
                 world.version += 1
                 for rank in world.trainers:
-                    rank.call("present", world.version)
+                    rank.call("label", world.version)
                 await publisher.publish(world.version)
 
     asyncio.run(run())
@@ -104,12 +107,12 @@ def refused(world, transport, kind, word, *, bend=lambda route: route, damage=No
     host = world.hosts[0]
 
     async def run():
-        host.call("build", 0, kind, "full")
+        host.call("build", 0, kind, "double_buffer")
         trainer = Trainer(world.trainers, bend)
         generators = [Generator(host, bend)]
         if after is not None:
             trainer.after = lambda: host.call(*after)
-        async with connected(world, transport, "full", trainer, generators) as publisher:
+        async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
             if damage is not None:
                 world.trainers[0].call("damage", damage)
             version = world.train()
@@ -119,7 +122,7 @@ def refused(world, transport, kind, word, *, bend=lambda route: route, damage=No
         assert word in str(caught.value)
         healthy = [Generator(host)]
         async with connected(
-            world, transport, "full", Trainer(world.trainers), healthy
+            world, transport, "double_buffer", Trainer(world.trainers), healthy
         ) as publisher:
             await publisher.publish(world.train())
         assert host.call("reads")[1] == 0
@@ -130,13 +133,13 @@ def refused(world, transport, kind, word, *, bend=lambda route: route, damage=No
 @pytest.mark.parametrize(
     ("kind", "name"), [("fused", "wide"), ("cast", "norm"), ("sharded", "scale"), ("sharded", "v")]
 )
-def test_one_flipped_bit_anywhere_in_the_shadow_is_found_and_named(world, kind, name) -> None:
+def test_one_committed_bit_anywhere_in_the_staging_is_found_and_named(world, kind, name) -> None:
     refused(world, "shared_memory", kind, name, after=("flip_bit", name))
 
 
 @pytest.mark.parametrize("transport", ["collective", "rdma"])
-def test_one_flipped_bit_in_a_message_is_found(world, transport) -> None:
-    refused(world, transport, "cast", "must arrive as written", damage="flip")
+def test_one_committed_bit_in_a_message_is_found(world, transport) -> None:
+    refused(world, transport, "cast", "must arrive as written", damage="commit")
 
 
 def test_a_message_that_never_came_leaves_an_old_one_and_is_found(world) -> None:
@@ -199,9 +202,11 @@ def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> No
         return dataclasses.replace(copy, source_offset=copy.source_offset - 1)
 
     async def run():
-        world.hosts[0].call("build", 0, "fused", "full")
+        world.hosts[0].call("build", 0, "fused", "double_buffer")
         trainer = Trainer(world.trainers, damage_one("norm", shift))
-        async with connected(world, "shared_memory", "full", trainer, [Generator(world.hosts[0])]):
+        async with connected(
+            world, "shared_memory", "double_buffer", trainer, [Generator(world.hosts[0])]
+        ):
             pass
 
     with pytest.raises(ValueError, match="copy of norm must read from where the layout has it"):
@@ -215,32 +220,34 @@ def test_a_version_that_goes_away_is_given_up_and_the_next_one_comes_on_the_same
     host = world.hosts[0]
 
     async def run():
-        host.call("build", 0, "fused", "full")
+        host.call("build", 0, "fused", "double_buffer")
         generator, trainer = Generator(host), Trainer(world.trainers)
-        async with connected(world, transport, "full", trainer, [generator]):
+        async with connected(world, transport, "double_buffer", trainer, [generator]):
             version = world.train()
-            world.trainers[1].call("retire", version)  # rank 0 still has it and sends all it has
-            offers = await generator.offer(version, 0)
+            world.trainers[1].call(
+                "invalidate", version
+            )  # rank 0 still has it and sends all it has
+            handles = await generator.prepare(version, 0)
             started_s = time.monotonic()
-            writes = (rank.ask("write", version, offers) for rank in world.trainers)
+            writes = (rank.ask("write", version, handles) for rank in world.trainers)
             outcomes = await asyncio.gather(*writes, return_exceptions=True)
             with pytest.raises(StaleVersion, match=f"version {version} is not there"):
                 raise outcomes[1]
             with contextlib.suppress(RuntimeError):  # of a transport that tells the target, too
-                await generator.fingerprint(version, 0)
-            await generator.discard(version)
+                await generator.verify(version, 0)
+            await generator.abort(version)
             assert time.monotonic() - started_s < 5
             version = world.train()
-            offers = await generator.offer(version, 0)
-            await trainer.write(version, offers)
-            await generator.fingerprint(version, 0)
-            await generator.flip(version, 0)
+            handles = await generator.prepare(version, 0)
+            await trainer.write(version, handles)
+            await generator.verify(version, 0)
+            await generator.commit(version, 0)
             assert host.call("reads")[1] == 0
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("call", ["offer", "write", "fingerprint", "flip"])
+@pytest.mark.parametrize("call", ["prepare", "write", "verify", "commit"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
     world, transport, call
@@ -249,11 +256,11 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
     survivor = world.hosts[0]
 
     async def run():
-        victim.call("build", 0, "sharded", "full")
-        survivor.call("build", 1, "fused", "full")
+        victim.call("build", 0, "sharded", "double_buffer")
+        survivor.call("build", 1, "fused", "double_buffer")
         generators = [Generator(victim), Generator(survivor)]
         trainer = Trainer(world.trainers)
-        async with connected(world, transport, "full", trainer, generators) as publisher:
+        async with connected(world, transport, "double_buffer", trainer, generators) as publisher:
             await publisher.publish(world.train())
 
             def kill(name, *args):
@@ -261,7 +268,7 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
                     victim.close()
 
             generators[0].before = kill
-            trainer.before = lambda offers: kill("write") if offers[0].replica == 0 else None
+            trainer.before = lambda handles: kill("write") if handles[0].replica == 0 else None
             started_s = time.monotonic()
             stats = await publisher.publish(world.train())
             assert time.monotonic() - started_s < 10
@@ -279,7 +286,7 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
 def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_more(world) -> None:
     async def run():
         for replica, host in enumerate(world.hosts):
-            host.call("build", replica, "fused", "full")
+            host.call("build", replica, "fused", "double_buffer")
         generators = [Generator(host) for host in world.hosts]
         lost, ended, calls = asyncio.Event(), asyncio.get_running_loop().create_future(), []
 
@@ -292,7 +299,9 @@ def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_
                 raise RuntimeError("it went wrong on one rank, the others go on")
 
         trainer = Trainer(world.trainers)
-        publisher = world.publisher("shared_memory", "full", trainer, generators, on_lost=end)
+        publisher = world.publisher(
+            "shared_memory", "double_buffer", trainer, generators, on_lost=end
+        )
         try:
             await publisher.connect()
             generators[0].before = fail
@@ -300,12 +309,12 @@ def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_
             publishing = asyncio.create_task(publisher.publish(world.train()))
             await lost.wait()
             await asyncio.sleep(0.2)
-            assert calls == ["offer", "discard"]
+            assert calls == ["prepare", "abort"]
             ended.set_result(None)
             stats = await publishing
             assert stats.num_running == {0: 3, 1: 3}
             assert list(stats.lost) == [0]
-            assert calls[2:] == ["connect_source", "offer", "fingerprint", "flip"]
+            assert calls[2:] == ["connect_source", "prepare", "verify", "commit"]
         finally:
             await publisher.close()
             for replica in (0, 1):
@@ -314,7 +323,7 @@ def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("call", ["offer", "write", "fingerprint", "flip"])
+@pytest.mark.parametrize("call", ["prepare", "write", "verify", "commit"])
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_no_weights(
     world, transport, call
@@ -324,10 +333,10 @@ def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_
 
     async def run():
         for replica, host in enumerate(world.hosts):
-            host.call("build", replica, ("sharded", "fused")[replica], "full")
+            host.call("build", replica, ("sharded", "fused")[replica], "double_buffer")
         generators = [Generator(host) for host in world.hosts]
         trainer = Trainer([world.trainers[0], victim])
-        publisher = world.publisher(transport, "full", trainer, generators)
+        publisher = world.publisher(transport, "double_buffer", trainer, generators)
         await publisher.connect()
         await publisher.publish(train())
 
@@ -336,11 +345,11 @@ def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_
                 victim.close()
 
         generators[0].before = kill
-        trainer.before = lambda offers: kill("write")
+        trainer.before = lambda handles: kill("write")
         started_s = time.monotonic()
         try:
             version = train()
-            if call in ("fingerprint", "flip"):  # all that the trainer had to do is done
+            if call in ("verify", "commit"):  # all that the trainer had to do is done
                 stats = await publisher.publish(version)
                 assert stats.num_running == {0: 3, 1: 3}
                 version = world.train()
@@ -369,16 +378,16 @@ def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_
 def test_a_publish_allocates_little_and_gathers_nothing(world, transport) -> None:
     async def run():
         host = world.hosts[0]
-        host.call("build", 0, "cast", "full")
+        host.call("build", 0, "cast", "double_buffer")
         trainer, generator = Trainer(world.trainers), Generator(host)
-        async with connected(world, transport, "full", trainer, [generator]):
+        async with connected(world, transport, "double_buffer", trainer, [generator]):
             version = world.train()
-            offers = host.call("offer", version, 0)
+            handles = host.call("prepare", version, 0)
             watched = await asyncio.gather(
-                *(rank.ask("watch_write", version, offers) for rank in world.trainers)
+                *(rank.ask("watch_write", version, handles) for rank in world.trainers)
             )
             watched.append(host.call("watch_fingerprint", version, 0))
-            host.call("flip", version, 0)
+            host.call("commit", version, 0)
             for num_bytes, names in watched:
                 assert 0 < num_bytes < LARGEST_BYTES / 4
                 assert not [name for name in names if "c10d" in name or "gather" in name]

@@ -11,7 +11,7 @@ from typing import Any
 from llamarl.cluster import GroupLost, make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.collector import CollectorExecutor
-from llamarl.types import FinishReason, Row
+from llamarl.types import FinishReason, RolloutInfo
 
 
 class Writing:
@@ -20,13 +20,13 @@ class Writing:
     def __init__(self, *, rank: int, num_ranks: int, spans: Any, first: int, num_rows: int) -> None:
         self._rows = iter(range(first, first + num_rows))
 
-    async def collect(self) -> list[Row]:
+    async def collect(self) -> list[RolloutInfo]:
         await asyncio.sleep(0.02)
         try:
             row_id = next(self._rows)
         except StopIteration:
             raise ArithmeticError("the engine broke") from None
-        row = Row(
+        row = RolloutInfo(
             row_id=row_id,
             num_prompt_tokens=1,
             num_tokens=1,
@@ -56,7 +56,7 @@ def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Pa
                 for i in first
             )
         )
-        generators = {i: group.first for i, group in enumerate(groups)}
+        generators = {i: group.call_one for i, group in enumerate(groups)}
         collector = await cluster.spawn(
             "collector-0", CollectorExecutor, {"generators": generators}
         )
@@ -64,7 +64,7 @@ def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Pa
         errors: dict[int, Exception] = {}
         num_answers, is_killed = 0, False
         while len(errors) < 2 or len(rows[1]) < 60:
-            for index, told in await collector.first.collect():
+            for index, told in await collector.call_one.collect():
                 if isinstance(told, Exception):
                     assert index not in errors
                     errors[index] = told

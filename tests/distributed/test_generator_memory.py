@@ -15,18 +15,18 @@ BOTH = ["kv", "weights"]
 PROMPT = tuple(range(1, 30))
 
 
-@pytest.mark.parametrize("shadow", ["full", "bucket"])
-def test_a_generator_takes_its_memory_along_and_brings_it_back_unchanged(ranks, tmp_path, shadow):
+@pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
+def test_a_generator_takes_its_memory_along_and_brings_it_back_unchanged(ranks, tmp_path, staging):
     folder = tmp_path / "checkpoint"
     make_checkpoint(
         folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, num_hidden_layers=2, max_position_embeddings=1024,
     )  # fmt: skip
-    (seen,) = ranks(1).run(leave_twice, str(folder), str(tmp_path), shadow)
+    (seen,) = ranks(1).run(leave_twice, str(folder), str(tmp_path), staging)
     lines = (tmp_path / "generator-0.jsonl").read_text().splitlines()[1:]
     moves = [move for move in map(json.loads, lines) if move["name"] == "offload"]
     left = [sum(move["bytes"] for move in moves[i : i + 2]) for i in (0, 2)]
-    assert [move["kind"] for move in moves] == BOTH * 2
+    assert [move["tag"] for move in moves] == BOTH * 2
     assert min(left) > 75e6
     for shrunk, num_bytes in zip(seen["shrunk"], left, strict=True):
         assert shrunk >= 0.8 * num_bytes
@@ -37,7 +37,7 @@ def test_a_generator_takes_its_memory_along_and_brings_it_back_unchanged(ranks, 
     assert tokens[0] == tokens[1]
 
 
-async def leave_twice(rank, num_ranks, checkpoint, folder, shadow):
+async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
     """The same rollout undisturbed and with two absences in its middle; a full cache."""
     storage, spans = MemoryStorage({0: {}, 1: {}}), Spans("generator-0", folder)
     generator = GeneratorExecutor(
@@ -47,8 +47,8 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, shadow):
         replica=0,
         checkpoint=checkpoint,
         load_weights=True,
-        config=EmbeddedConfig(max_running=8, max_context_tokens=768, heartbeat_s=0.2),
-        weights=WeightsConfig(shadow=shadow, bucket_bytes=1 << 24),
+        config=EmbeddedConfig(max_num_seqs=8, max_model_len=768, heartbeat_s=0.2),
+        weights=WeightsConfig(staging=staging, bucket_bytes=1 << 24),
         placement=PlacementConfig(colocated=True),
         storage=storage,
         tokenizer=checkpoint,
@@ -56,10 +56,10 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, shadow):
         run_dir=folder,
     )
     await generator.start()
-    engine, arena = generator._decoding.engine, generator._arena
+    engine, weight_buffer = generator._decoding.engine, generator._weight_buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there
-    seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, arena)]}
+    seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, weight_buffer)]}
     for row_id, num_absences in ((0, 0), (1, 2)):
         sampling = Sampling(max_tokens=60)
         await generator.submit(
@@ -69,20 +69,25 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, shadow):
             while not engine.num_running:
                 await asyncio.sleep(0.001)
             seen["running"].append(engine.num_running)
-            arena.shadow.fill_(1.0)  # as a publish does
+            weight_buffer.staging.fill_(1.0)  # as a publish does
             before = resident_bytes()
-            await generator.leave(BOTH)
+            await generator.offload(BOTH)
             seen["shrunk"].append(before - resident_bytes())
-            await generator.enter(BOTH)
+            await generator.onload(BOTH)
         while RESPONSE_IDS not in storage.cells[row_id]:
             await generator.collect()
-    seen["addresses"].append(addresses(engine, arena))
+    seen["addresses"].append(addresses(engine, weight_buffer))
     seen["tokens"] = [storage.cells[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
     await generator.close()
     spans.close()
     return seen
 
 
-def addresses(engine, arena):
-    tensors = [*engine.movable("kv"), *engine.movable("weights"), arena.live, arena.shadow]
+def addresses(engine, weight_buffer):
+    tensors = [
+        *engine.movable("kv"),
+        *engine.movable("weights"),
+        weight_buffer.active,
+        weight_buffer.staging,
+    ]
     return [tensor.data_ptr() for tensor in tensors]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import EmbeddedEngine
 from llamarl.types import FinishReason
 from tests.unit.test_generation_engine import (
     VARIANTS,
@@ -22,21 +22,19 @@ from tests.unit.test_generation_engine import (
 
 CASES = {
     "untied, llama3 rope, all biases": {},
-    "llama": {"kv_after_flip": "recompute"},
+    "llama": {"kv_after_commit": "recompute"},
     "qwen2": {"dtype": "bfloat16"},
 }
 FIRST = (2, "untied, llama3 rope, all biases")
 
 
 def write(num_steps: int, case: str, folder: str, rank: int = 0, num_ranks: int = 1):
-    """Rollouts of all kinds, with a flip after `num_steps` steps: ids, log-probs, versions, reason
-    of each row; and how many elements the rank holds."""
+    """Rollouts of all kinds, with a commit after `num_steps` steps: ids, log-probs, versions,
+    reason of each row; and how many elements the rank holds."""
     # kv heads that four ranks can divide
     architecture = replace(VARIANTS[case], num_heads=8, num_kv_heads=4)
-    config = EmbeddedConfig(
-        max_running=5, max_context_tokens=160, num_ranks=num_ranks, **CASES[case]
-    )
-    engine = Engine(
+    config = EmbeddedConfig(max_num_seqs=5, max_model_len=160, num_ranks=num_ranks, **CASES[case])
+    engine = EmbeddedEngine(
         architecture, config, rank=rank, num_ranks=num_ranks, rendezvous=f"{folder}/meeting"
     )
     flats = []
@@ -48,13 +46,13 @@ def write(num_steps: int, case: str, folder: str, rank: int = 0, num_ranks: int 
             engine.layout.parameter(flat, name).copy_(parameter.detach()[region])
         flats.append(flat)
     kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"segment_tokens": 7}]
-    engine.flip(flats[0], 0)
+    engine.commit(flats[0], 0)
     for row, prompt in enumerate(random_prompts(9)):
         engine.submit(make_request(row, prompt, 20 + 4 * row, **kinds[row % 4]))
     done = {}
     for _ in range(num_steps):
         done |= {item.request.row_id: item for item in engine.step()}
-    engine.flip(flats[1], 1)
+    engine.commit(flats[1], 1)
     done |= finish(engine)
     rows = {
         row: (item.written.ids, item.written.logprobs, item.written.versions, item.reason)
@@ -75,7 +73,7 @@ async def write_as_rank(rank: int, num_ranks: int, num_steps: int, case: str, fo
         for case in CASES
     ],
 )
-def test_ranks_together_write_what_one_writes_before_and_after_a_flip(
+def test_ranks_together_write_what_one_writes_before_and_after_a_commit(
     ranks, tmp_path: Path, num_ranks: int, case: str
 ) -> None:
     alone, num_elements = write(11, case, "")

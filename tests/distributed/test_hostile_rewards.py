@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.rewards.pool import Completion, RewardPool
-from llamarl.rewards.process import LOGGED_LINES
-from llamarl.rewards.supervisor import OUT_OF_MEMORY_SCORE, descendants
+from llamarl.environments.rewards.pool import Completion, RewardPool
+from llamarl.environments.rewards.process import LOGGED_LINES
+from llamarl.environments.rewards.supervisor import OUT_OF_MEMORY_SCORE, descendants
 from llamarl.types import Prompt, ScoreStatus
 from tests.distributed.test_reward_pool import is_alive, wait_until
 
@@ -307,7 +307,7 @@ def test_a_bomb_of_processes_ends_with_the_pool():
 PARENT = """
 import asyncio, sys
 from llamarl.config import RewardConfig
-from llamarl.rewards.pool import RewardPool
+from llamarl.environments.rewards.pool import RewardPool
 from tests.distributed.test_hostile_rewards import ESCAPES, completions
 
 async def main():

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from llamarl.cluster import worker as worker_command
 from llamarl.cluster.actors import Roster
-from llamarl.cluster.certificates import make_certificates
 from llamarl.cluster.credentials import (
     Address,
     Credentials,
@@ -29,11 +28,12 @@ from llamarl.cluster.credentials import (
     prepare,
     reach,
 )
+from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.cluster.inspection import check_reports, versions
 from llamarl.cluster.meshes import parts_of
 from llamarl.cluster.process import is_alive
 from llamarl.config import ClusterConfig
-from llamarl.types import Seat
+from llamarl.config.rank_assignment import Device
 from tests.distributed.test_processes import is_loopback, listening_addresses
 from tests.distributed.test_reward_pool import wait_until
 
@@ -241,7 +241,7 @@ CONTROLLER = """
 import asyncio, json, sys
 from llamarl.cluster import make_cluster, whole_process
 from llamarl.config import ClusterConfig
-from llamarl.types import Seat
+from llamarl.config.rank_assignment import Seat
 from tests.distributed.executors import Probe
 folder, logs, one, two, odd = sys.argv[1:]
 pem = {name: f"{folder}/{name}.pem" for name in ("ca", "certificate", "private_key")}
@@ -259,19 +259,19 @@ async def main():
     finally:
         await cluster.stop()
     cluster = cluster_of(one, two)
-    seats = [Seat(host=0, gpu=0), Seat(host=0, gpu=1), Seat(host=1, gpu=0)]
+    devices = [Seat(host=0, gpu=0), Seat(host=0, gpu=1), Seat(host=1, gpu=0)]
     try:
         storage = await cluster.spawn("storage", Probe, {}, 1, [Seat(host=1, gpu=None)])
-        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.every}, 3, seats)
-        say(await trainer.every.place())
-        variables = await trainer.every.environment()
+        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.every}, 3, devices)
+        say(await trainer.call_all.place())
+        variables = await trainer.call_all.environment()
         say([[each["LLAMARL_HOST"], each["LOCAL_RANK"], each["LLAMARL_GPU"]] for each in variables])
-        say(await trainer.every.ask_peer("echo", 7))
+        say(await trainer.call_all.ask_peer("echo", 7))
         try:
-            await trainer.every.fail(2)
+            await trainer.call_all.fail(2)
         except KeyError as error:
             say(str(error))
-        say(await trainer.every.start_child())
+        say(await trainer.call_all.start_child())
         await asyncio.to_thread(sys.stdin.readline)
     finally:
         await cluster.stop()
@@ -339,11 +339,13 @@ def test_a_roster_finds_any_row_of_ranks(sizes: list[int], data: st.DataObject) 
 
 
 def test_ranks_are_numbered_host_after_host() -> None:
-    places = [Seat(host=host, gpu=None) for host in (1, 1, 0)]
+    places = [Device(host=host, gpu=None) for host in (1, 1, 0)]
     assert [(host, first) for host, first, _ in parts_of(["a", "b"], places)] == [
         ("b", 0),
         ("a", 2),
     ]
     for bad in ([0, 1, 0], [2]):
-        with pytest.raises(ValueError, match="seats must be on the run's 2 hosts, host after host"):
-            list(parts_of(["a", "b"], [Seat(host=host, gpu=None) for host in bad]))
+        with pytest.raises(
+            ValueError, match="devices must be on the run's 2 hosts, host after host"
+        ):
+            list(parts_of(["a", "b"], [Device(host=host, gpu=None) for host in bad]))

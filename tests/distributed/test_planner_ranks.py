@@ -15,10 +15,10 @@ from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
-from llamarl.planner.activations import forecast_activations, fullest_packings
-from llamarl.planner.placements import trainer_layouts
-from llamarl.planner.trainer_memory import forecast_trainer
-from llamarl.weights.shards import shard_boxes
+from llamarl.planner.memory.activations import forecast_activations, fullest_packings
+from llamarl.planner.memory.placements import trainer_layouts
+from llamarl.planner.memory.trainer import forecast_trainer
+from llamarl.weights.layout.shards import shard_boxes
 from tests.distributed.training import make_checkpoint
 from tests.unit.planner_recipes import make_recipe
 
@@ -88,7 +88,7 @@ def test_ranks_hold_what_the_planner_says(ranks: Any, tmp_path: Path) -> None:
     for index, (name, trainer) in enumerate(LAYOUTS.items()):
         config = make_recipe(
             trainer=replace(trainer, tokens_per_micro_batch=TOKENS),
-            generator=EmbeddedConfig(max_context_tokens=CONTEXT),
+            generator=EmbeddedConfig(max_model_len=CONTEXT),
         )
         found = [answer[index] for answer in answers]
         for rank, layout in enumerate(trainer_layouts(config, architecture)):

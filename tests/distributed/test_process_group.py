@@ -23,7 +23,7 @@ from llamarl.models.process_group import (
     meet,
     why_no_gpu,
 )
-from llamarl.weights.collective import Group
+from llamarl.weights.transports.collective import RouteGroup
 from tests.distributed.test_processes import is_loopback, listening_addresses
 
 GB = 10**9
@@ -144,7 +144,7 @@ def test_a_route_over_nccl_is_formed_to_fail_alone_and_to_miss_a_message_after_u
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Recorded, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    group = Group.__new__(Group)
+    group = RouteGroup.__new__(RouteGroup)
     group.device, group._timeout = torch.device("cuda", 0), timedelta(seconds=7)
     group._form(torch.distributed.HashStore(), 0, 2)
     ((handling, timeout),) = formed

@@ -78,11 +78,11 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         trainer, other = await asyncio.gather(
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("scorer", Probe, {})
         )
-        pids.extend([*trainer.pids, *other.pids, *await trainer.every.start_child()])
-        pids.append(await other.first.start_child())
-        calls = [trainer.every.forever(), cluster.watch(), trainer.watch()]
+        pids.extend([*trainer.pids, *other.pids, *await trainer.call_all.start_child()])
+        pids.append(await other.call_one.start_child())
+        calls = [trainer.call_all.forever(), cluster.watch(), trainer.watch()]
         pending = [asyncio.create_task(call) for call in calls]
-        peer = asyncio.create_task(other.first.ask(trainer.first, "forever"))
+        peer = asyncio.create_task(other.call_one.ask(trainer.call_one, "forever"))
         await asyncio.sleep(0.1)
         killed_s = time.monotonic()
         os.kill(trainer.pids[1], signal.SIGKILL)
@@ -96,8 +96,8 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         assert time.monotonic() - killed_s < 4
         assert "raised in scorer-0" in caught.value.__notes__[0]
         with pytest.raises(GroupLost, match="rank 1"):
-            await trainer.first.place()
-        assert await other.first.echo(1) == 1  # the others live on
+            await trainer.call_one.place()
+        assert await other.call_one.echo(1) == 1  # the others live on
 
     run(tmp_path, scenario)
     assert not [pid for pid in pids if is_alive(pid)]
@@ -108,14 +108,14 @@ def test_a_call_reaches_many_ranks_through_one_and_the_first_failure_comes_back_
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 7)  # 0 calls 1, 3, 5; these 2, 4, 6
-        assert [place[0] for place in await group.every.place()] == list(range(7))
-        assert (await group.first.place())[0] == 0
-        assert await group.every.echo(None) == [None] * 7
+        assert [place[0] for place in await group.call_all.place()] == list(range(7))
+        assert (await group.call_one.place())[0] == 0
+        assert await group.call_all.echo(None) == [None] * 7
         with pytest.raises(KeyError, match="on rank 6"):
-            await group.every.fail(6)  # the others never answer
+            await group.call_all.fail(6)  # the others never answer
         os.kill(group.pids[4], signal.SIGKILL)
         with pytest.raises(GroupLost) as caught:
-            await group.every.place()
+            await group.call_all.place()
         assert (caught.value.group, caught.value.rank) == ("trainer", 4)
 
     run(tmp_path, scenario)
@@ -127,8 +127,8 @@ def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 2)
         pids.extend(group.pids)
-        await group.every.block_for(1.5)  # its first answer: until then it starts
-        call = asyncio.create_task(group.first.forever())
+        await group.call_all.block_for(1.5)  # its first answer: until then it starts
+        call = asyncio.create_task(group.call_one.forever())
         await asyncio.sleep(1.5)  # longer than the limit: an endless call is no silence
         assert not call.done()
         os.kill(group.pids[1], signal.SIGSTOP)  # rank 0 looks after it
@@ -138,7 +138,7 @@ def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
         assert 0.4 < time.monotonic() - stopped_s < 2
 
     began_s = time.monotonic()
-    run(tmp_path, scenario, silence_s=1.0)
+    run(tmp_path, scenario, liveness_timeout_s=1.0)
     assert time.monotonic() - began_s < 10
     assert not [pid for pid in pids if is_alive(pid)]
 
@@ -154,7 +154,7 @@ def test_stop_kills_what_does_not_close(
             cluster.spawn("stuck", StuckInClose, {}), cluster.spawn("blocked", Probe, {})
         )
         pids.extend([group.pids[0] for group in groups])
-        asyncio.create_task(groups[1].first.block_the_loop())  # noqa: RUF006 - never ends
+        asyncio.create_task(groups[1].call_one.block_the_loop())  # noqa: RUF006 - never ends
         await asyncio.sleep(0.1)
         began_s = time.monotonic()
         await cluster.stop()
@@ -171,15 +171,15 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
         with pytest.raises(RemoteError, match="cannot pickle"):
-            await group.first.return_unpicklable()
-        assert await group.first.echo(1) == 1
-        call = asyncio.create_task(group.first.forever())
+            await group.call_one.return_unpicklable()
+        assert await group.call_one.echo(1) == 1
+        call = asyncio.create_task(group.call_one.forever())
         await asyncio.sleep(0.1)
         await cluster.stop()
         with pytest.raises(GroupLost, match="stopped"):
             await call
         with pytest.raises(GroupLost, match="stopped"):
-            await group.first.echo(1)
+            await group.call_one.echo(1)
         with pytest.raises(RuntimeError, match="stopped"):
             await cluster.spawn("late", Probe, {})
 
@@ -189,7 +189,7 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
 def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("storage", Probe, {})
-        assert await group.first.echo("again") == "again"
+        assert await group.call_one.echo("again") == "again"
 
     before = len(os.listdir("/proc/self/fd"))
     for turn in range(3):
@@ -220,7 +220,7 @@ def test_output_goes_to_log_files_and_warnings_to_the_console(
 ) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {}, 2)
-        await group.every.talk()
+        await group.call_all.talk()
 
     run(tmp_path, scenario)
     for rank in range(2):
@@ -237,10 +237,10 @@ def test_output_goes_to_log_files_and_warnings_to_the_console(
 def test_the_last_words_of_a_dead_process_are_passed_on(tmp_path: Path) -> None:
     async def scenario(cluster: Cluster) -> None:
         group = await cluster.spawn("trainer", Probe, {})
-        await group.first.talk()
+        await group.call_one.talk()
         os.kill(group.pids[0], signal.SIGKILL)
         with pytest.raises(GroupLost, match="a crash writes"):
-            await group.first.forever()
+            await group.call_one.forever()
 
     run(tmp_path, scenario)
 
@@ -257,9 +257,9 @@ async def main():
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("scorer", Probe, {}))
         print(*(pid for group in groups for pid in group.pids), flush=True)
         if sys.argv[2] == "child":
-            print(await groups[1].first.start_child(), flush=True)
+            print(await groups[1].call_one.start_child(), flush=True)
         if sys.argv[2] != "end":
-            await groups[0].first.forever()
+            await groups[0].call_one.forever()
     finally:
         await cluster.stop()
 asyncio.run(main())
@@ -360,19 +360,19 @@ def test_executors_load_no_torch_unasked_get_their_threads_and_listen_on_loopbac
             cluster.spawn("storage", Probe, {}),
             cluster.spawn("light", ImportingStorage, {}),
         )
-        assert await light.first.modules(["torch", "numpy"]) == ["numpy"]
-        variables = await storage.first.environment()
+        assert await light.call_one.modules(["torch", "numpy"]) == ["numpy"]
+        variables = await storage.call_one.environment()
         assert variables["OMP_NUM_THREADS"] == "1"
         assert variables["GLOO_SOCKET_IFNAME"] == "lo"
-        assert await trainer.every.num_threads() == [1, 1]
-        assert await trainer.every.join(str(tmp_path / "meeting")) == [2.0, 2.0]
+        assert await trainer.call_all.num_threads() == [1, 1]
+        assert await trainer.call_all.join(str(tmp_path / "meeting")) == [2.0, 2.0]
         pids = [os.getpid(), *processes_with_mark()]
         assert {*trainer.pids, *storage.pids} <= set(pids)
         found = list(listening_addresses(pids))
         assert {pid for pid, _, _ in found} >= set(trainer.pids)  # gloo's own sockets are seen
         assert [entry for entry in found if not is_loopback(entry[1])] == []
         # The check itself sees a socket that is open to everybody.
-        port = await storage.first.listen_everywhere()
+        port = await storage.call_one.listen_everywhere()
         assert (storage.pids[0], "0.0.0.0", port) in listening_addresses(pids)
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
             own = (os.getpid(), "::1", server.getsockname()[1])

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from llamarl.config import TrainerConfig
-from llamarl.generation.parameters import arena_layout
+from llamarl.generation.parameters import buffer_layout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
-from llamarl.weights.arena import Arena
-from llamarl.weights.comparison import MODULUS
-from llamarl.weights.layout import Route
-from llamarl.weights.plan import plan
-from llamarl.weights.shards import shard_boxes
-from llamarl.weights.shared_memory import this_host
-from llamarl.weights.writer import Writer
+from llamarl.weights.integrity.comparison import MODULUS
+from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.layout.shards import shard_boxes
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.shared_memory import this_host
 from tests.distributed.training import make_checkpoint
 
 Target = tuple[str, int]  # dtype, tensor-parallel ranks
@@ -63,12 +63,12 @@ async def publish(
 def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Target) -> Any:
     policy = Policy(checkpoint, make_mesh("cpu", config), config, 0)
     writer = Writer(rank, this_host(), *shard_boxes(policy.parameters))
-    writer.present(0)
+    writer.label(0)
     dtype, num_targets = target
-    wanted = arena = None
+    wanted = weight_buffer = None
     if rank < num_targets:
-        wanted = arena_layout(read_architecture(checkpoint), dtype, rank, num_targets)
-        arena = Arena(
+        wanted = buffer_layout(read_architecture(checkpoint), dtype, rank, num_targets)
+        weight_buffer = WeightBuffer(
             parameters=wanted.parameters,
             num_elements=wanted.num_elements,
             dtype=getattr(torch, dtype),
@@ -77,27 +77,37 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
             run_id=uuid.uuid4().hex[:8],
         )
     sources = everyone(writer.layout())
-    places = [layout for layout in everyone(arena.layout() if arena else None) if layout]
+    places = [
+        layout for layout in everyone(weight_buffer.layout() if weight_buffer else None) if layout
+    ]
     copies = tuple(plan(sources, places))
     writer.connect(0, Route(source="trainer", replica=0, transport="shared_memory", copies=copies))
-    offers = [offer for offer in everyone(arena.offer(0, 0) if arena else None) if offer]
-    sent = everyone(writer.write(0, offers))
-    received = everyone(arena.fingerprint(0, 0) if arena else {})
+    handles = [
+        handle
+        for handle in everyone(weight_buffer.prepare(0, 0) if weight_buffer else None)
+        if handle
+    ]
+    sent = everyone(writer.write(0, handles))
+    received = everyone(weight_buffer.verify(0, 0) if weight_buffer else {})
     for name in policy.parameters:
-        sums = [sum(part.get(name, 0) for part in end) % MODULUS for end in (sent, received)]
+        sums = [sum(bucket.get(name, 0) for bucket in end) % MODULUS for end in (sent, received)]
         assert sums[0] == sums[1], (config, target, name)
-    if arena is not None and wanted is not None:
-        arena.flip(0, 0)
+    if weight_buffer is not None and wanted is not None:
+        weight_buffer.commit(0, 0)
         file = load_file(f"{checkpoint}/model.safetensors")
         for name, layout in wanted.parameters.items():
             (box,) = layout.boxes
             region = tuple(map(slice, box.start, box.stop))
             expected = file[name][region].to(getattr(torch, dtype))
-            assert torch.equal(wanted.parameter(arena.live, name), expected), (config, target, name)
+            assert torch.equal(wanted.parameter(weight_buffer.active, name), expected), (
+                config,
+                target,
+                name,
+            )
     writer.close()
     dist.barrier()  # nobody frees what another still writes to
-    if arena is not None:
-        arena.close()
+    if weight_buffer is not None:
+        weight_buffer.close()
     loads: Counter[int] = Counter()
     for copy in copies:
         loads[copy.source_rank] += torch.Size(copy.shape).numel()

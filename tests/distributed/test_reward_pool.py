@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.rewards.pool import Completion, RewardPool, try_loading
-from llamarl.rewards.supervisor import descendants
+from llamarl.environments.rewards.pool import Completion, RewardPool, try_loading
+from llamarl.environments.rewards.supervisor import descendants
 from llamarl.types import Prompt, ScoreStatus
 
 TASK = """
@@ -295,7 +295,7 @@ def test_close_ends_every_process_even_one_that_hangs_and_its_children():
 PARENT = """
 import asyncio, sys, threading
 from llamarl.config import RewardConfig
-from llamarl.rewards.pool import Completion, RewardPool
+from llamarl.environments.rewards.pool import Completion, RewardPool
 from llamarl.types import Prompt
 
 async def main():
@@ -349,7 +349,7 @@ def test_no_worker_outlives_a_parent_that_is_killed_or_forgets_to_close(state, e
 
 def start_worker(parent_pid):
     return subprocess.Popen(
-        [sys.executable, "-m", "llamarl.rewards.worker", str(parent_pid)],
+        [sys.executable, "-m", "llamarl.environments.rewards.worker", str(parent_pid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -49,7 +49,7 @@ class DictStorage:
     async def read(self, row_ids, names):
         return {name: [self.rows[row_id][name] for row_id in row_ids] for name in names}
 
-    async def retire(self, row_ids, fate):
+    async def retire(self, row_ids, outcome):
         for row_id in row_ids:
             del self.rows[row_id]
 

@@ -21,7 +21,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
     Request,
-    Row,
+    RolloutInfo,
     Sampling,
     Score,
     ScoreStatus,
@@ -37,7 +37,7 @@ class Writer:
 
     def __init__(self, *, rank, num_ranks, spans, storage) -> None:
         self.storage = storage
-        self.rows: list[Row] = []
+        self.rows: list[RolloutInfo] = []
 
     async def submit(self, requests: list[Request]) -> None:
         num_tokens = requests[0].sampling.max_tokens
@@ -52,7 +52,7 @@ class Writer:
         }
         await self.storage.write([request.row_id for request in requests], columns)
         self.rows += [
-            Row(
+            RolloutInfo(
                 row_id=request.row_id,
                 num_prompt_tokens=len(request.prompt_ids),
                 num_tokens=num_tokens,
@@ -62,7 +62,7 @@ class Writer:
             for request in requests
         ]
 
-    async def collect(self) -> list[Row]:
+    async def collect(self) -> list[RolloutInfo]:
         rows, self.rows = self.rows, []
         return rows
 
@@ -94,14 +94,14 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
                 for unit in range(2)
             )
         )
-        store = Store([unit.first for unit in units])
+        store = Store([unit.call_one for unit in units])
         writer, reader, *_ = await asyncio.gather(
             cluster.spawn("generator-0", Writer, {"storage": store}),
             cluster.spawn("scorer", Reader, {"storage": store}),
-            *(unit.first.start() for unit in units),
+            *(unit.call_one.start() for unit in units),
         )
-        executors = [Weighed(group.first) for group in (writer, reader)]
-        weighed_units = [Weighed(unit.first) for unit in units]
+        executors = [Weighed(group.call_one) for group in (writer, reader)]
+        weighed_units = [Weighed(unit.call_one) for unit in units]
         sampling = Sampling(max_tokens=num_tokens)
         row_ids = list(range(NUM_ROLLOUTS))
         requests = [
@@ -115,7 +115,7 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
         assert {score.reward for score in scores} == {float(num_tokens)}
         weighed_reader = Weighed(store)
         await weighed_reader.read(row_ids, [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS])
-        await Store(list(weighed_units)).retire(row_ids, {"fate": "trained", "version": 0})
+        await Store(list(weighed_units)).retire(row_ids, {"outcome": "trained", "version": 0})
         num_bytes = sum(each.num_bytes for each in executors + weighed_units)
         return num_bytes / NUM_ROLLOUTS, weighed_reader.num_bytes / NUM_ROLLOUTS
     finally:

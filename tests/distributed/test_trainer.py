@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.checkpoint import begin, latest, read_state
+from llamarl.checkpoints.checkpoint import begin, latest, read_state
 from llamarl.config import AIPOConfig, PlacementConfig, TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from llamarl import checkpoint
+from llamarl.checkpoints import checkpoint
 from llamarl.config import (
     AIPOConfig,
     EmbeddedConfig,
@@ -22,6 +22,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.data.packing import pack
+from llamarl.errors import StaleVersion
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.trainer import TrainerExecutor
@@ -42,10 +43,9 @@ from llamarl.types import (
     BatchRow,
     FinishReason,
 )
-from llamarl.weights.arena import Arena
-from llamarl.weights.errors import StaleVersion
-from llamarl.weights.layout import Route
-from llamarl.weights.plan import plan
+from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 WARNINGS: list[str] = []  # of the trainers of this process
 
@@ -109,7 +109,7 @@ class MemoryStorage:
     async def read(self, row_ids, names):
         return {name: [self.cells[row_id][name] for row_id in row_ids] for name in names}
 
-    async def retire(self, row_ids, fate):
+    async def retire(self, row_ids, outcome):
         for row_id in row_ids:
             del self.cells[row_id]
 
@@ -209,7 +209,7 @@ async def kernels_of_executors(rank, num_ranks, job):
         replica=0,
         checkpoint=job.checkpoint,
         load_weights=True,
-        config=EmbeddedConfig(max_running=2, max_context_tokens=32),
+        config=EmbeddedConfig(max_num_seqs=2, max_model_len=32),
         weights=WeightsConfig(),
         placement=PlacementConfig(),
         tokenizer=job.checkpoint,
@@ -300,20 +300,20 @@ async def take_turns(rank, num_ranks, job):
     addresses = [p.to_local().data_ptr() for p in executor.policy.parameters.values()]
     seen = {"shrunk": [], "left": [], "stats": [], "errors": []}
 
-    async def leave(kinds):
+    async def offload(kinds):
         seen["left"].append(sum(map(_num_bytes, map(executor.policy.movable, kinds))))
         before = resident_bytes()
-        await executor.leave(kinds)
-        await executor.leave(kinds)  # without effect
+        await executor.offload(kinds)
+        await executor.offload(kinds)  # without effect
         seen["shrunk"].append(before - resident_bytes())
 
-    await leave(["state", "weights"])
+    await offload(["state", "weights"])
     for batches in job.steps:
         await executor.prefetch(["weights", "state"])
-        await executor.enter(["weights"])
-        await executor.enter(["state"])
+        await executor.onload(["weights"])
+        await executor.onload(["state"])
         await executor.accumulate(batches[0])
-        await leave(["state", "weights"])  # gradients included
+        await offload(["state", "weights"])  # gradients included
         for call, arguments in (
             (executor.accumulate, [batches[0]]),
             (executor.step, []),
@@ -323,14 +323,14 @@ async def take_turns(rank, num_ranks, job):
                 await call(*arguments)
             except RuntimeError as error:
                 seen["errors"].append(type(error).__name__)
-        await executor.enter(["weights", "state"])
+        await executor.onload(["weights", "state"])
         for batch in batches[1:]:
             await executor.accumulate(batch)
         await executor.infer([0])
         seen["stats"].append(await executor.step())
-        await leave(["state"])
-        await leave(["weights"])
-    await executor.enter(["weights", "state"])
+        await offload(["state"])
+        await offload(["weights"])
+    await executor.onload(["weights", "state"])
     seen["shards"] = {
         n: p.detach().to_local().numpy().copy() for n, p in executor.policy.parameters.items()
     }
@@ -358,7 +358,7 @@ def _everything(executor):
     for kind in ("weights", "state"):
         for number, tensor in enumerate(executor.policy.movable(kind)):
             found[f"{kind} {number}"] = tensor.clone()
-    return found | {"rng": torch.get_rng_state(), "tally": executor._passes.tally.vector()}
+    return found | {"rng": torch.get_rng_state(), "tally": executor._passes.loss_metrics.vector()}
 
 
 async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
@@ -388,8 +388,8 @@ async def write_beside_steps(rank, num_ranks, job):
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
     source = await executor.source_layout()
-    arena = _arena(source)
-    copies = tuple(plan([source], [arena.layout()]))
+    weight_buffer = _weight_buffer(source)
+    copies = tuple(plan([source], [weight_buffer.layout()]))
     route = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
     await executor.connect_target(0, route)
     weights, written = [], {}
@@ -401,16 +401,16 @@ async def write_beside_steps(rank, num_ranks, job):
 
     async def write(version):
         try:
-            sums = await executor.write(version, [arena.offer(version, 0)])
-            assert sums == arena.fingerprint(version, 0)
-            return arena.shadow.numpy().copy()
+            sums = await executor.write(version, [weight_buffer.prepare(version, 0)])
+            assert sums == weight_buffer.verify(version, 0)
+            return weight_buffer.staging.numpy().copy()
         except StaleVersion as error:
             return str(error)
         finally:
-            arena.discard(version)
+            weight_buffer.abort(version)
 
     beside = asyncio.create_task(write(0))
-    while not arena.shadow[:99].any():
+    while not weight_buffer.staging[:99].any():
         await asyncio.sleep(0)
     was_running = not beside.done()
     await step(0)
@@ -420,25 +420,25 @@ async def write_beside_steps(rank, num_ranks, job):
     written["present"] = await write(2)
     await step(2)  # version 2 was taken
     written["too late"] = await write(2)
-    await executor.leave(["weights"])
+    await executor.offload(["weights"])
     written["away"] = await write(3)
-    await executor.enter(["weights"])
+    await executor.onload(["weights"])
     written["back"] = await write(3)
     weights.append(_flat(executor))
     await executor.connect_target(0, None)
-    arena.close()
+    weight_buffer.close()
     await executor.close()
     return {"was_running": was_running, "weights": weights, "written": written}
 
 
-def _arena(source):
+def _weight_buffer(source):
     """A generator's memory for all that a trainer of one rank has."""
     boxes, offset = {}, 0
     for name, layout in source.parameters.items():
-        box = replace(layout.boxes[0], buffer="arena", offset=offset)
+        box = replace(layout.boxes[0], buffer="weights", offset=offset)
         boxes[name] = replace(layout, boxes=(box,))
         offset += math.prod(layout.shape)
-    return Arena(
+    return WeightBuffer(
         parameters=boxes,
         num_elements=offset,
         dtype=torch.float32,

@@ -30,7 +30,7 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def flip(path: Path, bit: int = 6) -> None:
+def commit(path: Path, bit: int = 6) -> None:
     """Turn one bit over in the middle of a file: of a weight, an exponent's."""
     data = bytearray(path.read_bytes())
     place = len(data) // 2 // 4 * 4 + 3
@@ -42,7 +42,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     forks: Forks, run_dir: Path
 ) -> None:
     checkpoints = run_dir / "checkpoints"
-    flip(checkpoints / "step-00000002" / "__0_0.distcp")
+    commit(checkpoints / "step-00000002" / "__0_0.distcp")
     resume = ["train", f"--config-dir={RECIPE}", *KEEPING, f"run_dir={run_dir}"]
     done = forks.run(*resume, "checkpoint.resume=auto")
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused(forks: Forks, run_dir: Path) -> None:
     folder = run_dir / "checkpoints" / "step-00000002"
-    flip(folder / "__0_0.distcp")
+    commit(folder / "__0_0.distcp")
     other = run_dir.with_name("other")
     arguments = ["train", f"--config-dir={RECIPE}", *KEEPING, f"run_dir={other}"]
     done = forks.run(*arguments, f"checkpoint.resume={folder}")
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(forks: Forks, run_dir
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_damaged_export_is_refused(command: str, forks: Forks, run_dir: Path) -> None:
-    flip(run_dir / "export" / "model.safetensors")
+    commit(run_dir / "export" / "model.safetensors")
     done = forks.run(
         command,
         f"--config-dir={RECIPE}",

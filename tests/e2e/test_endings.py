@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl import checkpoint
+from llamarl.checkpoints import checkpoint
 from tests.e2e.test_runs import KEEPING, Command, finish, read_archive, train, wait_for_step
 
 NUM_STEPS = 4

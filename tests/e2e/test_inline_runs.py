@@ -118,7 +118,7 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
         f"model: {{checkpoint: {RECIPE / 'checkpoint'}}}\n"
         "data: {prompts: prompts.jsonl}\n"
         "sampling: {max_tokens: 64}\n"
-        "generator: {max_context_tokens: 128}\n"
+        "generator: {max_model_len: 128}\n"
         "algorithm: {drop_equal_rewards: false}\n"
     )
     done = llamarl("train", recipe, *SMALL, f"run_dir={tmp_path / 'run'}")
@@ -242,8 +242,8 @@ BAD_INPUTS = {
     "wrong type": (["trainer.lr=fast"], "fast"),
     "no checkpoint": (["model.checkpoint=nowhere"], "nowhere"),
     "no prompts": (["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),
-    "context": (["generator.max_context_tokens=100"], "max_tokens"),
-    "too long": (["generator.max_context_tokens=100000"], "positions"),
+    "context": (["generator.max_model_len=100"], "max_tokens"),
+    "too long": (["generator.max_model_len=100000"], "positions"),
     "rho": (["algorithm.rho=0.5"], "algorithm.rho must be at least 1"),
     "top-p": (["sampling.top_p=0.5"], "sampling.top_p must be 1"),
     "parts": (["trainer.groups_per_part=7"], "groups_per_part"),

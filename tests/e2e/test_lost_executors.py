@@ -34,9 +34,9 @@ def test_a_replica_that_wakes_when_it_was_given_up_harms_nothing(seed: int, tmp_
         tmp_path,
         f"num_steps={num_steps}",
         "generator.num_replicas=2",
-        "generator.max_running=16",
+        "generator.max_num_seqs=16",
         "staleness.max_staleness=0",
-        "cluster.silence_s=4",
+        "cluster.liveness_timeout_s=4",
         f"experience.num_storage_units={1 + seed % 2}",
     )
     wait_for_step(command, tmp_path, 1)
@@ -48,7 +48,7 @@ def test_a_replica_that_wakes_when_it_was_given_up_harms_nothing(seed: int, tmp_
         os.kill(victim, signal.SIGCONT)
     code, out, err = finish(command)
     assert code == 0, err + out
-    rows = [row for row in read_archive(tmp_path) if row["fate"] == "trained"]
+    rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
     assert len(rows) == len({row["row_id"] for row in rows}) == num_steps * 8 * 8
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["staleness_max"]) == (num_steps, 0)
@@ -61,7 +61,7 @@ def test_a_run_that_has_made_its_last_step_keeps_it_whoever_is_lost_then(
     role: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     num_steps = 4
-    command = train(tmp_path, f"num_steps={num_steps}", "cluster.silence_s=4")
+    command = train(tmp_path, f"num_steps={num_steps}", "cluster.liveness_timeout_s=4")
     wait_for_step(command, tmp_path, num_steps)
     hit(command, role, number)
     code, out, err = finish(command)
@@ -101,7 +101,7 @@ def test_a_generator_killed_at_any_moment_leaves_a_right_result_or_one_clear_lin
     hit(command, "generator-0", signal.SIGKILL)
     code, _, err = finish(command)
     if code == 0:
-        rows = [row for row in read_archive(tmp_path) if row["fate"] == "trained"]
+        rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
         assert len(rows) == len({row["row_id"] for row in rows}) == num_steps * 8 * 8
         assert (tmp_path / "export" / "model.safetensors").is_file()
     else:

@@ -92,7 +92,7 @@ def attestation_share(run_dir: Path) -> float:
     for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]:
         if event["ph"] == "X":
             seconds[event["name"]] += event["dur"] / 1e6
-    parts = [seconds[name] for name in ("fingerprint", "prepare", "write", "infer")]
+    parts = [seconds[name] for name in ("verify", "process_weights", "write", "infer")]
     assert all(parts), seconds
     return sum(parts) / seconds["step"]
 

@@ -260,12 +260,12 @@ def test_every_rollout_has_exactly_one_fate(finished: Path) -> None:
     ]
     ids = [line["row_id"] for line in lines]
     assert len(ids) == len(set(ids))
-    fates = {line["fate"] for line in lines}
-    assert {"trained", "evaluated", "canary"} <= fates
-    assert fates <= {"trained", "evaluated", "canary", "dropped", "unused"}
+    outcomes = {line["outcome"] for line in lines}
+    assert {"trained", "evaluated", "logprob_check"} <= outcomes
+    assert outcomes <= {"trained", "evaluated", "logprob_check", "dropped", "unused"}
     for line in lines:
         assert sum(count for _, count in line["spans"]) == line["num_tokens"]
-        if line["fate"] == "trained":
+        if line["outcome"] == "trained":
             assert line["sampling"]["temperature"] == 1.0
             assert 0 <= line["version"] - line["spans"][0][0] <= 1
 
@@ -294,8 +294,8 @@ def test_metrics_name_what_the_readme_names(finished: Path) -> None:
         "evaluation/accuracy",
         "wait/trainer",
         "wait/generator",
-        "canary/difference",
-        "canary/tolerance",
+        "logprob_check/difference",
+        "logprob_check/tolerance",
     } <= tags
 
 
@@ -333,7 +333,7 @@ def prompts_trained(run_dir: Path, first_row: int) -> list[list[int]]:
     lines = [
         line
         for line in read_archive(run_dir)
-        if line["fate"] == "trained" and line["row_id"] >= first_row
+        if line["outcome"] == "trained" and line["row_id"] >= first_row
     ]
     lines.sort(key=lambda line: line["row_id"])
     groups = [lines[start : start + 8] for start in range(0, len(lines), 8)]
@@ -480,7 +480,10 @@ def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "silence"),
-    [(signal.SIGKILL, "cluster.silence_s=60"), (signal.SIGSTOP, "cluster.silence_s=3")],
+    [
+        (signal.SIGKILL, "cluster.liveness_timeout_s=60"),
+        (signal.SIGSTOP, "cluster.liveness_timeout_s=3"),
+    ],
     ids=["killed", "stopped"],
 )
 def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
@@ -502,9 +505,9 @@ def test_the_run_goes_on_without_a_lost_replica_and_a_lost_reward_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shadow", ["host", "bucket"])
-def test_a_run_over_rdma_ends_without_a_complaint(shadow: str, tmp_path: Path) -> None:
-    overrides = ["weights=rdma", f"weights.shadow={shadow}", "weights.bucket_bytes=500000"]
+@pytest.mark.parametrize("staging", ["host", "bucket"])
+def test_a_run_over_rdma_ends_without_a_complaint(staging: str, tmp_path: Path) -> None:
+    overrides = ["weights=rdma", f"weights.staging={staging}", "weights.bucket_bytes=500000"]
     command = train(tmp_path, "num_steps=4", "generator.num_replicas=2", *overrides)
     code, out, err = finish(command)
     assert code == 0, err + out
@@ -531,7 +534,7 @@ def test_the_run_goes_on_after_a_replica_stood_still_for_a_while(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 25
     assert summary["staleness_max"] <= 1
-    rows = [row for row in read_archive(tmp_path) if row["fate"] == "trained"]
+    rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
     assert len(rows) == len({row["row_id"] for row in rows}) == 25 * 8 * 8
     assert command.wait_until_gone(5.0) == []
 
@@ -554,7 +557,7 @@ def parent_of(pid: int) -> int:
 
 
 def is_reward_worker(pid: int) -> bool:
-    return "llamarl.rewards.worker" in told_of(pid, "cmdline")
+    return "llamarl.environments.rewards.worker" in told_of(pid, "cmdline")
 
 
 def told_of(pid: int, file: str) -> str:

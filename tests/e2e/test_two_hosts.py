@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster.certificates import make_certificates
+from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.cluster.process import is_alive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.forks import Forks
-from tests.loss_formulas import Written, advantages, step
+from tests.loss_formulas import PartialOutput, advantages, step
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -36,7 +36,7 @@ class Ended:
         self.summary = json.loads((run_dir / "summary.json").read_text())
         self.steps = [line for line in lines(run_dir / "metrics.jsonl") if "trainer/loss" in line]
         self.rows = [row for path in (run_dir / "archive").iterdir() for row in lines(path)]
-        self.trained = [row for row in self.rows if row["fate"] == "trained"]
+        self.trained = [row for row in self.rows if row["outcome"] == "trained"]
 
     def spans(self, process: str, name: str) -> list[Line]:
         path = self._run_dir / "spans" / f"{process}.jsonl"
@@ -87,7 +87,7 @@ def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -
                 weights = [int(v >= row["oldest_version"]) for v in versions(row)]
                 log_ref = row.get("ref_logprobs", log_pi)
                 blank = [0.0] * len(log_mu)
-                rollouts.append(Written(log_pi, log_mu, log_ref, blank, weights, advantage))
+                rollouts.append(PartialOutput(log_pi, log_mu, log_ref, blank, weights, advantage))
         assert len(rollouts) == GROUPS * SIZE
         want, _, _ = step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields)
         assert record["trainer/loss"] == pytest.approx(want, rel=tolerance, abs=tolerance), version
@@ -100,7 +100,7 @@ def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path)
         "num_steps=4",
         "algorithm=grpo",
         "trainer.lr=1e-3",
-        "generator.max_running=8",
+        "generator.max_num_seqs=8",
         "generator.kv_after_flip=recompute",
     )
     assert run.summary["steps"] == 4
@@ -126,7 +126,7 @@ def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_
         "algorithm=cispo",
         "sampling.segment_tokens=8",
         "staleness.max_staleness=2",
-        "weights.shadow=bucket",
+        "weights.staging=bucket",
         "weights.bucket_bytes=300000",
         "trainer.compute_dtype=bfloat16",
     )
@@ -139,7 +139,7 @@ def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_
     prefilled = sum(span["tokens"] for span in run.spans("generator-0", "prefill"))
     assert prefilled > sum(row["num_prompt_tokens"] for row in run.rows)
     # 2.3 MB go out in pieces of at most 300 kB, three times.
-    assert len(run.spans("generator-0", "flip")) >= 3 * 8
+    assert len(run.spans("generator-0", "commit")) >= 3 * 8
     # The trainer rounds, the generator does not.
     first = [row for row in run.trained if row["version"] == 0]
     assert 1e-3 < max(apart for _, apart in differences(first)) < 0.5
@@ -182,7 +182,7 @@ def test_dapo_from_two_int8_replicas(forks: Forks, tmp_path: Path) -> None:
     assert_losses(run, "dapo", 1e-4)
     # Dynamic sampling: what is trained differs in reward, the rest was dropped for it.
     assert run.summary["groups_dropped"]
-    assert any(row["fate"] == "dropped" for row in run.rows)
+    assert any(row["outcome"] == "dropped" for row in run.rows)
     assert all(run.spans(f"generator-{replica}", "decode") for replica in (0, 1))
     first = [row for row in run.trained if row["version"] == 0]
     assert 1e-3 < max(apart for _, apart in differences(first)) < 1
@@ -216,7 +216,7 @@ def test_a_late_group_is_overtaken_and_its_old_tokens_masked(forks: Forks, tmp_p
         "staleness.late=mask",
         "reward.functions=[task]",
         "reward.num_workers=2",
-        "generator.max_running=8",  # so that few are scored together with the one that waits
+        "generator.max_num_seqs=8",  # so that few are scored together with the one that waits
         "data.held_out=null",
         recipe=recipe,
     )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.executors.offload import Offload
-from llamarl.generation.engine import Engine
+from llamarl.executors.offload import Offloader
+from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.sampling import SamplingRows, sample
 from tests.unit.test_generation_engine import (
     LLAMA,
@@ -31,11 +31,11 @@ pytestmark = [
 ]
 
 
-def make_cuda_engine(seed: int, **config) -> Engine:
-    fields = {"max_running": 4, "max_context_tokens": 160, "device": "cuda", "dtype": "float32"}
-    engine = Engine(LLAMA, EmbeddedConfig(**(fields | config)))
+def make_cuda_engine(seed: int, **config) -> EmbeddedEngine:
+    fields = {"max_num_seqs": 4, "max_model_len": 160, "device": "cuda", "dtype": "float32"}
+    engine = EmbeddedEngine(LLAMA, EmbeddedConfig(**(fields | config)))
     flat = flat_weights(engine, make_model(LLAMA, seed)).to(engine.memory.dtype)
-    engine.flip(flat.cuda(), 0)
+    engine.commit(flat.cuda(), 0)
     for row, prompt in enumerate(random_prompts(9)):
         engine.submit(make_request(row, prompt, 3 + 12 * row, temperature=0.7 + 0.1 * row))
     return engine
@@ -61,19 +61,19 @@ def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_graphs_write_what_single_calls_write_through_flips_and_moves(quantization: str) -> None:
+def test_graphs_write_what_single_calls_write_through_commits_and_moves(quantization: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     done = []
     for cuda_graphs in (False, True):
         config = EmbeddedConfig(
-            max_running=7,
-            max_context_tokens=160,
+            max_num_seqs=7,
+            max_model_len=160,
             device="cuda",
             dtype="float32",
             quantization=quantization,
             cuda_graphs=cuda_graphs,
         )
-        engine = Engine(LLAMA, config)
+        engine = EmbeddedEngine(LLAMA, config)
         flats = [flat_weights(engine, make_model(LLAMA, seed)).cuda() for seed in (1, 2)]
         done.append(write(engine, flats, torch.empty_like(flats[0])))
         assert (len(engine._steps._replays) > 2) == cuda_graphs
@@ -113,14 +113,14 @@ def test_graphs_decode_faster_than_single_calls() -> None:
 
 def test_weights_and_cache_leave_the_device_and_come_back(tmp_path: Path) -> None:
     stayed, left = make_cuda_engine(1, quantization="fp8"), make_cuda_engine(1, quantization="fp8")
-    offload = Offload("pinned", str(tmp_path), "generator-0")
+    offload = Offloader("pinned", str(tmp_path), "generator-0")
     done = {}
     for _ in range(5):
         done |= {item.request.row_id: item for item in left.step()}
     for kind in ("kv", "weights"):
-        assert offload.leave(kind, left.movable(kind)) > 0
+        assert offload.offload(kind, left.movable(kind)) > 0
     for kind in ("weights", "kv"):
-        offload.enter(kind)
+        offload.onload(kind)
     done |= finish(left)
     for row, item in finish(stayed).items():
         assert done[row].written.ids.tolist() == item.written.ids.tolist()

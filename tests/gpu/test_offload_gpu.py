@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamarl.executors.offload import CHUNK_BYTES, Offload
+from llamarl.executors.offload import CHUNK_BYTES, Offloader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,7 +13,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("kind", ["pinned", "file"])
 def test_device_memory_leaves_for_others_and_comes_back_bit_for_bit(kind, tmp_path):
-    offload = Offload(kind, str(tmp_path), "trainer-0")
+    offload = Offloader(kind, str(tmp_path), "trainer-0")
     large = torch.randn(CHUNK_BYTES // 4 + 12345, device="cuda")  # more than one bounce
     small = torch.arange(10, device="cuda", dtype=torch.bfloat16)
     on_cpu = torch.randn(1000)
@@ -25,7 +25,7 @@ def test_device_memory_leaves_for_others_and_comes_back_bit_for_bit(kind, tmp_pa
     for _ in range(2):
         torch.cuda.synchronize()
         before_bytes = torch.cuda.mem_get_info()[0]
-        moved_bytes = offload.leave("state", tensors)
+        moved_bytes = offload.offload("state", tensors)
         assert moved_bytes == own_bytes + (4000 if kind == "file" else 0)
         freed_bytes = torch.cuda.mem_get_info()[0] - before_bytes
         assert freed_bytes >= 0.8 * own_bytes
@@ -33,7 +33,7 @@ def test_device_memory_leaves_for_others_and_comes_back_bit_for_bit(kind, tmp_pa
         offload.prefetch("state")
         del other
         torch.cuda.empty_cache()
-        assert offload.enter("state") == moved_bytes
+        assert offload.onload("state") == moved_bytes
         for tensor, want in zip(tensors, expected, strict=True):
             assert torch.equal(tensor.cpu(), want)
         tensors[0].add_(1)
@@ -43,10 +43,10 @@ def test_device_memory_leaves_for_others_and_comes_back_bit_for_bit(kind, tmp_pa
 
 @pytest.mark.parametrize("kind", ["pinned", "file"])
 def test_what_need_not_come_back_comes_back_as_zeros(kind, tmp_path):
-    offload = Offload(kind, str(tmp_path), "generator-0")
+    offload = Offloader(kind, str(tmp_path), "generator-0")
     cache = torch.randn(1 << 20, device="cuda")
-    assert offload.leave("kv", [cache], keep=False) == 4 << 20
+    assert offload.offload("kv", [cache], keep=False) == 4 << 20
     assert cache.untyped_storage().nbytes() == 0
-    offload.enter("kv")
+    offload.onload("kv")
     assert not cache.any()
     offload.close()

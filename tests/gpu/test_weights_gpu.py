@@ -10,19 +10,19 @@ import dataclasses
 import pytest
 import torch
 
-from llamarl.weights.errors import FingerprintMismatch
-from llamarl.weights.fingerprint import fingerprint, transfer
-from llamarl.weights.mapped import Block
-from tests.contract.publishing import KINDS, SHADOWS, Generator, GeneratorRanks, Trainer, World
+from llamarl.errors import FingerprintMismatch
+from llamarl.weights.integrity.fingerprint import fingerprint, transfer
+from llamarl.weights.transports.mapped import MappedBlock
+from tests.contract.publishing import KINDS, STAGINGS, Generator, GeneratorRanks, Trainer, World
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-WAYS = [("cuda_ipc", shadow) for shadow in SHADOWS]
-WAYS += [("collective", "full"), ("collective", "bucket"), ("rdma", "full")]
-WAYS += [("shared_memory", "host")]  # the shadow is host memory, pinned
+WAYS = [("cuda_ipc", staging) for staging in STAGINGS]
+WAYS += [("collective", "double_buffer"), ("collective", "bucket"), ("rdma", "double_buffer")]
+WAYS += [("shared_memory", "host")]  # the staging buffer is host memory, pinned
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def world(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def connected(world, transport, shadow, trainer, generators):
-    publisher = world.publisher(transport, shadow, trainer, generators)
+async def connected(world, transport, staging, trainer, generators):
+    publisher = world.publisher(transport, staging, trainer, generators)
     try:
         await publisher.connect()
         yield publisher
@@ -44,14 +44,14 @@ async def connected(world, transport, shadow, trainer, generators):
             await trainer.connect_target(replica, None)
 
 
-@pytest.mark.parametrize(("transport", "shadow"), WAYS)
-def test_every_version_arrives_bit_by_bit_and_is_passed_on(world, transport, shadow) -> None:
+@pytest.mark.parametrize(("transport", "staging"), WAYS)
+def test_every_version_arrives_bit_by_bit_and_is_passed_on(world, transport, staging) -> None:
     async def run(kind):
         for replica, host in enumerate(world.hosts):
-            host.call("build", replica, kind, shadow, "cuda")
+            host.call("build", replica, kind, staging, "cuda")
         generators = [Generator(host) for host in world.hosts]
         async with connected(
-            world, transport, shadow, Trainer(world.trainers), generators
+            world, transport, staging, Trainer(world.trainers), generators
         ) as publisher:
             for _ in range(3):
                 stats = await publisher.publish(world.train())
@@ -78,11 +78,13 @@ def test_damage_is_found_and_named(world, damage) -> None:
 
     async def run():
         host = world.hosts[0]
-        host.call("build", 0, "fused", "full", "cuda")
+        host.call("build", 0, "fused", "double_buffer", "cuda")
         trainer = Trainer(world.trainers, bend)
         if damage == "bit":
             trainer.after = lambda: host.call("flip_bit", "embed")
-        async with connected(world, "cuda_ipc", "full", trainer, [Generator(host)]) as publisher:
+        async with connected(
+            world, "cuda_ipc", "double_buffer", trainer, [Generator(host)]
+        ) as publisher:
             version = world.train()
             with pytest.raises(FingerprintMismatch, match="embed"):
                 await publisher.publish(version)
@@ -91,24 +93,24 @@ def test_damage_is_found_and_named(world, damage) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("shadow", ["full", "bucket"])
-def test_the_live_memory_keeps_its_address(shadow) -> None:
+@pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
+def test_the_live_memory_keeps_its_address(staging) -> None:
     ranks = GeneratorRanks()
-    ranks.build(0, "fused", shadow, "cuda")
-    (arena,) = ranks._arenas
-    address = arena.live.data_ptr()
+    ranks.build(0, "fused", staging, "cuda")
+    (weight_buffer,) = ranks._weight_buffers
+    address = weight_buffer.active.data_ptr()
     for version in range(2):
-        for part in range(len(arena.layout().parts)):
-            arena.offer(version, part)
-            arena.flip(version, part)
-    assert arena.live.data_ptr() == address
-    assert arena.live.is_cuda
-    arena.close()
+        for bucket in range(len(weight_buffer.layout().buckets)):
+            weight_buffer.prepare(version, bucket)
+            weight_buffer.commit(version, bucket)
+    assert weight_buffer.active.data_ptr() == address
+    assert weight_buffer.active.is_cuda
+    weight_buffer.close()
 
 
 @pytest.mark.parametrize("num_openings", [0, 1, 3])
 def test_shared_memory_is_freed_when_its_owner_says_so(world, num_openings) -> None:
-    block = Block("shared", 1 << 24, torch.float32, torch.device("cuda", 0), is_host=False)
+    block = MappedBlock("shared", 1 << 24, torch.float32, torch.device("cuda", 0), is_host=False)
     address = block.address
     for _ in range(num_openings):
         world.hosts[0].call("peek", address, block.num_bytes)

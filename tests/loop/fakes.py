@@ -12,27 +12,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from llamarl.cluster.errors import GroupLost
-from llamarl.executors.rows import read_written, row_of, write_finished
+from llamarl.errors import GroupLost, StaleVersion
+from llamarl.executors.rollout_columns import read_written, row_of, write_finished
 from llamarl.executors.storage import StorageExecutor
-from llamarl.generation.protocol import Finished
-from llamarl.generation.scheduler import Written, nothing_written
+from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.scheduler import PartialOutput, nothing_written
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
     Batch,
-    Fate,
     FinishReason,
+    Outcome,
     Prompt,
     Request,
-    Row,
+    RolloutInfo,
     Score,
     ScoreStatus,
     StepStats,
 )
-from llamarl.weights.errors import StaleVersion
-from llamarl.weights.layout import Box, Offer, ParameterLayout, RankLayout, Route
+from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, Route, StagingHandle
 
 T = TypeVar("T")
 
@@ -53,46 +52,46 @@ class FakeStorage(StorageExecutor):
             archive_folder=None,
             archive_tokens=False,
         )
-        self.fates: dict[int, Fate] = {}
+        self.outcomes: dict[int, Outcome] = {}
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         for row_id in row_ids:
-            before = self.fates.get(row_id, {"fate": "lost"})["fate"]
-            assert before == "lost", f"row {row_id} retired twice: {before} then {fate}"
-            self.fates[row_id] = dict(fate)
-        await super().retire(row_ids, fate)
+            before = self.outcomes.get(row_id, {"outcome": "lost"})["outcome"]
+            assert before == "lost", f"row {row_id} retired twice: {before} then {outcome}"
+            self.outcomes[row_id] = dict(outcome)
+        await super().retire(row_ids, outcome)
 
 
 class FakeTenant:
     """Remembers which kinds are on the device, and whose they are."""
 
-    kinds: tuple[str, ...]
+    tags: tuple[str, ...]
     move_s = 0.02
 
     def __init__(self) -> None:
-        self.here = set(self.kinds)
+        self.here = set(self.tags)
         self.returned = asyncio.Event()
         self.returned.set()
 
-    async def leave(self, kinds: list[str]) -> None:
+    async def offload(self, tags: list[str]) -> None:
         self.returned.clear()
-        self.here -= set(kinds)
+        self.here -= set(tags)
         await asyncio.sleep(self.move_s)
 
-    async def prefetch(self, kinds: list[str]) -> None:
-        assert set(kinds) <= set(self.kinds)
+    async def prefetch(self, tags: list[str]) -> None:
+        assert set(tags) <= set(self.tags)
 
-    async def enter(self, kinds: list[str]) -> None:
+    async def onload(self, tags: list[str]) -> None:
         await asyncio.sleep(self.move_s)
-        self.here |= set(kinds)
-        if self.here == set(self.kinds):
+        self.here |= set(tags)
+        if self.here == set(self.tags):
             self.returned.set()
 
 
 class FakeReplica(FakeTenant):
-    """Writes `length(request)` tokens at `token_s` each, `max_running` rollouts at a time.
+    """Writes `length(request)` tokens at `token_s` each, `max_num_seqs` rollouts at a time.
 
-    It is a Generator, a Receiver and, for the other replicas of its host, a Sender: a flip takes
+    It is a Generator, a Receiver and, for the other replicas of its host, a Sender: a commit takes
     effect at the next token, so long rollouts carry several versions. Stored are a rollout's
     columns by `collect`, as by the real one.
 
@@ -101,7 +100,7 @@ class FakeReplica(FakeTenant):
     process wakes up again and goes on with what it was asked before, unless `stop` ends it.
     """
 
-    kinds = ("weights", "kv")
+    tags = ("weights", "kv")
 
     def __init__(
         self,
@@ -109,29 +108,29 @@ class FakeReplica(FakeTenant):
         *,
         length: Callable[[Request], int],
         token_s: float = 0.01,
-        max_running: int = 64,
+        max_num_seqs: int = 64,
         dies_at_s: float | None = None,
         silent_s: tuple[float, float] | None = None,
-        flip_s: float = 0.0,
+        commit_s: float = 0.0,
     ) -> None:
         super().__init__()
-        self.index, self.version, self.token_s, self.flip_s = index, -1, token_s, flip_s
+        self.index, self.version, self.token_s, self.commit_s = index, -1, token_s, commit_s
         self.dies_at_s, self.silent_s = dies_at_s, silent_s
         self.storage = FakeStorage()
         self._length = length
-        self._slots = asyncio.Semaphore(max_running)
-        self._done: list[Finished] = []
+        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._done: list[RequestOutput] = []
         self._has_done = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
-        self._flipped = asyncio.Condition()
+        self._committed = asyncio.Condition()
         self._awake = asyncio.Event()
         self._awake.set()
         self._work: set[asyncio.Future[Any]] = set()
         self._lost: asyncio.Future[None] | None = None
         self.is_stopped = False
         self.started: list[tuple[Request, int]] = []
-        self.written: dict[int, Row] = {}
+        self.written: dict[int, RolloutInfo] = {}
 
     # The process and what the cluster knows of it
 
@@ -206,10 +205,10 @@ class FakeReplica(FakeTenant):
             self._requests[request.row_id] = request
             self._tasks[request.row_id] = asyncio.create_task(self._write(request, before))
 
-    async def collect(self) -> list[Row]:
+    async def collect(self) -> list[RolloutInfo]:
         return await self._call(self._collect())
 
-    async def _collect(self) -> list[Row]:
+    async def _collect(self) -> list[RolloutInfo]:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_done.wait(), 1.0)
         await self._sleep(GATHER_S)
@@ -221,7 +220,7 @@ class FakeReplica(FakeTenant):
         self.written |= {row.row_id: row for row in rows}
         return rows
 
-    async def abort(self, row_ids: list[int]) -> None:
+    async def abort_requests(self, row_ids: list[int]) -> None:
         await self._call(self._abort(row_ids))
 
     async def _abort(self, row_ids: list[int]) -> None:
@@ -231,9 +230,9 @@ class FakeReplica(FakeTenant):
                 self._tasks.pop(row_id).cancel()
                 self._finish(self._requests[row_id], [], FinishReason.ABORTED)
 
-    async def _write(self, request: Request, before: Written) -> None:
-        async with self._flipped:
-            await self._flipped.wait_for(lambda: self.version >= request.min_version)
+    async def _write(self, request: Request, before: PartialOutput) -> None:
+        async with self._committed:
+            await self._committed.wait_for(lambda: self.version >= request.min_version)
         async with self._slots:
             versions = before.versions.tolist()
             total = self._length(request)
@@ -248,12 +247,12 @@ class FakeReplica(FakeTenant):
         self._finish(request, versions, FinishReason.SEGMENT if is_cut else FinishReason.STOP)
 
     def _finish(self, request: Request, versions: list[int], reason: FinishReason) -> None:
-        written = Written(
+        written = PartialOutput(
             ids=np.ones(len(versions), np.int32),
             logprobs=np.zeros(len(versions), np.float32),
             versions=np.array(versions, np.int32),
         )
-        self._done.append(Finished(request=request, written=written, reason=reason))
+        self._done.append(RequestOutput(request=request, written=written, reason=reason))
         self._has_done.set()
 
     # Receiver
@@ -265,35 +264,35 @@ class FakeReplica(FakeTenant):
         await self._call(self._sleep(0.0))
         return [None]
 
-    async def offer(self, version: int, part: int) -> list[Offer]:
+    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
         await self._call(self._sleep(0.0))
         assert version > self.version
-        offer = Offer(
+        handle = StagingHandle(
             version=version,
-            part=part,
+            bucket=bucket,
             replica=self.index,
             rank=0,
             host="h",
             address="",
             num_bytes=4,
         )
-        return [offer]
+        return [handle]
 
-    async def fingerprint(self, version: int, part: int) -> list[dict[str, int]]:
+    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
         await self._call(self._sleep(0.0))
         return [{"w": version}]
 
-    async def flip(self, version: int, part: int) -> list[int]:
-        return await self._call(self._flip(version))
+    async def commit(self, version: int, bucket: int) -> list[int]:
+        return await self._call(self._commit(version))
 
-    async def _flip(self, version: int) -> list[int]:
-        await self._sleep(self.flip_s)
-        async with self._flipped:
+    async def _commit(self, version: int) -> list[int]:
+        await self._sleep(self.commit_s)
+        async with self._committed:
             self.version = version
-            self._flipped.notify_all()
+            self._committed.notify_all()
         return [len(self._tasks)]
 
-    async def discard(self, version: int) -> list[None]:
+    async def abort(self, version: int) -> list[None]:
         return [None]
 
     # Sender
@@ -305,7 +304,7 @@ class FakeReplica(FakeTenant):
         await self._call(self._sleep(0.0))
         return [None]
 
-    async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         await self._call(self._sleep(0.0))
         if version != self.version:
             raise StaleVersion(f"{version} is not {self.version}")
@@ -315,7 +314,7 @@ class FakeReplica(FakeTenant):
 def one_parameter(rank: int) -> RankLayout:
     box = Box(start=(0,), stop=(1,), buffer="w", offset=0, strides=(1,))
     layout = ParameterLayout(shape=(1,), dtype="float32", boxes=(box,))
-    return RankLayout(rank=rank, host="h", parameters={"w": layout}, parts=(("w",),))
+    return RankLayout(rank=rank, host="h", parameters={"w": layout}, buckets=(("w",),))
 
 
 @dataclass
@@ -362,7 +361,7 @@ class FakeTrainer(FakeTenant):
     inferred: list[tuple[int, int]] = field(default_factory=list)
     difference: Callable[[int], float] = lambda row_id: 1e-6
     storage: FakeStorage | None = None
-    kinds = ("weights", "state")
+    tags = ("weights", "state")
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -397,12 +396,12 @@ class FakeTrainer(FakeTenant):
     async def connect_target(self, replica: int, route: Route | None) -> list[None]:
         return [None]
 
-    async def write(self, version: int, offers: list[Offer]) -> list[dict[str, int]]:
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         for pause_s in (self.write_s, 0.0):
             if version not in (self.version, self.version - 1):
                 raise StaleVersion(f"version {version} is gone")
             await asyncio.sleep(pause_s)
-        self.writes.append((version, offers[0].replica))
+        self.writes.append((version, handles[0].replica))
         return [{"w": version}]
 
     async def infer(self, row_ids: list[int]) -> list[float]:
@@ -418,7 +417,7 @@ class FakeJournal:
         self.evaluations: list[object] = []
         self.steps: list[int] = []
 
-    def verdict(self, group: object, reason: str | None) -> None:
+    def log_group(self, group: object, reason: str | None) -> None:
         if reason is not None:
             self.drops.append(reason)
 

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamarl.algorithms.verdict import judge
-from llamarl.canary import Canary
+from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import (
     AIPOConfig,
     CheckpointConfig,
@@ -28,20 +27,21 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.controller import Controller
 from llamarl.data.batch import make_batch
-from llamarl.data.requests import make_requests
-from llamarl.dispatch import Dispatch
-from llamarl.evaluate import Evaluator
+from llamarl.environments.requests import make_requests
 from llamarl.executors.collector import CollectorExecutor
-from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.loop.colocation import Colocation, Disaggregated
+from llamarl.loop.controller import Controller
+from llamarl.loop.dispatch import Dispatch
+from llamarl.loop.evaluation import Evaluator
+from llamarl.loop.gate import Gate
+from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
-from llamarl.placement import Disaggregated, Placement
 from llamarl.protocols import Generator
-from llamarl.saver import Saver
-from llamarl.staleness import Gate
-from llamarl.types import Group, Prompt, Request, Row, Sampling
-from llamarl.weights.publish import Publisher
+from llamarl.types import Group, Prompt, Request, RolloutInfo, Sampling
+from llamarl.weights.sync.publisher import Publisher
 from tests.loop.fakes import FakeJournal, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 
 
@@ -109,8 +109,8 @@ class Loop:
     scorer: FakeScorer = field(default_factory=FakeScorer)
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
     storage: FakeStorage = field(default_factory=FakeStorage)
-    journal: FakeJournal = field(default_factory=FakeJournal)
-    placement: Placement = field(default_factory=Disaggregated)
+    run_logger: FakeJournal = field(default_factory=FakeJournal)
+    colocation: Colocation = field(default_factory=Disaggregated)
 
     def config(self) -> Config:
         return Config(
@@ -138,7 +138,7 @@ class Loop:
         config, sampling = self.config(), Sampling(max_tokens=256)
         state = self.state
         replicas = self.replicas or {0: FakeReplica(0, length=self.length)}
-        self.written: dict[int, Row] = {}
+        self.written: dict[int, RolloutInfo] = {}
         for executor in (self.scorer, self.trainer, *replicas.values()):
             executor.storage = self.storage
         for replica in replicas.values():
@@ -155,7 +155,7 @@ class Loop:
             num_prompts=self.num_prompts,
             **{name: state.get(name, 0) for name in ("version", "next_group_id", "next_row_id")},
         )
-        self.canary = Canary(
+        self.logprob_check = LogprobCheck(
             dispatch=dispatch,
             ledger=ledger,
             storage=self.storage,
@@ -164,12 +164,12 @@ class Loop:
             prompts=[Prompt(prompt_id=0, text="", token_ids=(1, 2))],
             sampling=sampling,
             seed=0,
-            mode=config.weights.canary,
+            mode=config.weights.logprob_check,
         )
 
-        def flipped(replica: int, version: int) -> None:
-            dispatch.flipped(replica, version)
-            self.canary.flipped(replica, version)
+        def committed(replica: int, version: int) -> None:
+            dispatch.committed(replica, version)
+            self.logprob_check.committed(replica, version)
 
         publisher = Publisher(
             self.trainer,
@@ -178,7 +178,7 @@ class Loop:
             config.weights,
             generator_device="cpu",
             rendezvous_folder=str(run_dir),
-            on_flip=flipped,
+            on_commit=committed,
             on_lost=dispatch.lost,
             on_hold=dispatch.hold,
         )
@@ -202,7 +202,7 @@ class Loop:
             trainer=self.trainer,
             prompts=prompts,
             gate=self.gate,
-            placement=self.placement,
+            colocation=self.colocation,
             evaluator=evaluator,
             spans=spans,
             version=self.gate.version,
@@ -228,15 +228,15 @@ class Loop:
             generator=dispatch,
             scorer=self.scorer,
             reference=None,
-            judge=partial(judge, max_tokens=256, config=config.algorithm),
+            filter_group=partial(filter_group, max_tokens=256, config=config.algorithm),
             make_batch=partial(make_batch, num_ranks=2, tokens_per_micro_batch=64),
             trainer=self.trainer,
             storage=self.storage,
             publisher=publisher,
-            canary=self.canary,
-            placement=self.placement,
+            logprob_check=self.logprob_check,
+            colocation=self.colocation,
             evaluator=evaluator if held_out else None,
-            journal=self.journal,
+            run_logger=self.run_logger,
             spans=spans,
         )
         await publisher.connect()

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.cluster.errors import GroupLost
-from llamarl.planner.clock import run
-from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, Row, Sampling
+from llamarl.errors import GroupLost
+from llamarl.planner.simulation.clock import run
+from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
 from tests.loop.fakes import SILENCE_S, FakeReplica, FakeStorage
 from tests.loop.loop import make_dispatch
 
@@ -22,7 +22,7 @@ replicas = st.integers(0, NUM_REPLICAS - 1)
 events = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 4), st.sampled_from([0, 2])),
     st.tuples(st.just("submit to"), replicas, st.integers(1, 2)),
-    st.tuples(st.just("flip"), replicas),
+    st.tuples(st.just("commit"), replicas),
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("lose"), replicas),
     st.tuples(st.just("kill"), replicas),
@@ -42,7 +42,7 @@ class Play:
     ends: bool
     asked: dict[int, Request] = field(default_factory=dict)
     told: Counter[int] = field(default_factory=Counter)
-    stopped: dict[int, Row] = field(default_factory=dict)
+    stopped: dict[int, RolloutInfo] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
 
     async def perform(self, script: list[Any]) -> None:
@@ -50,10 +50,10 @@ class Play:
         self.fakes = {i: FakeReplica(i, length=lambda request: 5) for i in range(NUM_REPLICAS)}
         self.dispatch = make_dispatch(self.fakes, self.storage, self.num_collectors)
         for index, fake in self.fakes.items():
-            await fake.flip(0, 0)
+            await fake.commit(0, 0)
             if not self.ends:
                 fake.stop = asyncio.Event().wait  # type: ignore[method-assign, assignment]
-            self.dispatch.flipped(index, 0)
+            self.dispatch.committed(index, 0)
         hearing = asyncio.create_task(self._hear())
         calls = []
         try:
@@ -84,13 +84,13 @@ class Play:
             if index in self.dispatch.replicas:  # else nothing is to come
                 await self.dispatch.submit_to(index, self._requests(count, 0))
         elif name == "abort":
-            await self.dispatch.abort(list(range(arguments[0])))
-        elif name == "flip":
+            await self.dispatch.abort_requests(list(range(arguments[0])))
+        elif name == "commit":
             fake = self.fakes[arguments[0]]
             version = fake.version + 1
             with contextlib.suppress(GroupLost):
-                await fake.flip(version, 0)
-                self.dispatch.flipped(arguments[0], version)
+                await fake.commit(version, 0)
+                self.dispatch.committed(arguments[0], version)
         elif name == "thaw":
             self.fakes[arguments[0]]._awake.set()
         elif name == "freeze":
@@ -104,7 +104,7 @@ class Play:
             self.fakes[arguments[0]]._awake.set()  # the last one, or one that is given up
         elif self._may_go(arguments[0]):
             if name == "lose":
-                self.dispatch.lost(arguments[0], TimeoutError("a flip took too long"))
+                self.dispatch.lost(arguments[0], TimeoutError("a commit took too long"))
             else:
                 self.fakes[arguments[0]]._die("died")
 
@@ -165,7 +165,7 @@ def test_losing_the_last_replica_is_told_by_collect(caplog: pytest.LogCaptureFix
     async def main() -> None:
         fakes = {0: FakeReplica(0, length=lambda request: 5, dies_at_s=0.02)}
         dispatch = make_dispatch(fakes, FakeStorage(), 0)
-        await fakes[0].flip(0, 0)
+        await fakes[0].commit(0, 0)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
         try:
@@ -185,7 +185,7 @@ def test_a_lost_storage_unit_is_named_and_costs_no_replica(
     """A replica's own call to the unit raises first, before the unit's watcher knows."""
 
     class WithoutStorage(FakeReplica):
-        async def collect(self) -> list[Row]:
+        async def collect(self) -> list[RolloutInfo]:
             raise GroupLost("storage-1", None, "killed")
 
     async def main() -> None:
@@ -209,8 +209,8 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
         fakes = {i: FakeReplica(i, length=lambda request: 5) for i in range(2)}
         dispatch = make_dispatch(fakes, FakeStorage(), 0)
         for index, fake in fakes.items():
-            await fake.flip(5, 0)
-            dispatch.flipped(index, 5)
+            await fake.commit(5, 0)
+            dispatch.committed(index, 5)
         dispatch.hold({0})
 
         def ask(row_id: int, version: int, purpose: Purpose) -> Request:
@@ -227,8 +227,8 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
         await dispatch.submit([ask(i, 5, Purpose.EVALUATE) for i in range(4, 8)])
         held = {index: sorted(each.running) for index, each in dispatch.replicas.items()}
         assert held == {0: [4, 5, 6, 7], 1: [0, 1, 2, 3]}
-        dispatch.lost(0, TimeoutError("a flip took too long"))
-        given_up: list[Row] = []
+        dispatch.lost(0, TimeoutError("a commit took too long"))
+        given_up: list[RolloutInfo] = []
         while len(given_up) < 4:  # on the other one another version may write them
             given_up += await dispatch.collect()
         assert {row.row_id: str(row.finish_reason) for row in given_up} == dict.fromkeys(

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from llamarl import checkpoint
-from llamarl.data.backlog import Backlog
-from llamarl.data.prompts import PromptStream
+from llamarl.checkpoints import checkpoint
+from llamarl.environments.prompts import PromptStream
+from llamarl.environments.resumable_prompts import ResumablePrompts
+from llamarl.loop.colocation import Colocated
 from llamarl.metrics.span import Spans
-from llamarl.placement import Colocated
-from llamarl.planner.clock import run
-from llamarl.types import Fate, Prompt, Score, ScoreStatus
+from llamarl.planner.simulation.clock import run
+from llamarl.types import Outcome, Prompt, Score, ScoreStatus
 from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail
 
@@ -65,11 +65,11 @@ def solving(**options: Any) -> Loop:
     )
 
 
-def backlog(state: dict[str, Any] | None = None) -> Backlog:
+def backlog(state: dict[str, Any] | None = None) -> ResumablePrompts:
     state = state or {}
     stream = PromptStream(PROMPTS, seed=1, shuffle=True, position=state.get("position", 0))
     first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
-    return Backlog(stream, PROMPTS, first)
+    return ResumablePrompts(stream, PROMPTS, first)
 
 
 def saved(run_dir: Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_a_run_whose_prompts_are_solved_is_finished(
         loop = solving(max_staleness=max_staleness, evaluate_every=evaluate_every)
         if is_colocated:
             spans = Spans("controller", None)
-            loop.placement = Colocated(loop.trainer, dict(loop.replicas), spans)
+            loop.colocation = Colocated(loop.trainer, dict(loop.replicas), spans)
         await loop.run(tmp_path)
         return loop
 
@@ -98,11 +98,13 @@ def test_a_run_whose_prompts_are_solved_is_finished(
     assert loop.gate.solved.startswith("all of the last 29 groups")
     assert saved(tmp_path)["version"] == version
     assert saved(tmp_path)["solved"] == loop.gate.solved
-    versions = [evaluation.version for evaluation in loop.journal.evaluations]
+    versions = [evaluation.version for evaluation in loop.run_logger.evaluations]
     assert versions == (list(range(version + 1)) if evaluate_every else [0, version])
-    assert loop.journal.steps == list(range(1, version + 1))
+    assert loop.run_logger.steps == list(range(1, version + 1))
     # What was accumulated towards a step that never came is not saved as trained.
-    trained = [row for row, fate in loop.storage.fates.items() if fate["fate"] == "trained"]
+    trained = [
+        row for row, outcome in loop.storage.outcomes.items() if outcome["outcome"] == "trained"
+    ]
     assert len(trained) == version * 4 * 2
 
 
@@ -161,7 +163,7 @@ def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_
     async def train(loop: Loop, limit_s: float) -> None:
         if is_colocated:
             spans = Spans("controller", None)
-            loop.placement = Colocated(loop.trainer, dict(loop.replicas), spans)
+            loop.colocation = Colocated(loop.trainer, dict(loop.replicas), spans)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await loop.run(tmp_path)
@@ -174,7 +176,7 @@ def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_
         return
     state = saved(tmp_path)
     assert state["version"] == version < 50
-    assert first.journal.steps == list(range(1, version + 1)), "every step is written down"
+    assert first.run_logger.steps == list(range(1, version + 1)), "every step is written down"
     second = make(version + 6, state)
     run(train(second, 1e6))
     assert second.trainer.version == version + 6
@@ -193,9 +195,9 @@ def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_
     expected = [next(stream) for _ in range(last["position"])]
     assert sorted(drawn) == sorted((prompt.epoch, prompt.prompt_id) for prompt in expected)
     # What the first run evaluated after its save is cut from the records and done again.
-    versions = [each.version for each in first.journal.evaluations]
+    versions = [each.version for each in first.run_logger.evaluations]
     versions = [version for version in versions if version <= state["evaluated"]]
-    versions += [each.version for each in second.journal.evaluations]
+    versions += [each.version for each in second.run_logger.evaluations]
     assert len(versions) == len(set(versions)), "no version is evaluated twice"
     assert versions[-1] == version + 6
     if not options["evaluate_every"]:
@@ -224,9 +226,9 @@ def test_a_group_that_is_dropped_amid_a_save_is_either_open_in_it_or_archived(
     for state in states:
         num_bytes = state["records"]["archive/rollouts-0.jsonl"][-1][0]
         lines = [json.loads(line) for line in archive.read_bytes()[:num_bytes].splitlines()]
-        rows = [line["row_id"] for line in lines if line["fate"] in ("trained", "dropped")]
+        rows = [line["row_id"] for line in lines if line["outcome"] in ("trained", "dropped")]
         found = {loop.prompt_of[row_id] for row_id in rows}
-        assert any(line["fate"] == "dropped" for line in lines)
+        assert any(line["outcome"] == "dropped" for line in lines)
         open_ones = [tuple(pair) for pair in (*state["pending"], *state["backlog"])]
         stream = PromptStream(PROMPTS, seed=1, shuffle=True, position=0)
         drawn = [next(stream) for _ in range(state["position"])]
@@ -241,10 +243,10 @@ class SlowArchive(FakeStorage):
         super().__init__()
         self._path = run_dir / "archive" / "rollouts-0.jsonl"
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         async def work() -> None:
             await asyncio.sleep(0.03)
-            await super(SlowArchive, self).retire(row_ids, fate)
+            await super(SlowArchive, self).retire(row_ids, outcome)
 
         await asyncio.shield(asyncio.create_task(work()))
 

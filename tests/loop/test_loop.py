@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster.errors import GroupLost
-from llamarl.dispatch import STOP_S, Dispatch
+from llamarl.errors import GroupLost
+from llamarl.loop.colocation import Colocated
+from llamarl.loop.dispatch import STOP_S, Dispatch
 from llamarl.metrics.span import Spans
-from llamarl.placement import Colocated
-from llamarl.planner.clock import run
-from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Row, Sampling
+from llamarl.planner.simulation.clock import run
+from llamarl.types import TOKEN_VERSIONS, Purpose, Request, RolloutInfo, Sampling
 from tests.loop.fakes import SILENCE_S, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop, heavy_tail, make_dispatch
 
@@ -42,9 +42,9 @@ def test_the_bound_is_never_exceeded_and_is_reached(
         scorer=FakeScorer(**HARD),
         trainer=FakeTrainer(step_s=0.05),
         replicas={
-            0: FakeReplica(0, length=heavy_tail, max_running=8),
-            1: FakeReplica(1, length=heavy_tail, max_running=8, token_s=0.05, flip_s=0.2),
-            2: FakeReplica(2, length=heavy_tail, max_running=8, dies_at_s=num_steps / 25),
+            0: FakeReplica(0, length=heavy_tail, max_num_seqs=8),
+            1: FakeReplica(1, length=heavy_tail, max_num_seqs=8, token_s=0.05, commit_s=0.2),
+            2: FakeReplica(2, length=heavy_tail, max_num_seqs=8, dies_at_s=num_steps / 25),
         },
     )
     run(loop.run(tmp_path))
@@ -53,8 +53,8 @@ def test_the_bound_is_never_exceeded_and_is_reached(
     assert len(ages) > 10 * num_steps
     # With "wait" the order alone must keep the bound: nothing may need masking.
     assert max(ages if late == "mask" else ages + loop.masked()) == max_staleness
-    assert "equal_rewards" in loop.journal.drops
-    assert "failed_reward" in loop.journal.drops
+    assert "equal_rewards" in loop.run_logger.drops
+    assert "failed_reward" in loop.run_logger.drops
 
 
 @pytest.mark.parametrize("num_steps", [100, pytest.param(300, marks=pytest.mark.slow)])
@@ -67,9 +67,9 @@ def test_no_rollout_is_trained_twice_and_every_group_is_whole(
     groups = Counter(row.group_id for batch in loop.trainer.batches for row in batch.rows)
     assert set(rows.values()) == {1}
     assert set(groups.values()) == {2}
-    fates = Counter(fate["fate"] for fate in loop.storage.fates.values())
-    assert fates["trained"] == len(rows) == num_steps * 4 * 2
-    assert fates["dropped"] == 2 * len(loop.journal.drops)
+    outcomes = Counter(outcome["outcome"] for outcome in loop.storage.outcomes.values())
+    assert outcomes["trained"] == len(rows) == num_steps * 4 * 2
+    assert outcomes["dropped"] == 2 * len(loop.run_logger.drops)
 
 
 def test_groups_are_trained_in_admission_order(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_on_policy_training_survives_ninety_percent_drops(num_steps: int, tmp_pa
     loop = Loop(max_staleness=0, num_steps=num_steps, scorer=FakeScorer(drop_share=0.9))
     run(loop.run(tmp_path))
     assert loop.trainer.version == num_steps
-    assert len(loop.journal.drops) > 5 * num_steps * 4
+    assert len(loop.run_logger.drops) > 5 * num_steps * 4
     assert max(loop.staleness()) == 0
 
 
@@ -156,7 +156,7 @@ def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_wi
         replicas = {i: FakeReplica(i, length=lambda request: 1) for i in range(4)}
         dispatch = Dispatch(dict(replicas), FakeStorage())
         for index, version in ((0, 3), (1, 4), (2, 5), (3, 5)):
-            dispatch.flipped(index, version)
+            dispatch.committed(index, version)
         for row_id, max_tokens in enumerate((20, 20, 20, 1, 2, 3, 4)):
             sampling = Sampling(max_tokens=max_tokens)
             request = Request(
@@ -167,7 +167,7 @@ def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_wi
         await dispatch.close()
         return held
 
-    # Of 20 tokens each, the one that has yet to flip counts as having 25: no more goes there.
+    # Of 20 tokens each, the one that has yet to commit counts as having 25: no more goes there.
     assert run(main()) == [[], [0], [1, 3, 5], [2, 4, 6]]
 
 
@@ -183,8 +183,8 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
         # It falls silent when its rollout is written, and not yet stored.
         silent = FakeReplica(0, length=lambda request: 1, token_s=0.4, silent_s=(0.42, 20.0))
         other = FakeReplica(1, length=lambda request: 1, token_s=10.0)
-        await silent.flip(0, 0)
-        await other.flip(3, 0)
+        await silent.commit(0, 0)
+        await other.commit(3, 0)
         if not ends:
             silent.stop = asyncio.Event().wait  # type: ignore[method-assign, assignment]
         storage = FakeStorage()
@@ -212,11 +212,11 @@ def test_a_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None
         slow = FakeReplica(0, length=lambda request: 1, token_s=5.0)
         replicas = {0: slow, 1: FakeReplica(1, length=lambda request: 1)}
         for replica in replicas.values():
-            await replica.flip(0, 0)
+            await replica.commit(0, 0)
         dispatch = make_dispatch(replicas, FakeStorage(), num_collectors=1)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
-        dispatch.lost(0, TimeoutError("flip took too long"))
+        dispatch.lost(0, TimeoutError("commit took too long"))
         rows = await dispatch.collect()
         with contextlib.suppress(TimeoutError):
             rows += await asyncio.wait_for(dispatch.collect(), 20.0)
@@ -233,7 +233,7 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
         hung.watch = lost_after_10_s  # type: ignore[method-assign]
         replicas = {0: hung, 1: FakeReplica(1, length=lambda request: 1)}
         for replica in replicas.values():
-            await replica.flip(0, 0)
+            await replica.commit(0, 0)
         dispatch = make_dispatch(replicas, FakeStorage(), num_collectors=1)
         requests = [
             Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=1), seed=0)
@@ -269,14 +269,16 @@ def test_collectors_tell_of_every_rollout_once_whoever_dies(
     assert set(rows.values()) == {1}
     assert len(rows) == 60 * 4 * 2
     assert {row.replica for row in loop.written.values()} == {0, 1, 2}
-    assert Counter(fate["fate"] for fate in loop.storage.fates.values())["trained"] == len(rows)
+    assert Counter(outcome["outcome"] for outcome in loop.storage.outcomes.values())[
+        "trained"
+    ] == len(rows)
 
 
 def test_an_error_of_an_engine_ends_the_run_through_a_collector_too(tmp_path: Path) -> None:
     replica = FakeReplica(0, length=heavy_tail)
     collect = replica.collect
 
-    async def broken() -> list[Row]:
+    async def broken() -> list[RolloutInfo]:
         await collect()
         raise ArithmeticError("the engine broke")
 
@@ -290,47 +292,47 @@ def test_an_error_of_an_engine_ends_the_run_through_a_collector_too(tmp_path: Pa
 def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> None:
     loop = Loop(num_steps=30, evaluate_every=10, num_held_out=25)
     run(loop.run(tmp_path))
-    assert [evaluation.version for evaluation in loop.journal.evaluations] == [0, 10, 20, 30]
-    fates = Counter(fate["fate"] for fate in loop.storage.fates.values())
-    assert fates["evaluated"] == 4 * 25
+    assert [evaluation.version for evaluation in loop.run_logger.evaluations] == [0, 10, 20, 30]
+    outcomes = Counter(outcome["outcome"] for outcome in loop.storage.outcomes.values())
+    assert outcomes["evaluated"] == 4 * 25
     trained = {row.row_id for batch in loop.trainer.batches for row in batch.rows}
-    assert all(loop.storage.fates[row_id]["fate"] == "trained" for row_id in trained)
+    assert all(loop.storage.outcomes[row_id]["outcome"] == "trained" for row_id in trained)
 
 
-def test_a_replica_that_flips_slowly_holds_nobody_and_follows_with_the_newest(
+def test_a_replica_that_commits_slowly_holds_nobody_and_follows_with_the_newest(
     tmp_path: Path,
 ) -> None:
-    async def duration_s(flip_s: float) -> tuple[float, int]:
+    async def duration_s(commit_s: float) -> tuple[float, int]:
         replicas = {
-            i: FakeReplica(i, length=lambda request: 4, flip_s=flip_s if i == 2 else 0.0)
+            i: FakeReplica(i, length=lambda request: 4, commit_s=commit_s if i == 2 else 0.0)
             for i in range(3)
         }
-        flips = []
+        commits = []
         loop = Loop(num_steps=100, max_staleness=2, replicas=replicas)
-        slow_flip = replicas[2].flip
+        slow_commit = replicas[2].commit
 
-        async def flip(version: int, part: int) -> list[int]:
-            flips.append(version)
-            return await slow_flip(version, part)
+        async def commit(version: int, part: int) -> list[int]:
+            commits.append(version)
+            return await slow_commit(version, part)
 
-        replicas[2].flip = flip  # type: ignore[method-assign]
+        replicas[2].commit = commit  # type: ignore[method-assign]
         start_s = asyncio.get_running_loop().time()
         await loop.run(tmp_path)
         assert max(loop.staleness()) <= 2
-        assert flips == sorted(set(flips))
-        return asyncio.get_running_loop().time() - start_s, len(flips)
+        assert commits == sorted(set(commits))
+        return asyncio.get_running_loop().time() - start_s, len(commits)
 
-    usual_s, num_flips = run(duration_s(0.0))
-    slow_s, num_slow_flips = run(duration_s(10.0))
+    usual_s, num_commits = run(duration_s(0.0))
+    slow_s, num_slow_commits = run(duration_s(10.0))
     # The first version, everybody's start, is worth the grace; later ones cost nobody.
     assert slow_s < usual_s + 100 * 1.0 * 1.1
-    assert num_flips == 101
-    assert num_slow_flips < 30
+    assert num_commits == 101
+    assert num_slow_commits < 30
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_replicas_have_their_requests_when_they_flip(max_staleness: int, tmp_path: Path) -> None:
-    replica = FakeReplica(0, length=lambda request: 4, flip_s=1.0)
+def test_replicas_have_their_requests_when_they_commit(max_staleness: int, tmp_path: Path) -> None:
+    replica = FakeReplica(0, length=lambda request: 4, commit_s=1.0)
     is_early = []
     submit = replica.submit
 
@@ -382,9 +384,15 @@ def test_colocated_executors_take_turns_and_train_the_same_groups(
 
     async def colocated() -> Loop:
         loop = loop_of()
-        loop.placement = Colocated(loop.trainer, dict(loop.replicas), Spans("controller", None))
+        loop.colocation = Colocated(loop.trainer, dict(loop.replicas), Spans("controller", None))
         await loop.run(tmp_path)
-        assert [evaluation.version for evaluation in loop.journal.evaluations] == [0, 5, 10, 15, 20]
+        assert [evaluation.version for evaluation in loop.run_logger.evaluations] == [
+            0,
+            5,
+            10,
+            15,
+            20,
+        ]
         return loop
 
     async def apart() -> Loop:

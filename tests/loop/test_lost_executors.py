@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoint import latest, version_of
-from llamarl.cluster.errors import GroupLost
+from llamarl.checkpoints.checkpoint import latest, version_of
+from llamarl.errors import GroupLost
+from llamarl.loop.colocation import Colocated
 from llamarl.metrics.span import Spans
-from llamarl.placement import Colocated
-from llamarl.planner.clock import run
-from llamarl.types import Columns, Fate, Prompt, Purpose, Request, Score
+from llamarl.planner.simulation.clock import run
+from llamarl.types import Columns, Outcome, Prompt, Purpose, Request, Score
 from tests.loop.fakes import FakeReplica, FakeScorer, FakeStorage, FakeTrainer
 from tests.loop.loop import Loop
 
@@ -45,9 +45,9 @@ class MortalStorage(FakeStorage):
         check(self.dies_at_s, "storage-0")
         return await super().read(row_ids, names)
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         check(self.dies_at_s, "storage-0")
-        await super().retire(row_ids, fate)
+        await super().retire(row_ids, outcome)
 
 
 class LastSteps(FakeTrainer):
@@ -95,7 +95,7 @@ async def play(folder: Path, role: str, dies_at_s: float, placement: str) -> Las
         exports=True,
     )
     if placement == "colocated":
-        loop.placement = Colocated(trainer, {0: replica}, Spans("controller", None))
+        loop.colocation = Colocated(trainer, {0: replica}, Spans("controller", None))
     await loop.run(folder)
     return trainer
 
@@ -126,7 +126,7 @@ def test_an_evaluation_holds_back_only_the_replicas_that_it_uses(tmp_path: Path)
         num_steps=40, evaluate_every=20, num_held_out=10, max_staleness=0, replicas=replicas
     )
     made: list[int] = []
-    loop.journal.evaluation = lambda result: made.append(  # type: ignore[method-assign]
+    loop.run_logger.evaluation = lambda result: made.append(  # type: ignore[method-assign]
         loop.trainer.version - result.version
     )
     run(loop.run(tmp_path))
@@ -151,10 +151,10 @@ def test_every_version_that_is_due_is_evaluated_whole(
     replicas = {i: FakeReplica(i, length=length_of) for i in range(num_replicas)}
     loop = Loop(num_steps=15, evaluate_every=every, num_held_out=5, replicas=replicas)
     run(loop.run(tmp_path))
-    assert [each.version for each in loop.journal.evaluations] == sorted(
+    assert [each.version for each in loop.run_logger.evaluations] == sorted(
         {0, *range(every, 16, every), 15}
     )
-    assert {each.num_prompts for each in loop.journal.evaluations} == {5}
+    assert {each.num_prompts for each in loop.run_logger.evaluations} == {5}
 
 
 @pytest.mark.parametrize("dies_at_s", [4.0, 5.5])
@@ -167,5 +167,5 @@ def test_a_generator_lost_while_it_evaluates_costs_that_evaluation_only(
     with caplog.at_level(logging.WARNING):
         run(loop.run(tmp_path))
     assert loop.trainer.version == 60
-    assert [each.version for each in loop.journal.evaluations] == [30, 60]
+    assert [each.version for each in loop.run_logger.evaluations] == [30, 60]
     assert "version 0: 6 of 6 prompts were not evaluated" in caplog.text

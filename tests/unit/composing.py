@@ -15,8 +15,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from llamarl.composition import CONF_FOLDER, store_schemas, to_config
 from llamarl.config import Config
+from llamarl.recipe.composition import CONF_FOLDER, store_schemas, to_config
 
 store_schemas()
 GROUPS = {path.name for path in CONF_FOLDER.iterdir() if path.is_dir()}

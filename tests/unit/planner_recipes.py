@@ -49,7 +49,7 @@ def make_recipe(**sections: Any) -> Config:
         "reward": RewardConfig(),
         "algorithm": AIPOConfig(),
         "sampling": SamplingConfig(max_tokens=16),
-        "generator": EmbeddedConfig(max_running=4, max_context_tokens=64),
+        "generator": EmbeddedConfig(max_num_seqs=4, max_model_len=64),
         "trainer": TrainerConfig(tokens_per_micro_batch=128),
         "weights": WeightsConfig(),
         "placement": PlacementConfig(),

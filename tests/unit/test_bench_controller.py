@@ -27,12 +27,14 @@ def test_a_small_run_has_the_calls_that_its_shape_demands_and_pays_for_each(
     found = results(shape, COSTS, load)
     steps = load.num_steps
     assert steps == SHAPE.num_steps - SHAPE.max_staleness - 1
-    for method in ("generator.offer", "trainer.write", "generator.fingerprint", "generator.flip"):
+    for method in ("generator.prepare", "trainer.write", "generator.verify", "generator.commit"):
         assert load.calls[method] == 4 * steps, "one of each replica and version"
     assert load.calls["trainer.step"] == steps
     assert [call for call in load.calls if call.endswith("collect")] == [f"{who}.collect"]
     num_groups = 16 * steps
-    assert 0 < load.calls[f"{who}.collect"] <= num_groups + 4 * steps, "by group, and canaries"
+    assert 0 < load.calls[f"{who}.collect"] <= num_groups + 4 * steps, (
+        "by group, and log-prob checks"
+    )
     assert load.message_s == pytest.approx(sum(load.calls.values()) * 1e-3, rel=0.1)
     assert 0 < found["controller_wait_share"] < 0.1
     assert found["controller_core_share"] > load.message_s / load.elapsed_s

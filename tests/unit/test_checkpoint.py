@@ -10,8 +10,8 @@ from collections import namedtuple
 
 import pytest
 
-from llamarl import checkpoint, manifest, records
-from llamarl.checkpoint import (
+from llamarl.checkpoints import checkpoint, manifest, records
+from llamarl.checkpoints.checkpoint import (
     begin,
     commit,
     discard,
@@ -166,5 +166,5 @@ def test_discard_is_harmless_twice(tmp_path):
 
 
 def test_importing_the_module_loads_no_torch():
-    command = "import sys, llamarl.checkpoint; sys.exit('torch' in sys.modules)"
+    command = "import sys, llamarl.checkpoints.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -12,8 +12,8 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.composition import CONF_FOLDER, SCHEMAS
 from llamarl.config import Config
+from llamarl.recipe.composition import CONF_FOLDER, SCHEMAS
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_file, compose_recipe
 
@@ -61,10 +61,10 @@ def test_precision_and_graphs_follow_the_device_unless_they_are_chosen(generator
     [
         (["generator=vllm", "generator.enforce_eager=false"], "enforce_eager must be true with"),
         ([*VLLM_ON_GPUS, "placement=colocated"], "enforce_eager must be true with .*colocated"),
-        ([*VLLM_ON_GPUS, "weights.shadow=bucket"], "weights.shadow must be full or host with"),
+        ([*VLLM_ON_GPUS, "weights.staging=bucket"], "weights.staging must be full or host with"),
         ([*VLLM_ON_GPUS, "placement=colocated", "placement.offload=none"], ""),
         ([*VLLM_ON_GPUS, "placement=colocated", "generator.enforce_eager=true"], ""),
-        ([*VLLM_ON_GPUS, "weights.shadow=bucket", "generator.enforce_eager=true"], ""),
+        ([*VLLM_ON_GPUS, "weights.staging=bucket", "generator.enforce_eager=true"], ""),
     ],
 )
 def test_graphs_go_only_with_memory_that_stays_where_it_is(
@@ -97,7 +97,7 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
         ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
         ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
         ("trainer.groups_per_part=5", "trainer.groups_per_part must be 0 or divide"),
-        ("sampling.max_tokens=1024", "generator.max_context_tokens must hold"),
+        ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
         ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
         ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
         ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
@@ -135,8 +135,8 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
             "generator.device must be cpu with weights.transport=shared_memory",
         ),
         (
-            "generator.quantization=int8 weights.shadow=bucket",
-            "weights.shadow must be full or host with generator.quantization",
+            "generator.quantization=int8 weights.staging=bucket",
+            "weights.staging must be full or host with generator.quantization",
         ),
         ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
         ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),
@@ -159,7 +159,10 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
             "trainer.activation_checkpointing=selective trainer.compile=inductor",
             "trainer.compile must be none with trainer.activation_checkpointing=selective",
         ),
-        ("weights.shadow=twice", "weights.shadow must be one of full, host, bucket, got 'twice'"),
+        (
+            "weights.staging=twice",
+            "weights.staging must be one of double_buffer, host, bucket, got 'twice'",
+        ),
         ("weights.transport=post", "weights.transport must be one of shared_memory"),
         ("placement.offload=tape", "placement.offload must be one of file, pinned, none"),
     ],

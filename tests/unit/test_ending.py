@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from llamarl import jobs
-from llamarl.ending import command_to_go_on
+from llamarl.metrics.ending import command_to_go_on
 from llamarl.metrics.provenance import record_provenance
 from llamarl.models.architecture import read_architecture
 from tests.unit.test_config import MINIMUM, make_config

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from llamarl.evaluate import Evaluator
-from llamarl.experience.ledger import Ledger, loop_stages
+from llamarl.loop.evaluation import Evaluator
+from llamarl.loop.ledger import Ledger, loop_stages
 from llamarl.types import (
     Evaluation,
-    Fate,
     FinishReason,
+    Outcome,
     Prompt,
     Request,
-    Row,
+    RolloutInfo,
     Sampling,
     Score,
     ScoreStatus,
@@ -38,7 +38,7 @@ class FakeGenerator:
         for number, request in enumerate(requests):
             is_lost = self.is_lost(number)
             span = VersionSpan(version=self.version_of(number), num_tokens=4)
-            row = Row(
+            row = RolloutInfo(
                 row_id=request.row_id,
                 num_prompt_tokens=2,
                 num_tokens=0 if is_lost else 4,
@@ -49,25 +49,25 @@ class FakeGenerator:
             if not is_lost:
                 self.ledger.learn_scores([self.score(request.row_id)])
 
-    async def collect(self) -> list[Row]:
+    async def collect(self) -> list[RolloutInfo]:
         return []
 
-    async def abort(self, row_ids: list[int]) -> None: ...
+    async def abort_requests(self, row_ids: list[int]) -> None: ...
 
 
 class FakeStorage:
     """Remembers what was retired."""
 
     def __init__(self) -> None:
-        self.fates: dict[int, Fate] = {}
+        self.outcomes: dict[int, Outcome] = {}
 
     async def write(self, *args: object) -> None: ...
 
     async def read(self, row_ids: list[int], names: list[str]) -> dict[str, list[object]]:
         return {}
 
-    async def retire(self, row_ids: list[int], fate: Fate) -> None:
-        self.fates |= dict.fromkeys(row_ids, fate)
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        self.outcomes |= dict.fromkeys(row_ids, outcome)
 
 
 class Setting:
@@ -121,8 +121,8 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
     assert result is not None
     assert (result.accuracy, result.reward) == (0.5, 0.625)
     assert (result.num_prompts, result.num_failed) == (4, 1)
-    fates = setting.storage.fates
-    assert [fates[row_id]["correct"] for row_id in (10, 11, 12, 13)] == [1, 1, 0, 0]
+    outcomes = setting.storage.outcomes
+    assert [outcomes[row_id]["correct"] for row_id in (10, 11, 12, 13)] == [1, 1, 0, 0]
 
 
 def test_prompts_whose_generator_was_lost_are_left_out_and_all_rows_are_let_go() -> None:
@@ -133,7 +133,7 @@ def test_prompts_whose_generator_was_lost_are_left_out_and_all_rows_are_let_go()
     assert (result.num_prompts, result.num_failed, result.accuracy) == (3, 0, 1.0)
     assert result.mean_tokens == 4
     assert not setting.ledger.entries
-    assert setting.storage.fates.keys() == {10, 11, 12, 13}
+    assert setting.storage.outcomes.keys() == {10, 11, 12, 13}
     assert setting.evaluator.num_replicas == 2
 
 

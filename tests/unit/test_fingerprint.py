@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.weights.comparison import MODULUS
-from llamarl.weights.fingerprint import TILE_ELEMENTS, fingerprint, transfer
+from llamarl.weights.integrity.comparison import MODULUS
+from llamarl.weights.integrity.fingerprint import TILE_ELEMENTS, fingerprint, transfer
 from tests.allocation import LargestAllocation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -76,7 +76,7 @@ def test_partial_sums_of_any_cutting_add_up_to_the_whole(data) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 129), st.integers(0, 139), st.integers(0, 31))
-def test_one_flipped_bit_always_changes_it(row, column, bit) -> None:
+def test_one_committed_bit_always_changes_it(row, column, bit) -> None:
     weights = torch.ones(130, 140)
     before = whole("w", weights)
     weights.view(torch.int32)[row, column] ^= -(1 << 31) if bit == 31 else 1 << bit

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.data.backlog import Backlog
-from llamarl.data.prompts import PromptStream
-from llamarl.staleness import Gate
+from llamarl.environments.prompts import PromptStream
+from llamarl.environments.resumable_prompts import ResumablePrompts
+from llamarl.loop.gate import Gate
 from llamarl.types import Group, Prompt
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
@@ -38,11 +38,13 @@ def make_gate(
     )
 
 
-def make_backlog(state: dict[str, list[list[int]]] | None = None, position: int = 0) -> Backlog:
+def make_prompts(
+    state: dict[str, list[list[int]]] | None = None, position: int = 0
+) -> ResumablePrompts:
     stream = PromptStream(PROMPTS, seed=3, shuffle=True, position=position)
     first = [(epoch, number) for epoch, number in (state or {}).get("pending", [])]
     first += [(epoch, number) for epoch, number in (state or {}).get("backlog", [])]
-    return Backlog(stream, PROMPTS, first)
+    return ResumablePrompts(stream, PROMPTS, first)
 
 
 async def must_wait(call: object) -> None:
@@ -62,7 +64,7 @@ async def settle(gate: Gate, groups: list[Group]) -> None:
 
 def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_version() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=1, groups_per_step=2), make_backlog()
+        gate, prompts = make_gate(max_staleness=1, groups_per_step=2), make_prompts()
         groups = await gate.admit(prompts)
         assert ids(groups) == [0, 1, 2, 3]
         assert [group.row_ids for group in groups[:2]] == [(0, 1, 2), (3, 4, 5)]
@@ -77,7 +79,7 @@ def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_versio
 
 def test_a_group_names_the_oldest_version_that_may_write_it() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=2, groups_per_step=1), make_backlog()
+        gate, prompts = make_gate(max_staleness=2, groups_per_step=1), make_prompts()
         assert [group.min_version for group in await gate.admit(prompts)] == [0, 0, 0]
         gate = make_gate(max_staleness=2, groups_per_step=1, version=5)
         assert [group.min_version for group in await gate.admit(prompts)] == [3, 4, 5]
@@ -89,7 +91,7 @@ def test_a_group_names_the_oldest_version_that_may_write_it() -> None:
 def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
     async def scenario() -> None:
         gate = make_gate()
-        groups = await gate.admit(make_backlog())
+        groups = await gate.admit(make_prompts())
         await settle(gate, [groups[1], groups[3]])
         await must_wait(gate.take(1, 2))
         await gate.settle(groups[0])
@@ -103,7 +105,7 @@ def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
 def test_late_mask_passes_over_a_group_that_is_not_ready_and_takes_it_later() -> None:
     async def scenario() -> None:
         gate = make_gate(late="mask")
-        groups = await gate.admit(make_backlog())
+        groups = await gate.admit(make_prompts())
         await settle(gate, groups[1:3])
         assert ids(await gate.take(2, 2)) == [1, 2]
         await settle(gate, [groups[3], groups[0]])
@@ -115,7 +117,7 @@ def test_late_mask_passes_over_a_group_that_is_not_ready_and_takes_it_later() ->
 def test_a_part_takes_what_is_ready_between_its_two_limits() -> None:
     async def scenario() -> None:
         gate = make_gate(max_staleness=0, groups_per_step=4)
-        groups = await gate.admit(make_backlog())
+        groups = await gate.admit(make_prompts())
         await settle(gate, groups[:3])
         assert ids(await gate.take(1, 2)) == [0, 1]
         await must_wait(gate.take(2, 2))
@@ -127,7 +129,7 @@ def test_a_part_takes_what_is_ready_between_its_two_limits() -> None:
 
 def test_a_drop_frees_its_slot_at_once_and_lets_the_next_group_come_forward() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=0, groups_per_step=2), make_backlog()
+        gate, prompts = make_gate(max_staleness=0, groups_per_step=2), make_prompts()
         groups = await gate.admit(prompts)
         admitting = asyncio.create_task(gate.admit(prompts))
         await asyncio.sleep(0)
@@ -143,7 +145,7 @@ def test_a_drop_frees_its_slot_at_once_and_lets_the_next_group_come_forward() ->
 
 def test_too_many_drops_in_a_row_stop_the_run_with_their_reasons() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=1, groups_per_step=4), make_backlog()
+        gate, prompts = make_gate(max_staleness=1, groups_per_step=4), make_prompts()
         groups = await gate.admit(prompts)
         for group in groups[:3]:
             await gate.drop(group, "equal_rewards")
@@ -172,7 +174,7 @@ def test_solved_groups_in_a_row_end_admission_and_training_without_an_error(
 ) -> None:
     async def scenario() -> None:
         gate = make_gate(num_prompts=num_prompts, max_drops_in_row=8)
-        prompts = make_backlog()
+        prompts = make_prompts()
         taking = asyncio.create_task(gate.take(2, 2))
         settled, *groups = await gate.admit(prompts)
         await gate.settle(settled)  # there is signal still, but less than a step
@@ -197,7 +199,7 @@ def test_a_whole_step_that_is_ready_when_the_prompts_are_solved_is_trained() -> 
 
     async def main() -> None:
         gate = make_gate(max_staleness=2, groups_per_step=2, num_prompts=2, max_drops_in_row=100)
-        prompts = make_backlog()
+        prompts = make_prompts()
         groups = await gate.admit(prompts)
         await settle(gate, groups[:3])
         dropped = groups[3:]
@@ -218,7 +220,7 @@ def test_a_whole_step_that_is_ready_when_the_prompts_are_solved_is_trained() -> 
 @pytest.mark.parametrize("num_solved", [0, 4])
 def test_a_row_of_drops_that_are_not_mostly_solved_is_an_error(num_solved: int) -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(num_prompts=6, max_drops_in_row=8), make_backlog()
+        gate, prompts = make_gate(num_prompts=6, max_drops_in_row=8), make_prompts()
         reasons = ["solved"] * num_solved + ["equal_rewards"] * (8 - num_solved)
         groups = await gate.admit(prompts)
         for reason in reasons[:4]:
@@ -246,7 +248,7 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
     async def scenario() -> None:
         chosen = random.Random(seed)
         gate = make_gate(max_staleness, groups_per_step, late, max_drops_in_row=10**6)
-        prompts = make_backlog()
+        prompts = make_prompts()
         unsettled: list[Group] = []
         num_open, consumed = 0, []
         for version in range(12):
@@ -282,14 +284,14 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
 def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
     is_killed_twice: bool,
 ) -> None:
-    def resume(state: dict, max_staleness: int) -> tuple[Gate, Backlog]:
+    def resume(state: dict, max_staleness: int) -> tuple[Gate, ResumablePrompts]:
         state = json.loads(json.dumps(state))  # as a checkpoint keeps it
         ids = {name: state[name] for name in ("next_group_id", "next_row_id")}
         gate = make_gate(max_staleness=max_staleness, version=1, **ids)
-        return gate, make_backlog(state, state["position"])
+        return gate, make_prompts(state, state["position"])
 
     async def scenario() -> None:
-        gate, prompts = make_gate(), make_backlog()
+        gate, prompts = make_gate(), make_prompts()
         groups = await gate.admit(prompts)
         await settle(gate, groups)
         await gate.take(2, 2)
@@ -307,18 +309,18 @@ def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
         assert [again[0].group_id, again[0].row_ids[0]] == [first_id, first_id * 3 + 5]
         seen = [group.prompt for group in groups[:2] + again]
         seen += itertools.islice(prompts, 8)
-        undisturbed = list(itertools.islice(make_backlog(), len(seen)))
+        undisturbed = list(itertools.islice(make_prompts(), len(seen)))
         assert seen == undisturbed
 
     asyncio.run(scenario())
 
 
 def test_a_backlog_half_walked_keeps_its_rest_in_its_state() -> None:
-    whole = list(itertools.islice(make_backlog(), 10))
+    whole = list(itertools.islice(make_prompts(), 10))
     first = [[prompt.epoch, prompt.prompt_id] for prompt in whole[:4]]
-    backlog = make_backlog({"pending": first}, position=4)
+    backlog = make_prompts({"pending": first}, position=4)
     assert [next(backlog), next(backlog)] == whole[:2]
     state = backlog.state()
     assert (state["position"], state["backlog"]) == (4, first[2:])
-    resumed = make_backlog({"backlog": first[2:]}, position=4)
+    resumed = make_prompts({"backlog": first[2:]}, position=4)
     assert list(itertools.islice(resumed, 8)) == whole[2:10]

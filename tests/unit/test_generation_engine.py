@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
+from llamarl.generation.cpu_kv_cache import CALL_COST, cut
 from llamarl.generation.decoder import float32_product, product
-from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import CALL_COST, cut
-from llamarl.generation.protocol import Finished
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
-from llamarl.generation.scheduler import Written
+from llamarl.generation.scheduler import PartialOutput
 from llamarl.models.architecture import Architecture, RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, Purpose, Request, Sampling
@@ -68,17 +68,17 @@ def make_model(architecture: Architecture, seed: int) -> Transformer:
     return model
 
 
-def flat_weights(engine: Engine, model: torch.nn.Module) -> torch.Tensor:
+def flat_weights(engine: EmbeddedEngine, model: torch.nn.Module) -> torch.Tensor:
     flat = torch.zeros(engine.layout.num_elements, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         engine.layout.parameter(flat, name).copy_(parameter.detach())
     return flat
 
 
-def make_engine(model: Transformer, *, slots: int = 4, **kwargs) -> Engine:
-    config = EmbeddedConfig(max_running=slots, max_context_tokens=160, **kwargs.pop("config", {}))
-    engine = Engine(model.architecture, config, **kwargs)
-    engine.flip(flat_weights(engine, model), 0)
+def make_engine(model: Transformer, *, slots: int = 4, **kwargs) -> EmbeddedEngine:
+    config = EmbeddedConfig(max_num_seqs=slots, max_model_len=160, **kwargs.pop("config", {}))
+    engine = EmbeddedEngine(model.architecture, config, **kwargs)
+    engine.commit(flat_weights(engine, model), 0)
     return engine
 
 
@@ -99,8 +99,8 @@ def random_prompts(num: int, longest: int = 40) -> list[tuple[int, ...]]:
     return [tuple(rng.integers(0, 96, rng.integers(1, longest)).tolist()) for _ in range(num)]
 
 
-def finish(engine: Engine) -> dict[int, Finished]:
-    done: dict[int, Finished] = {}
+def finish(engine: EmbeddedEngine) -> dict[int, RequestOutput]:
+    done: dict[int, RequestOutput] = {}
     while engine.has_work:
         for item in engine.step():
             assert item.request.row_id not in done
@@ -108,7 +108,7 @@ def finish(engine: Engine) -> dict[int, Finished]:
     return done
 
 
-def model_logprobs(model: Transformer, item: Finished, temperature: float = 1.0) -> np.ndarray:
+def model_logprobs(model: Transformer, item: RequestOutput, temperature: float = 1.0) -> np.ndarray:
     """The trainer's log-probs of the response tokens."""
     prompt, ids = item.request.prompt_ids, item.written.ids.tolist()
     tokens = torch.tensor([*prompt, *ids])
@@ -136,8 +136,8 @@ def test_greedy_rollouts_equal_those_of_transformers() -> None:
         initializer_range=0.25,
     )
     reference = LlamaForCausalLM(config).eval()
-    engine = Engine(a, EmbeddedConfig(max_running=4, max_context_tokens=160))
-    engine.flip(flat_weights(engine, reference), 0)
+    engine = EmbeddedEngine(a, EmbeddedConfig(max_num_seqs=4, max_model_len=160))
+    engine.commit(flat_weights(engine, reference), 0)
     prompts = random_prompts(9)
     for row, prompt in enumerate(prompts):
         engine.submit(make_request(row, prompt, 5 + 10 * row, temperature=0.0))
@@ -169,8 +169,10 @@ def test_logprobs_equal_the_trainers_model(name: str) -> None:
 
 def test_bfloat16_logprobs_are_near_the_trainers_model() -> None:
     model = make_model(LLAMA, 1)
-    engine = Engine(LLAMA, EmbeddedConfig(max_running=4, max_context_tokens=160, dtype="bfloat16"))
-    engine.flip(flat_weights(engine, model).bfloat16(), 0)
+    engine = EmbeddedEngine(
+        LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=160, dtype="bfloat16")
+    )
+    engine.commit(flat_weights(engine, model).bfloat16(), 0)
     for row, prompt in enumerate(random_prompts(6)):
         engine.submit(make_request(row, prompt))
     for item in finish(engine).values():
@@ -187,10 +189,10 @@ def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
     architecture = replace(LLAMA, tie_embeddings=kind == "tied")
     quantization = "int8" if kind == "int8" else "none"
     config = EmbeddedConfig(
-        max_running=4, max_context_tokens=160, dtype="bfloat16", quantization=quantization
+        max_num_seqs=4, max_model_len=160, dtype="bfloat16", quantization=quantization
     )
-    engine = Engine(architecture, config, is_padded=is_padded)
-    engine.flip(flat_weights(engine, make_model(architecture, 1)).bfloat16(), 0)
+    engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
+    engine.commit(flat_weights(engine, make_model(architecture, 1)).bfloat16(), 0)
     for row, prompt in enumerate(random_prompts(4)):
         engine.submit(make_request(row, prompt))
     engine.step()
@@ -267,16 +269,16 @@ def test_sampled_first_tokens_have_the_models_frequencies() -> None:
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def run_with_flip(engine: Engine, requests: list[Request], flat: torch.Tensor, at: int):
+def run_with_commit(engine: EmbeddedEngine, requests: list[Request], flat: torch.Tensor, at: int):
     for request in requests:
         engine.submit(request)
     for _ in range(at):
         assert engine.step() == []
-    assert engine.flip(flat, 1) == len(requests)
+    assert engine.commit(flat, 1) == len(requests)
     return finish(engine)
 
 
-def test_a_flip_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
+def test_a_commit_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     def build(seed: int) -> LlamaForCausalLM:
@@ -297,10 +299,10 @@ def test_a_flip_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
         return LlamaForCausalLM(config).eval()
 
     models = [build(0), build(1)]
-    engine = Engine(LLAMA, EmbeddedConfig(max_running=4, max_context_tokens=160))
-    engine.flip(flat_weights(engine, models[0]), 0)
+    engine = EmbeddedEngine(LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=160))
+    engine.commit(flat_weights(engine, models[0]), 0)
     requests = [make_request(r, p, 25, temperature=0.0) for r, p in enumerate(random_prompts(4))]
-    done = run_with_flip(engine, requests, flat_weights(engine, models[1]), at=9)
+    done = run_with_commit(engine, requests, flat_weights(engine, models[1]), at=9)
     for request in requests:
         cache, tokens, ids = DynamicCache(), torch.tensor([request.prompt_ids]), []
         with torch.no_grad():
@@ -313,11 +315,11 @@ def test_a_flip_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
         assert item.written.versions.tolist() == [0] * 9 + [1] * 16
 
 
-def test_a_flip_that_recomputes_gives_the_trainers_logprobs_of_each_version() -> None:
+def test_a_commit_that_recomputes_gives_the_trainers_logprobs_of_each_version() -> None:
     models = [make_model(LLAMA, 1), make_model(LLAMA, 2)]
-    engine = make_engine(models[0], config={"kv_after_flip": "recompute"})
+    engine = make_engine(models[0], config={"kv_after_commit": "recompute"})
     requests = [make_request(r, p, 25) for r, p in enumerate(random_prompts(4))]
-    done = run_with_flip(engine, requests, flat_weights(engine, models[1]), at=9)
+    done = run_with_commit(engine, requests, flat_weights(engine, models[1]), at=9)
     for item in done.values():
         before, after = (model_logprobs(model, item) for model in models)
         np.testing.assert_allclose(item.written.logprobs[:9], before[:9], atol=1e-5)
@@ -334,7 +336,7 @@ def test_rollouts_of_one_prompt_share_one_prefill_per_version() -> None:
         engine.submit(make_request(row, prompt, 3 + row))
     finish(engine)
     assert engine.num_prefilled_tokens == len(prompt) - 1
-    engine.flip(flat_weights(engine, models[1]), 1)
+    engine.commit(flat_weights(engine, models[1]), 1)
     for row in range(10):
         engine.submit(make_request(row, prompt, 3 + row))
     done = finish(engine)
@@ -351,7 +353,7 @@ def test_a_new_rollout_never_reads_a_running_siblings_older_prefix() -> None:
     engine.submit(make_request(0, prompt, 60))
     for _ in range(5):
         engine.step()
-    engine.flip(flat_weights(engine, models[1]), 1)
+    engine.commit(flat_weights(engine, models[1]), 1)
     engine.submit(make_request(1, prompt, 20))
     item = finish(engine)[1]
     np.testing.assert_allclose(item.written.logprobs, model_logprobs(models[1], item), atol=1e-5)
@@ -365,7 +367,7 @@ def test_a_cut_and_resumed_rollout_equals_the_uncut_one_and_keeps_what_it_had() 
         uncut.submit(request)
     whole = finish(uncut)
     for request in requests:
-        written: Written | None = None
+        written: PartialOutput | None = None
         reasons = []
         while not reasons or reasons[-1] is FinishReason.SEGMENT:
             engine = make_engine(model)
@@ -438,7 +440,7 @@ def test_aborted_rollouts_come_back_with_what_they_had_and_free_their_slots() ->
         engine.submit(make_request(row, (1, 2, row), 50))
     for _ in range(6):
         engine.step()
-    engine.abort([1, 3, 99])
+    engine.abort_requests([1, 3, 99])
     done = finish(engine)
     assert [done[row].reason for row in range(4)] == [
         FinishReason.LENGTH,
@@ -456,7 +458,7 @@ def test_a_rollout_waits_for_its_minimum_version_without_holding_up_others() -> 
     engine.submit(make_request(1, (1,), 5))
     assert list(finish(engine)) == [1]
     assert engine.num_waiting == 1
-    engine.flip(flat_weights(engine, model), 1)
+    engine.commit(flat_weights(engine, model), 1)
     assert finish(engine)[0].written.versions.tolist() == [1] * 5
 
 
@@ -486,7 +488,7 @@ def test_an_impossible_prompt_is_refused(prompt: tuple[int, ...], words: str) ->
 
 
 def test_nothing_starts_before_weights_are_bound() -> None:
-    engine = Engine(LLAMA, EmbeddedConfig(max_running=2, max_context_tokens=32))
+    engine = EmbeddedEngine(LLAMA, EmbeddedConfig(max_num_seqs=2, max_model_len=32))
     engine.submit(make_request(0, (1,)))
     assert not engine.has_work
     assert engine.step() == []
@@ -522,18 +524,18 @@ def quantize_model(model: Transformer, kind: str) -> Transformer:
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_int8_logprobs_are_those_of_the_dequantised_model(name: str, recomputes: bool) -> None:
     models = [make_model(VARIANTS[name], seed) for seed in (1, 2)]
-    config = {"quantization": "int8"} | ({"kv_after_flip": "recompute"} if recomputes else {})
+    config = {"quantization": "int8"} | ({"kv_after_commit": "recompute"} if recomputes else {})
     engine = make_engine(models[0], config=config)
     assert engine.memory.is_staged
     requests = [make_request(r, p, 25) for r, p in enumerate(random_prompts(4))]
     flat = flat_weights(engine, models[1])
-    prepared = engine.prepare(flat)
+    processed = engine.process_weights(flat)
     flat.zero_()  # staged: what was prepared needs it no longer
     for request in requests:
         engine.submit(request)
     for _ in range(9):
         engine.step()
-    engine.flip(prepared, 1)
+    engine.commit(processed, 1)
     for item in finish(engine).values():
         plain, quantised = (
             [model_logprobs(m, item) for m in choice]
@@ -589,9 +591,9 @@ class CountedVersions(int):
         return int(self) >= other
 
 
-def test_canaries_start_first() -> None:
+def test_logprob_checks_start_first() -> None:
     engine = make_engine(make_model(LLAMA, 1), slots=1)
-    for row, purpose in enumerate((Purpose.TRAIN, Purpose.EVALUATE, Purpose.CANARY)):
+    for row, purpose in enumerate((Purpose.TRAIN, Purpose.EVALUATE, Purpose.CHECK)):
         engine.submit(make_request(row, (1,), 5, purpose=purpose))
     assert list(finish(engine)) == [2, 1, 0]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.generation.scheduler import PrefixIndex, Queue, Waiting, place
+from llamarl.generation.scheduler import PrefixIndex, Queue, QueuedRequest, place
 from llamarl.types import Purpose, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=4)
 
 
-PURPOSES = (Purpose.CANARY, Purpose.EVALUATE, Purpose.TRAIN)  # in starting order
+PURPOSES = (Purpose.CHECK, Purpose.EVALUATE, Purpose.TRAIN)  # in starting order
 
 
-def waiting(row_id: int, min_version: int, purpose: Purpose, prompt: int = 0) -> Waiting:
-    return Waiting(
+def waiting(row_id: int, min_version: int, purpose: Purpose, prompt: int = 0) -> QueuedRequest:
+    return QueuedRequest(
         request=Request(
             row_id=row_id,
             prompt_ids=(prompt,),
@@ -70,9 +70,9 @@ def test_a_shared_prefix_is_always_the_prompt_under_the_present_version(
     cache: dict[int, tuple[int, int]] = {}
     busy: set[int] = set()
     row_id = 0
-    for prompt, done, flips in rounds:
+    for prompt, done, commits in rounds:
         busy -= done
-        version += flips
+        version += commits
         free = set(range(num_slots)) - busy
         starting = [
             waiting(row_id + i, 0, Purpose.TRAIN, (prompt + i) % 3) for i in range(len(free))

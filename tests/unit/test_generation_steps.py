@@ -11,8 +11,8 @@ import torch
 
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.decoder import Decoder
-from llamarl.generation.engine import Engine
-from llamarl.generation.protocol import Finished
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.steps import PaddedSteps, padded_rows
 from tests.unit.test_generation_engine import (
     LLAMA,
@@ -49,22 +49,24 @@ class FrozenGraphs:
         self.num_forgotten += 1
 
 
-def write(engine: Engine, flats: list[torch.Tensor], live: torch.Tensor) -> dict[int, Finished]:
-    """Rollouts of all kinds, twice as many as slots, some of equal prompts, through two flips into
-    the live memory and a cache that was away."""
+def write(
+    engine: EmbeddedEngine, flats: list[torch.Tensor], live: torch.Tensor
+) -> dict[int, RequestOutput]:
+    """Rollouts of all kinds, twice as many as slots, some of equal prompts, through two commits
+    into the live memory and a cache that was away."""
     prompts = random_prompts(6) + [tuple(range(30))] * 8
     kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 20}]
     live.copy_(flats[0])
-    engine.flip(live, 0)
+    engine.commit(live, 0)
     for row, prompt in enumerate(prompts):
         engine.submit(make_request(row, prompt, 3 + 9 * row, **kinds[row % 4]))
     done = {}
     for step in range(1000):
         if step in (12, 40):
             live.copy_(flats[step == 12])
-            engine.flip(live, step)
+            engine.commit(live, step)
         if step == 20:
-            engine.abort([3])
+            engine.abort_requests([3])
         if step == 50:
             moved = [tensor.clone() for tensor in engine.movable("kv")]
             for tensor, kept in zip(engine.movable("kv"), moved, strict=True):
@@ -79,15 +81,15 @@ def write(engine: Engine, flats: list[torch.Tensor], live: torch.Tensor) -> dict
 def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> None:
     architecture = VARIANTS.get(kind, LLAMA)
     config = EmbeddedConfig(
-        max_running=7,
-        max_context_tokens=160,
-        kv_after_flip="recompute" if kind == "int8" else "keep",
+        max_num_seqs=7,
+        max_model_len=160,
+        kv_after_commit="recompute" if kind == "int8" else "keep",
         quantization="int8" if kind == "int8" else "none",
         dtype="bfloat16" if kind == "bfloat16" else "float32",
     )
     done = []
     for is_padded in (False, True):
-        engine = Engine(architecture, config, is_padded=is_padded)
+        engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
         if is_padded:
             graphs = FrozenGraphs(engine._decoder)
             engine._steps = PaddedSteps(engine._decoder, engine._cache, graphs)
@@ -96,7 +98,7 @@ def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> Non
         flats = [flat.to(engine.memory.dtype) for flat in flats]
         done.append(write(engine, flats, torch.empty_like(flats[0])))
     assert 3 <= graphs.num_recorded <= 12
-    assert graphs.num_forgotten == 3  # the first flip binds; the others overwrite; twice asked
+    assert graphs.num_forgotten == 3  # the first commit binds; the others overwrite; twice asked
     plain, padded = done
     assert len(plain) == len(padded) == 14
     for row, item in plain.items():

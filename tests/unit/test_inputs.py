@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.inputs import check_identity, identity, read_inputs, read_planned_architecture
+from llamarl.recipe.inputs import check_identity, identity, read_inputs, read_planned_architecture
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
         ["trainer.num_ranks=3", "trainer.tensor_parallel=3"],
         "trainer.tensor_parallel must divide the checkpoint's 4 attention heads, .* got 3",
     ),
-    "context": (nothing, ["generator.max_context_tokens=300"], "at most the checkpoint's 256 pos"),
+    "context": (nothing, ["generator.max_model_len=300"], "at most the checkpoint's 256 pos"),
     "tokenizer missing": (remove(TOKENIZER), [], r"must hold tokenizer\.json"),
     "tokenizer not JSON": (write(TOKENIZER, "garbage"), [], r"tokenizer\.json must be JSON"),
     "tokenizer of no kind": (
@@ -167,10 +167,10 @@ def test_gpu_memory_that_others_cannot_map_by_its_handle_is_refused(
 def test_a_gpu_on_a_machine_without_one_is_refused_by_its_own_key(
     section: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamarl.inputs.GPU_DRIVER_FILES", (str(recipe / "nowhere"),))
+    monkeypatch.setattr("llamarl.recipe.inputs.GPU_DRIVER_FILES", (str(recipe / "nowhere"),))
     with pytest.raises(ValueError, match=f"{section}.device must be cpu on a machine without a "):
         read(recipe, [f"{section}.device=cuda", "weights=collective"])
-    monkeypatch.setattr("llamarl.inputs.GPU_DRIVER_FILES", (str(recipe),))
+    monkeypatch.setattr("llamarl.recipe.inputs.GPU_DRIVER_FILES", (str(recipe),))
     read(recipe, [*GPUS, "weights=collective"])
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.experience.ledger import Ledger, Stage, loop_stages
-from llamarl.planner import clock
+from llamarl.loop.ledger import Ledger, Stage, loop_stages
+from llamarl.planner.simulation import clock
 from llamarl.types import (
     REF_LOGPROBS,
     RESPONSE_IDS,
@@ -21,7 +21,7 @@ from llamarl.types import (
     Prompt,
     Purpose,
     Request,
-    Row,
+    RolloutInfo,
     Sampling,
     Score,
     ScoreStatus,
@@ -38,8 +38,8 @@ def request(row_id: int, purpose: Purpose = Purpose.TRAIN) -> Request:
     return Request(row_id=row_id, prompt_ids=(1,), sampling=sampling, seed=0, purpose=purpose)
 
 
-def row(row_id: int) -> Row:
-    return Row(
+def row(row_id: int) -> RolloutInfo:
+    return RolloutInfo(
         row_id=row_id,
         num_prompt_tokens=1,
         num_tokens=2,

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llamarl.algorithms.loss_metrics import LossMetrics, on_policy_warning, statistics
 from llamarl.algorithms.losses import (
     LOSSES,
     LossInputs,
@@ -20,7 +21,6 @@ from llamarl.algorithms.losses import (
     kl_penalty,
     policy_loss,
 )
-from llamarl.algorithms.tally import Tally, on_policy_warning, statistics
 from llamarl.config import (
     AIPOConfig,
     AlgorithmConfig,
@@ -287,14 +287,14 @@ def test_k3_goes_on_straight_where_the_reference_is_far_likelier():
 @pytest.mark.parametrize(("ratio", "warns"), [(1.01, False), (1.5, True)])
 def test_a_first_step_that_clips_is_warned_of(ratio, warns):
     inputs = example()
-    tally = Tally()
+    loss_metrics = LossMetrics()
     noisy = replace(
         inputs,
         generator_logprobs=inputs.trainer_logprobs.detach() - math.log(ratio),
         advantages=torch.ones_like(inputs.advantages),
     )
-    tally.add(policy_loss(noisy, PPOConfig()), 3)
-    message = on_policy_warning(statistics(tally.vector()[None], 3.0))
+    loss_metrics.add(policy_loss(noisy, PPOConfig()), 3)
+    message = on_policy_warning(statistics(loss_metrics.vector()[None], 3.0))
     if warns:
         assert message is not None
         assert "clipped 100% of its tokens" in message

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl import manifest
-from llamarl.manifest import MANIFEST_FILE, verify, verify_if_listed, write, write_part
+from llamarl.checkpoints import manifest
+from llamarl.checkpoints.manifest import MANIFEST_FILE, verify, verify_if_listed, write, write_part
 
 
 @pytest.fixture

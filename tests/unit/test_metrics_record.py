@@ -16,7 +16,6 @@ from rich.console import Console
 
 from llamarl.metrics.charts import OTHERS, chart_tag, description
 from llamarl.metrics.console import Progress
-from llamarl.metrics.journal import Journal
 from llamarl.metrics.record import (
     TRAINER_TAGS,
     count_values,
@@ -24,6 +23,7 @@ from llamarl.metrics.record import (
     step_scalars,
     token_staleness,
 )
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.sinks import MOST_BUCKETS, MetricsLog, _histogram, read_metrics
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import SpanReader
@@ -31,7 +31,7 @@ from llamarl.types import (
     FinishReason,
     Group,
     Prompt,
-    Row,
+    RolloutInfo,
     Score,
     ScoreStatus,
     StepStats,
@@ -39,8 +39,10 @@ from llamarl.types import (
 )
 
 
-def make_row(row_id: int, *spans: tuple[int, int], finish: FinishReason = FinishReason.STOP) -> Row:
-    return Row(
+def make_row(
+    row_id: int, *spans: tuple[int, int], finish: FinishReason = FinishReason.STOP
+) -> RolloutInfo:
+    return RolloutInfo(
         row_id=row_id,
         num_prompt_tokens=3,
         num_tokens=sum(count for _, count in spans),
@@ -49,7 +51,7 @@ def make_row(row_id: int, *spans: tuple[int, int], finish: FinishReason = Finish
     )
 
 
-def make_group(group_id: int, rows: list[Row], rewards: list[float | None]) -> Group:
+def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | None]) -> Group:
     scores = {}
     for row, reward in zip(rows, rewards, strict=True):
         if reward is None:
@@ -261,7 +263,7 @@ def test_metrics_load_neither_torch_nor_tensorflow():
     names = [
         "aggregate",
         "console",
-        "journal",
+        "run_logger",
         "record",
         "sinks",
         "span",
@@ -300,7 +302,7 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
     spans = Spans("controller", tmp_path / "spans")
     log = MetricsLog(tmp_path, tensorboard=False)
     with (tmp_path / "console").open("w") as file:
-        journal = Journal(
+        run_logger = RunLogger(
             log=log,
             progress=Progress(7, live=True, console=Console(file=file)),
             spans=spans,
@@ -308,13 +310,13 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
             read_completions=read_completions,
             num_samples=1,
         )
-        journal.begin(5)
-        journal.verdict(DROPPED, "equal_rewards")
-        journal.verdict(TRAINED, None)
-        journal.publish(0.25)
-        asyncio.run(journal.step(STATS, [TRAINED]))
-        journal.evaluation(FinishedEvaluation())
-        asyncio.run(journal.step(StepStats(version=7, scalars={}), [TRAINED]))
+        run_logger.begin(5)
+        run_logger.log_group(DROPPED, "equal_rewards")
+        run_logger.log_group(TRAINED, None)
+        run_logger.publish(0.25)
+        asyncio.run(run_logger.step(STATS, [TRAINED]))
+        run_logger.evaluation(FinishedEvaluation())
+        asyncio.run(run_logger.step(StepStats(version=7, scalars={}), [TRAINED]))
     spans.close()
     log.close()
     steps = read_metrics(tmp_path / "metrics.jsonl")

@@ -49,16 +49,16 @@ NAMED_BY_THE_README = {
 
 def trained(version: int, spans: list[list[int]], oldest_version: int = 0) -> dict:
     num_tokens = sum(count for _, count in spans)
-    fate = {"fate": "trained", "version": version, "oldest_version": oldest_version}
-    return {**fate, "num_tokens": num_tokens, "spans": spans, "reward": 1.0}
+    outcome = {"outcome": "trained", "version": version, "oldest_version": oldest_version}
+    return {**outcome, "num_tokens": num_tokens, "spans": spans, "reward": 1.0}
 
 
 def dropped(group_id: int, reason: str) -> dict:
-    return {"fate": "dropped", "reason": reason, "group_id": group_id, "reward": None}
+    return {"outcome": "dropped", "reason": reason, "group_id": group_id, "reward": None}
 
 
 def evaluated(version: int, reward: float | None, **more: int) -> dict:
-    return {"fate": "evaluated", "version": version, "reward": reward, **more}
+    return {"outcome": "evaluated", "version": version, "reward": reward, **more}
 
 
 @pytest.fixture
@@ -81,11 +81,11 @@ def run_dir(tmp_path):
         dropped(4, "equal_rewards"),
         dropped(5, "failed_reward"),
         trained(2, [[0, 50], [1, 20]], oldest_version=1),  # the oldest 50 were masked
-        {"fate": "unused", "spans": []},
+        {"outcome": "unused", "spans": []},
         evaluated(2, 0.5, correct=1),  # full marks are the first function's, not the sum
         evaluated(1, 0.0),
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"fate": "trai'
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"outcome": "trai'
     (archive / "rollouts-1.jsonl").write_text(text)
     spans = tmp_path / "spans"
     write_spans(spans, "controller", [("start", "mark", 5, 5), ("step", "mark", 10, 20)])
@@ -238,9 +238,9 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
                 "reward": [np.array([reward])],
             }
             await executor.write([row_id], columns)
-        await executor.retire([1], {"fate": "trained", "version": 4, "oldest_version": 3})
-        await executor.retire([2], {"fate": "dropped", "reason": "failed_reward", "group_id": 7})
-        await executor.retire([3], {"fate": "evaluated", "version": 4})
+        await executor.retire([1], {"outcome": "trained", "version": 4, "oldest_version": 3})
+        await executor.retire([2], {"outcome": "dropped", "reason": "failed_reward", "group_id": 7})
+        await executor.retire([3], {"outcome": "evaluated", "version": 4})
         await executor.close()
 
     asyncio.run(store())
@@ -442,7 +442,14 @@ def test_a_log_file_shows_a_sample_with_each_evaluation():
 
 
 def test_damaged_lines_are_named_and_not_counted(tmp_path, caplog):
-    lines = [b'{"fate": "unused"}', b"\xff", b"[1]", b'{"fate": "trained"}', b"[" * 10**5, b'{"a']
+    lines = [
+        b'{"outcome": "unused"}',
+        b"\xff",
+        b"[1]",
+        b'{"outcome": "trained"}',
+        b"[" * 10**5,
+        b'{"a',
+    ]
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive" / "rollouts-0.jsonl").write_bytes(b"\n".join(lines))
     steps = [

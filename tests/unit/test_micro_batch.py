@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.algorithms.loss_metrics import LossMetrics, statistics
 from llamarl.algorithms.losses import LossInputs, policy_loss
-from llamarl.algorithms.tally import Tally, statistics
 from llamarl.config import AIPOConfig
 from llamarl.data.micro_batch import column, micro_batch
 from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
@@ -52,13 +52,13 @@ def outputs(trainer, generator, weights):
 
 def test_statistics_do_not_depend_on_how_tokens_are_cut_into_ranks_and_micro_batches():
     trainer, generator, weights = [-1.0, -1.0, -1.0], [-1.0, -3.0, -2.0], [1.0, 1.0, 0.0]
-    whole, first, second = Tally(), Tally(), Tally()
+    whole, first, second = LossMetrics(), LossMetrics(), LossMetrics()
     whole.add(outputs(trainer, generator, weights), 3)
     first.add(outputs(trainer[:1], generator[:1], weights[:1]), 1)
     second.add(outputs(trainer[1:2], generator[1:2], weights[1:2]), 1)
     second.add(outputs(trainer[2:], generator[2:], weights[2:]), 1)
     together = statistics(whole.vector()[None], 3.0)
-    vectors = torch.stack([first.vector(), Tally().vector(), second.vector()])
+    vectors = torch.stack([first.vector(), LossMetrics().vector(), second.vector()])
     assert statistics(vectors, 3.0) == pytest.approx(together)
     assert together["ratio_mean"] == pytest.approx((1 + np.exp(2)) / 2)
     assert together["ratio_max"] == pytest.approx(np.exp(2))

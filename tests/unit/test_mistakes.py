@@ -13,9 +13,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.composition import for_each_config, reference, to_config
 from llamarl.config import Config
 from llamarl.main import main
+from llamarl.recipe.composition import for_each_config, reference, to_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -90,7 +90,7 @@ def test_a_wrong_argument_is_one_line(argument: str, line: str) -> None:
             "num_step: 30",
             ":3: num_step must be a known key, got a new one (did",
         ),
-        ("max_running", "max_runing", ":13: generator.max_runing must be a known key, got a new"),
+        ("max_num_seqs", "max_runing", ":13: generator.max_runing must be a known key, got a new"),
         (
             "trainer:",
             "trainers:",

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from llamarl.executors.offload import Offload
-from llamarl.weights.shared_memory import Segment
+from llamarl.executors.offload import Offloader
+from llamarl.weights.transports.shared_memory import Segment
 
 PAGE = mmap.PAGESIZE
 
@@ -29,13 +29,13 @@ def filled(num_elements, dtype=torch.float32):
 
 @pytest.fixture
 def offload(tmp_path):
-    offload = Offload("file", str(tmp_path), "trainer-0")
+    offload = Offloader("file", str(tmp_path), "trainer-0")
     yield offload
     offload.close()
 
 
 def test_private_and_shared_memory_come_back_bit_for_bit_at_their_addresses(offload, tmp_path):
-    segment = Segment.create("arena", 24 << 20)
+    segment = Segment.create("weights", 24 << 20)
     shared = segment.tensor(torch.float32)
     shared.copy_(filled(len(shared)))
     private = filled(6 << 20)
@@ -46,13 +46,13 @@ def test_private_and_shared_memory_come_back_bit_for_bit_at_their_addresses(offl
     own_bytes = 4 * len(private) + (24 << 20) + 7 * 4 + 3 * PAGE  # the views add nothing
     for _ in range(2):
         before = resident_bytes()
-        assert offload.leave("weights", tensors) == own_bytes
+        assert offload.offload("weights", tensors) == own_bytes
         assert before - resident_bytes() >= 0.99 * own_bytes
-        assert offload.leave("weights", tensors) == 0  # it has left
+        assert offload.offload("weights", tensors) == 0  # it has left
         assert all(not tensor.any() for tensor in tensors)
         offload.prefetch("weights")
-        assert offload.enter("weights") == own_bytes
-        assert offload.enter("weights") == 0
+        assert offload.onload("weights") == own_bytes
+        assert offload.onload("weights") == 0
         assert [tensor.data_ptr() for tensor in tensors] == addresses
         for tensor, want in zip(tensors, expected, strict=True):
             assert torch.equal(tensor, want)
@@ -65,15 +65,15 @@ def test_private_and_shared_memory_come_back_bit_for_bit_at_their_addresses(offl
 def test_names_leave_and_enter_independently_and_may_change_size(offload):
     first, second = filled(5 * PAGE), filled(3 * PAGE)
     want_first, want_second = first.clone(), second.clone()
-    offload.leave("weights", [first])
-    offload.leave("state", [second])
-    offload.enter("weights")
+    offload.offload("weights", [first])
+    offload.offload("state", [second])
+    offload.onload("weights")
     assert torch.equal(first, want_first)
     assert not second.any()
-    offload.enter("state")
+    offload.onload("state")
     assert torch.equal(second, want_second)
-    offload.leave("state", [first, second])
-    offload.enter("state")
+    offload.offload("state", [first, second])
+    offload.onload("state")
     assert torch.equal(first, want_first)
     assert torch.equal(second, want_second)
 
@@ -82,11 +82,11 @@ def test_what_need_not_come_back_is_freed_unsaved_and_comes_back_as_zeros(offloa
     tensor = filled(4 << 20)
     small = filled(5)
     before = resident_bytes()
-    assert offload.leave("kv", [tensor, small], keep=False) == (16 << 20) + 20
+    assert offload.offload("kv", [tensor, small], keep=False) == (16 << 20) + 20
     assert before - resident_bytes() >= 0.99 * (16 << 20)
     assert not offload._files
     offload.prefetch("kv")
-    offload.enter("kv")
+    offload.onload("kv")
     assert not tensor.any()
     assert not small.any()
 
@@ -106,7 +106,7 @@ def resident_share(fd):
 
 def test_prefetch_brings_the_whole_file_nearer_meanwhile(offload):
     tensor = filled(8 << 20)
-    offload.leave("weights", [tensor])
+    offload.offload("weights", [tensor])
     fd = offload._files["weights"]
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -116,27 +116,27 @@ def test_prefetch_brings_the_whole_file_nearer_meanwhile(offload):
     while resident_share(fd) < 0.99:
         assert time.monotonic() < deadline, resident_share(fd)
         time.sleep(0.02)
-    offload.enter("weights")
+    offload.onload("weights")
     assert torch.equal(tensor, filled(8 << 20))
 
 
 def test_none_moves_nothing(tmp_path):
-    offload = Offload("none", "/nonexistent", "generator-0")
+    offload = Offloader("none", "/nonexistent", "generator-0")
     tensor = filled(100)
-    assert offload.leave("kv", [tensor], keep=False) == offload.enter("kv") == 0
+    assert offload.offload("kv", [tensor], keep=False) == offload.onload("kv") == 0
     assert torch.equal(tensor, filled(100))
 
 
 def test_a_folder_in_memory_or_a_missing_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must be on a real filesystem, got /dev/shm on tmpfs"):
-        Offload("file", "/dev/shm", "trainer-0")
+        Offloader("file", "/dev/shm", "trainer-0")
     with pytest.raises(ValueError, match=r"must be a folder, got .*/missing"):
-        Offload("file", str(tmp_path / "missing"), "trainer-0")
+        Offloader("file", str(tmp_path / "missing"), "trainer-0")
 
 
 def test_pinned_memory_is_not_for_tensors_of_the_cpu(tmp_path):
     with pytest.raises(ValueError, match="must be file or none for CPU memory, got pinned"):
-        Offload("pinned", str(tmp_path), "trainer-0").leave("state", [filled(9)])
+        Offloader("pinned", str(tmp_path), "trainer-0").offload("state", [filled(9)])
 
 
 def test_memory_of_a_real_file_is_not_punched_full_of_holes(offload, tmp_path):
@@ -145,7 +145,7 @@ def test_memory_of_a_real_file_is_not_punched_full_of_holes(offload, tmp_path):
     with path.open("r+b") as file:
         tensor = torch.frombuffer(mmap.mmap(file.fileno(), 8 * PAGE), dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"must be anonymous to be offloaded, got .*precious"):
-        offload.leave("weights", [tensor])
+        offload.offload("weights", [tensor])
     assert path.read_bytes() == b"x" * 8 * PAGE
 
 
@@ -153,19 +153,19 @@ def test_a_full_disk_is_an_error_at_once_and_nothing_has_moved(tmp_path):
     """In a process of its own: the limit on file sizes stands in for the end of the disk."""
     program = f"""
 import resource, torch
-from llamarl.executors.offload import Offload
-offload = Offload("file", {str(tmp_path)!r}, "trainer-1")
+from llamarl.executors.offload import Offloader
+offload = Offloader("file", {str(tmp_path)!r}, "trainer-1")
 tensor = torch.arange(1 << 20)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 try:
-    offload.leave("state", [tensor])
+    offload.offload("state", [tensor])
 except ValueError as error:
     assert torch.equal(tensor, torch.arange(1 << 20))
-    assert offload.enter("state") == 0
+    assert offload.onload("state") == 0
     print(error, end="")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-offload.leave("state", [tensor])
-offload.enter("state")
+offload.offload("state", [tensor])
+offload.onload("state")
 assert torch.equal(tensor, torch.arange(1 << 20))
 """
     done = subprocess.run(

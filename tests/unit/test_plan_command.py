@@ -12,23 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.inputs import read_planned_architecture
-from llamarl.planner.chart import COLOURS, LEFT, WIDTH, draw_memory, draw_page, draw_timeline
 from llamarl.planner.forecast import (
     Activity,
+    BestSplit,
+    Decomposition,
     Forecast,
     MemoryForecast,
     PublishForecast,
     RankMemory,
+    Split,
     StepForecast,
+    Variant,
 )
-from llamarl.planner.memory import forecast_memory
-from llamarl.planner.published import PUBLISHED
-from llamarl.planner.recipe import figures
-from llamarl.planner.report import WIDTH as REPORT_WIDTH
-from llamarl.planner.report import assumptions, render_report
-from llamarl.planner.split import BestSplit, Split
-from llamarl.planner.variants import Decomposition, Variant
+from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.report.chart import COLOURS, LEFT, WIDTH, draw_memory, draw_page, draw_timeline
+from llamarl.planner.report.published_results import PUBLISHED
+from llamarl.planner.report.recipe import figures
+from llamarl.planner.report.text import WIDTH as REPORT_WIDTH
+from llamarl.planner.report.text import assumptions, render_report
+from llamarl.recipe.inputs import read_planned_architecture
 from tests.unit.composing import compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +84,7 @@ def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_pa
         (["--trace", "nowhere"], "--trace must name a run's folder, got 'nowhere'"),
         (["trainer.tensor_parallel=3", "trainer.num_ranks=3"], "trainer.tensor_parallel must div"),
         (["model.architecture=null"], "the checkpoint must be an existing folder"),
-        (["plan.prompt_tokens=1024"], "plan.prompt_tokens must be below generator.max_context_tok"),
+        (["plan.prompt_tokens=1024"], "plan.prompt_tokens must be below generator.max_model_len"),
         (["cluster.gpu=B300"], "cluster.gpu must be one of H100-80GB"),
         (["generator.num_replicas=3"], "cluster.num_hosts must be at least 3"),
     ],
@@ -113,7 +115,7 @@ def step(step_s: float, **values: object) -> StepForecast:
         Activity(executor="trainer", name="accumulate", start_s=100.0, end_s=106.0),
         Activity(executor="trainer", name="write <1>", start_s=104.0, end_s=108.0),
         Activity(executor="generator-0", name="decode", start_s=100.0, end_s=110.0),
-        Activity(executor="generator-0", name="flip", start_s=110.0, end_s=110.001),
+        Activity(executor="generator-0", name="commit", start_s=110.0, end_s=110.001),
     )
     plain = StepForecast(
         step_s=step_s,
@@ -141,7 +143,7 @@ def forecast() -> Forecast:
             num_ranks=256,
             device_bytes=80 * GIB,
             bytes_by_kind={"weights": 50 * GIB, "kv_cache": 10 * GIB},
-            host_bytes_by_kind={"shadow": 94 * GIB},
+            host_bytes_by_kind={"staging": 94 * GIB},
         ),
     )
     config = compose_recipe(RECIPE, [])
@@ -269,7 +271,7 @@ def test_the_page_is_one_file_of_well_formed_xml() -> None:
     assert ticks
     assert {tick.partition(" ")[2] for tick in ticks} == {"GiB", "s"}, "every tick has its unit"
     assert "decode" in texts
-    assert "flip" not in texts, "a millisecond has no room for its name"
+    assert "commit" not in texts, "a millisecond has no room for its name"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gsm8k_llama32_1b_1gpu", "llama31_8b_math"])

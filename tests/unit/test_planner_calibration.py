@@ -12,10 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from llamarl.config import ReinforceConfig
-from llamarl.planner.calibration import Trace, fit_overhead, read_costs, read_trace
-from llamarl.planner.costs import Costs
-from llamarl.planner.recipe import run_config
-from llamarl.planner.simulation import simulate
+from llamarl.planner.report.recipe import run_config
+from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_costs, read_trace
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.run import simulate
 from tests.unit.test_planner_step import TINY, make_config
 
 SHARED_SPEED = 0.8
@@ -31,7 +31,7 @@ KNOWN = Costs(
     score_row_s=1e-4,
     write_s=0.01,
     check_s=0.02,
-    flip_s=1e-4,
+    commit_s=1e-4,
     message_s=3e-3,
     turnaround_s=0.05,
     store_row_s=1e-5,
@@ -67,7 +67,7 @@ def write_run(folder: Path, rng: random.Random) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "row_id": len(rows),
-                    "fate": "trained",
+                    "outcome": "trained",
                     "version": step,
                     "num_tokens": length,
                     "num_prompt_tokens": PROMPT_TOKENS,
@@ -96,9 +96,9 @@ def write_run(folder: Path, rng: random.Random) -> list[dict[str, Any]]:
             generator.append(
                 span("prefill", "busy", start_s + 0.8 + number / 100, prefill_s, tokens=tokens)
             )
-        generator.append(span("fingerprint", "publish", start_s + 0.72, KNOWN.check_s / 2))
-        generator.append(span("prepare", "publish", start_s + 0.74, KNOWN.check_s / 2))
-        generator.append(span("flip", "busy", start_s + 0.76, KNOWN.flip_s))
+        generator.append(span("verify", "publish", start_s + 0.72, KNOWN.check_s / 2))
+        generator.append(span("process_weights", "publish", start_s + 0.74, KNOWN.check_s / 2))
+        generator.append(span("commit", "busy", start_s + 0.76, KNOWN.commit_s))
         score_s = KNOWN.score_call_s + (step + 1) * KNOWN.score_row_s
         files["scorer-0"].append(span("score", "busy", start_s + 0.9, score_s, rollouts=step + 1))
         store_s = 5 * KNOWN.store_row_s
@@ -110,7 +110,7 @@ def write_run(folder: Path, rng: random.Random) -> list[dict[str, Any]]:
         files["controller"].append(span("batch", "wait", start_s + 0.65, wait_s))
     sizes = [s["tokens"] for s in files["generator-0"] if s["name"] == "decode"]
     wait_s = (KNOWN.decode_step_s + KNOWN.decode_row_s * sum(sizes) / len(sizes)) / 2
-    publish_s = KNOWN.write_s + KNOWN.check_s + KNOWN.flip_s + 4 * KNOWN.message_s + wait_s
+    publish_s = KNOWN.write_s + KNOWN.check_s + KNOWN.commit_s + 4 * KNOWN.message_s + wait_s
     files["controller"] += [
         span("publish", "publish", i * STEP_S + 0.7, publish_s, replica=0) for i in range(STEPS)
     ]

@@ -17,10 +17,10 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.plan import PlanConfig
-from llamarl.planner.costs import Costs
 from llamarl.planner.hardware import EFFICIENCY, GPUS
-from llamarl.planner.roofline import hardware_costs
-from llamarl.planner.simulation import simulate
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.simulation.run import simulate
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 H100 = GPUS["H100-80GB"]
@@ -43,7 +43,7 @@ def make_gpu_recipe(
 ) -> Config:
     return make_recipe(
         generator=EmbeddedConfig(
-            device="cuda", dtype="bfloat16", num_ranks=num_generator_ranks, max_running=4
+            device="cuda", dtype="bfloat16", num_ranks=num_generator_ranks, max_num_seqs=4
         ),
         trainer=trainer or TrainerConfig(device="cuda", compute_dtype="bfloat16"),
         weights=WeightsConfig(transport="collective"),
@@ -132,7 +132,7 @@ def test_a_replica_prefills_each_rollout_by_the_square_of_its_own_length() -> No
     prompt, num_groups = 41, 8
     config = make_recipe(
         sampling=SamplingConfig(rollouts_per_prompt=2, max_tokens=8),
-        generator=EmbeddedConfig(max_running=64, max_context_tokens=64),
+        generator=EmbeddedConfig(max_num_seqs=64, max_model_len=64),
         trainer=TrainerConfig(groups_per_step=num_groups, tokens_per_micro_batch=128),
         staleness=StalenessConfig(max_staleness=0),
         plan=PlanConfig(prompt_tokens=prompt, median_tokens=4, spread=0.0, num_steps=6),
@@ -144,7 +144,7 @@ def test_a_replica_prefills_each_rollout_by_the_square_of_its_own_length() -> No
         for each in (0.0, square_s)
     )
     # The last prompt token is the first decode step's; a prompt is prefilled once for its group.
-    # Canaries, which are prefilled too, end beside it.
+    # Log-prob checks, which are prefilled too, end beside it.
     assert squared - plain == pytest.approx(num_groups * (prompt - 1) ** 2 * square_s, rel=0.01)
 
 
@@ -154,7 +154,7 @@ def test_the_reference_takes_its_time_from_the_trainers_gpus(num_ranks: int) -> 
     config = make_recipe(
         sampling=SamplingConfig(rollouts_per_prompt=rollouts, max_tokens=64),
         algorithm=AIPOConfig(kl_coefficient=0.1),
-        generator=EmbeddedConfig(max_running=64, max_context_tokens=128),
+        generator=EmbeddedConfig(max_num_seqs=64, max_model_len=128),
         trainer=TrainerConfig(
             num_ranks=num_ranks, groups_per_step=num_groups, tokens_per_micro_batch=4096
         ),

@@ -14,10 +14,10 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.planner import clock, fraction
-from llamarl.planner.costs import Costs
-from llamarl.planner.simulation import fewest_steps, forecast, run, settling_steps
-from llamarl.planner.workload import make_workload
+from llamarl.planner.simulation import clock, fraction
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.run import fewest_steps, forecast, run, settling_steps
+from llamarl.planner.simulation.workload import make_workload
 from tests.unit.test_planner_step import TINY, make_config
 
 COSTS = Costs(
@@ -27,7 +27,7 @@ COSTS = Costs(
     optimizer_s=0.1,
     write_s=0.3,
     check_s=0.05,
-    flip_s=0.02,
+    commit_s=0.02,
     score_row_s=1e-3,
 )
 
@@ -38,7 +38,7 @@ def make_cluster(max_staleness: int, num_replicas: int = 64) -> Config:
         max_staleness=max_staleness,
         spread=0.6,
         num_replicas=num_replicas,
-        generator=EmbeddedConfig(num_replicas=num_replicas, max_running=16, device="cuda"),
+        generator=EmbeddedConfig(num_replicas=num_replicas, max_num_seqs=16, device="cuda"),
         trainer=TrainerConfig(
             num_ranks=num_replicas // 2,
             groups_per_step=4 * num_replicas,

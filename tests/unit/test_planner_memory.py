@@ -22,28 +22,28 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.generation.parameters import arena_layout, bind, quantize, tensors
+from llamarl.generation.parameters import bind, buffer_layout, quantize, tensors
 from llamarl.generation.quantized import make_scratch
 from llamarl.models.attention import make_packing
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.transformer import Transformer
-from llamarl.planner import activations, fit
-from llamarl.planner.activations import (
+from llamarl.planner.memory import activations, fit
+from llamarl.planner.memory.activations import (
     Watch,
     forecast_activations,
     forecast_inference,
     fullest_packings,
 )
-from llamarl.planner.fit import check_fit, upper_bound_bytes
-from llamarl.planner.generator_memory import kv_cache_bytes, quantized_bytes
-from llamarl.planner.memory import forecast_memory, fullest
-from llamarl.planner.placements import generator_layouts, trainer_layouts
-from llamarl.weights.layout import RankLayout
+from llamarl.planner.memory.fit import check_fit, upper_bound_bytes
+from llamarl.planner.memory.generator import kv_cache_bytes, quantized_bytes
+from llamarl.planner.memory.placements import generator_layouts, trainer_layouts
+from llamarl.planner.memory.ranks import forecast_memory, fullest
+from llamarl.weights.layout.boxes import RankLayout
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 CPU = torch.device("cpu")
 CUDA_TRAINER = TrainerConfig(device="cuda", compute_dtype="bfloat16", num_ranks=8)
-CUDA_GENERATOR = EmbeddedConfig(device="cuda", dtype="bfloat16", max_context_tokens=2048)
+CUDA_GENERATOR = EmbeddedConfig(device="cuda", dtype="bfloat16", max_model_len=2048)
 LLAMA_405B = replace(
     LLAMA,
     vocab_size=128256,
@@ -115,7 +115,7 @@ def test_boxes_of_all_ranks_tile_every_parameter(drawn: tuple[Config, object]) -
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str) -> None:
     trainer = TrainerConfig(tokens_per_micro_batch=150, activation_checkpointing=checkpointing)
-    config = make_recipe(trainer=trainer, generator=EmbeddedConfig(max_context_tokens=40))
+    config = make_recipe(trainer=trainer, generator=EmbeddedConfig(max_model_len=40))
     model = Transformer(LLAMA)
     for layer in model.model.layers:
         layer.checkpointing = checkpointing
@@ -139,7 +139,7 @@ def test_activations_of_many_tokens_follow_from_those_of_fewer(
     kernel_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = replace(CUDA_TRAINER, compute_dtype=kernel_dtype, tokens_per_micro_batch=20001)
-    config = on_gpus(trainer=trainer, generator=replace(CUDA_GENERATOR, max_context_tokens=100))
+    config = on_gpus(trainer=trainer, generator=replace(CUDA_GENERATOR, max_model_len=100))
     passed = forecast_activations(config, LLAMA)
     reference = forecast_inference(config, LLAMA)
     monkeypatch.setattr(activations, "MOST_TOKENS", 5000)
@@ -178,7 +178,7 @@ def test_the_fullest_packings_are_full_and_padded() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_weights_are_as_large_as_real_ones(tied: bool) -> None:
     architecture = replace(LLAMA, tie_embeddings=tied, qk_norm=True)
-    layout = arena_layout(architecture, "float32")
+    layout = buffer_layout(architecture, "float32")
     weights = bind(layout, architecture, torch.ones(layout.num_elements))
     made = quantize(weights, "int8", make_scratch(256, torch.float32, CPU))
     assert quantized_bytes(architecture, "float32", 1) == sum(t.nbytes for t in tensors(made))
@@ -205,7 +205,7 @@ def test_the_405b_model_by_hand() -> None:
             num_replicas=64,
             kv_cache_bytes=10 << 30,
         ),
-        weights=WeightsConfig(transport="collective", shadow="host"),
+        weights=WeightsConfig(transport="collective", staging="host"),
         cluster=ClusterConfig(num_hosts=128),
     )
     trainer, generator = forecast_memory(config, LLAMA_405B).ranks
@@ -218,7 +218,7 @@ def test_the_405b_model_by_hand() -> None:
     assert trainer.bytes_by_kind["unsharded"] == pytest.approx(two_layers_and_the_rest, rel=0.01)
     fp8 = (126 * (layer - 2 * 16384) + 2 * 2 * 128256 * 16384) / 8
     assert generator.bytes_by_kind["weights"] == pytest.approx(fp8, rel=0.01)
-    assert generator.host_bytes_by_kind["shadow"] == pytest.approx(2 * total / 8, rel=0.001)
+    assert generator.host_bytes_by_kind["staging"] == pytest.approx(2 * total / 8, rel=0.001)
     # gate and up, over 8 ranks: a byte each when quantised, and two slots on their way there
     gate_up = 2 * 53248 * 16384 // 8
     assert generator.bytes_by_kind["preparation"] == gate_up + 2 * 2 * gate_up
@@ -226,8 +226,8 @@ def test_the_405b_model_by_hand() -> None:
 
 KNOBS = {
     "trainer.tokens_per_micro_batch": (64, 100, 300, 1000),
-    "generator.max_running": (2, 4, 5, 64),
-    "generator.max_context_tokens": (17, 64, 300),
+    "generator.max_num_seqs": (2, 4, 5, 64),
+    "generator.max_model_len": (17, 64, 300),
     "architecture.num_layers": (1, 2, 3, 9),
     "architecture.vocab_size": (96, 128, 4096),
     "weights.bucket_bytes": (1 << 10, 1 << 20),
@@ -242,7 +242,7 @@ def test_turning_a_knob_up_never_shrinks_memory(knob: str, data: st.DataObject) 
     transport = data.draw(st.sampled_from(["shared_memory", "collective"]))
     totals = []
     for value in (small, large):
-        config = make_recipe(weights=WeightsConfig(transport=transport, shadow="bucket"))
+        config = make_recipe(weights=WeightsConfig(transport=transport, staging="bucket"))
         section, name = knob.split(".")
         architecture = LLAMA
         if section == "architecture":
@@ -284,7 +284,7 @@ def test_the_bound_is_above_the_forecast(
             weight_decay=0.1,
         ),
         generator=EmbeddedConfig(
-            num_replicas=num_replicas, num_ranks=tensor, quantization="int8", max_running=16
+            num_replicas=num_replicas, num_ranks=tensor, quantization="int8", max_num_seqs=16
         ),
         algorithm=GRPOConfig(kl_coefficient=0.1 * has_reference),
     )
@@ -296,7 +296,7 @@ def test_the_bound_is_above_the_forecast(
 def test_a_small_run_is_let_through_without_torch() -> None:
     script = (
         "import sys; from tests.unit.planner_recipes import LLAMA, make_recipe; "
-        "from llamarl.planner.fit import check_fit; check_fit(make_recipe(), LLAMA); "
+        "from llamarl.planner.memory.fit import check_fit; check_fit(make_recipe(), LLAMA); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -305,7 +305,7 @@ def test_a_small_run_is_let_through_without_torch() -> None:
 
 def test_what_does_not_fit_is_refused_with_numbers_and_a_change(monkeypatch) -> None:
     monkeypatch.setattr(fit, "available_bytes", lambda: 10 << 20)
-    monkeypatch.setattr("llamarl.planner.memory.available_bytes", lambda: 10 << 20)
+    monkeypatch.setattr("llamarl.planner.memory.ranks.available_bytes", lambda: 10 << 20)
     with pytest.raises(ValueError, match=r"all processes of a host must fit into the 0.0 GiB that"):
         check_fit(make_recipe(), LLAMA)
     trainer = replace(CUDA_TRAINER, num_ranks=64)
@@ -346,7 +346,7 @@ def test_turns_need_the_most_of_one_side_and_no_offloading_the_sum() -> None:
         rank.executor: rank
         for rank in forecast_memory(on_gpus(**base, placement=turns), LLAMA).ranks
     }
-    assert sorted(ranks) == ["generator", "handover", "trainer"]
+    assert sorted(ranks) == ["generator", "sync", "trainer"]
     together = forecast_memory(
         on_gpus(**base, placement=PlacementConfig(colocated=True, offload="none")), LLAMA
     ).ranks
@@ -359,7 +359,7 @@ def test_turns_need_the_most_of_one_side_and_no_offloading_the_sum() -> None:
     moved = 12 * num_elements + 4 * len(parameter_shapes(LLAMA))
     assert ranks["trainer"].host_bytes_by_kind == {"offloaded": moved}
     config = on_gpus(**base, placement=turns)
-    elements = arena_layout(LLAMA, "bfloat16").num_elements
+    elements = buffer_layout(LLAMA, "bfloat16").num_elements
     moved = 2 * elements + kv_cache_bytes(config, LLAMA)
     assert ranks["generator"].host_bytes_by_kind == {"offloaded": moved}
     assert fullest(ranks.values()).total_bytes == max(r.total_bytes for r in ranks.values())

@@ -19,11 +19,11 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
+from llamarl.config.rank_assignment import assign
 from llamarl.planner.hardware import EFFICIENCY, GPUS
-from llamarl.planner.placements import arena, generator_layouts, trainer_layouts
-from llamarl.planner.publish import forecast_publish, relays, traffic
-from llamarl.seats import assign
-from llamarl.weights.plan import num_bytes, plan
+from llamarl.planner.memory.placements import generator_layouts, trainer_layouts, weight_buffer
+from llamarl.planner.simulation.publish import forecast_publish, relays, traffic
+from llamarl.weights.layout.reshard import num_bytes, plan
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 
@@ -71,7 +71,7 @@ def test_a_layer_times_layers_is_the_whole_plan(
     for rank in range(target):
         held = sum(
             np.prod(np.subtract(box.stop, box.start))
-            for layout in arena(config, LLAMA, rank)[0].values()
+            for layout in weight_buffer(config, LLAMA, rank)[0].values()
             for box in layout.boxes
         )
         assert made.num_bytes[:, rank].sum() == 2 * held
@@ -98,14 +98,14 @@ def test_the_trainer_feeds_one_replica_of_a_host_and_that_one_the_others(
 
 def test_the_lower_bound_follows_from_the_bytes() -> None:
     config = recipe(shard=3, tensor=2, target=2, replicas=5)
-    seats, (heads, siblings) = assign(config), relays(config)
+    devices, (heads, siblings) = assign(config), relays(config)
     assert siblings
     copies = plan(trainer_layouts(config, LLAMA), generator_layouts(config, LLAMA))
     cards, links, relayed, out = Counter(), Counter(), Counter(), Counter()
     for head in heads:
         for copy in copies:
-            here = seats["trainer"][copy.source_rank]
-            there = seats[f"generator-{head}"][copy.target_rank]
+            here = devices["trainer"][copy.source_rank]
+            there = devices[f"generator-{head}"][copy.target_rank]
             way = cards if here.host != there.host else links
             way["out", here] += num_bytes([copy])
             way["in", there] += num_bytes([copy])
@@ -115,8 +115,8 @@ def test_the_lower_bound_follows_from_the_bytes() -> None:
         received[copy.target_rank] += num_bytes([copy])
     for head, sibling in siblings:
         for rank, amount in received.items():
-            relayed["out", seats[f"generator-{head}"][rank]] += amount
-            relayed["in", seats[f"generator-{sibling}"][rank]] += amount
+            relayed["out", devices[f"generator-{head}"][rank]] += amount
+            relayed["in", devices[f"generator-{sibling}"][rank]] += amount
             out[head, rank] += amount
     gpu = GPUS["H100-80GB"]
     made = forecast_publish(config, LLAMA)

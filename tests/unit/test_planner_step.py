@@ -25,15 +25,16 @@ from llamarl.config import (
 from llamarl.config.plan import PlanConfig
 from llamarl.executors.generator import GATHER_S
 from llamarl.models.architecture import Architecture
-from llamarl.planner import clock
-from llamarl.planner.cores import Cores
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import forecast_memory
-from llamarl.planner.roofline import hardware_costs
-from llamarl.planner.simulation import forecast, run, settling_steps, simulate
-from llamarl.planner.split import Budget, best_split
-from llamarl.planner.variants import Variant, best_baseline, decompose, synchronous
-from llamarl.planner.workload import make_workload
+from llamarl.planner.forecast import Variant
+from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.simulation import clock
+from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.simulation.run import forecast, run, settling_steps, simulate
+from llamarl.planner.simulation.split import Budget, best_split
+from llamarl.planner.simulation.variants import best_baseline, decompose, synchronous
+from llamarl.planner.simulation.workload import make_workload
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 PROMPT_TOKENS = 10
@@ -61,7 +62,7 @@ def make_config(
     *, max_staleness: int = 1, spread: float = 0.0, num_replicas: int = 1, **sections: Any
 ) -> Config:
     sections = {
-        "generator": EmbeddedConfig(num_replicas=num_replicas, max_running=64),
+        "generator": EmbeddedConfig(num_replicas=num_replicas, max_num_seqs=64),
         "trainer": TrainerConfig(groups_per_step=GROUPS),
         "sampling": SamplingConfig(rollouts_per_prompt=ROLLOUTS, max_tokens=200),
         **sections,
@@ -79,7 +80,7 @@ TRAIN_S = GROUPS * ROLLOUTS * (PROMPT_TOKENS + LENGTH - 1) * COSTS.token_s + COS
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
-    write_s = LENGTH * COSTS.decode_step_s  # from the flip on: the requests are there already
+    write_s = LENGTH * COSTS.decode_step_s  # from the commit on: the requests are there already
     publish_s = COSTS.write_s + COSTS.check_s
     step = simulate(make_config(max_staleness=0), TINY, COSTS)
     assert step.step_s == pytest.approx(write_s + GATHER_S + TRAIN_S + publish_s, rel=1e-6)
@@ -106,7 +107,7 @@ def test_the_gate_bounds_staleness_and_the_same_arguments_give_the_same_times() 
         spread=1.0,
         num_replicas=3,
         sampling=SamplingConfig(rollouts_per_prompt=4, max_tokens=200, segment_tokens=16),
-        generator=EmbeddedConfig(num_replicas=3, max_running=6, kv_after_flip="recompute"),
+        generator=EmbeddedConfig(num_replicas=3, max_num_seqs=6, kv_after_commit="recompute"),
     )
     costs = replace(COSTS, prefill_token_s=1e-4, decode_row_s=1e-4, message_s=1e-3)
     first, second = (simulate(config, TINY, costs) for _ in range(2))
@@ -126,7 +127,7 @@ def test_colocated_sides_are_never_busy_at_once() -> None:
     assert ours
     assert theirs
     assert not any(a[0] < b[1] and b[0] < a[1] for a in ours for b in theirs)
-    assert forecast(timeline, 2).wait_shares["trainer turn"] > 0.2
+    assert forecast(timeline, 2).wait_shares["trainer phase"] > 0.2
 
 
 @settings(max_examples=4, deadline=None)
@@ -267,7 +268,7 @@ def test_the_best_split_gives_the_busier_side_more() -> None:
     def costs_of(config: Config, architecture: Architecture) -> Costs:
         return Costs(decode_row_s=1e-3, token_s=1e-5)  # writing costs far more than training
 
-    generator = EmbeddedConfig(num_replicas=2, max_running=64)
+    generator = EmbeddedConfig(num_replicas=2, max_num_seqs=64)
     config = make_config(
         generator=generator, trainer=TrainerConfig(num_ranks=4, groups_per_step=GROUPS)
     )
@@ -282,7 +283,7 @@ def test_the_best_split_gives_the_busier_side_more() -> None:
 def make_gpu_config() -> Config:
     return make_config(
         generator=EmbeddedConfig(
-            num_replicas=4, quantization="fp8", max_running=16, device="cuda", dtype="bfloat16"
+            num_replicas=4, quantization="fp8", max_num_seqs=16, device="cuda", dtype="bfloat16"
         ),
         trainer=TrainerConfig(device="cuda", compute_dtype="bfloat16", groups_per_step=GROUPS),
         weights=WeightsConfig(transport="collective"),
@@ -298,7 +299,7 @@ def test_the_factors_of_the_gain_multiply_to_the_whole() -> None:
         trainer=trainer,
         generator=generator,
         placement=PlacementConfig(colocated=True, offload="none"),
-        weights=replace(config.weights, shadow="bucket"),
+        weights=replace(config.weights, staging="bucket"),
     )
     step = simulate(together, TINY, hardware_costs(together, TINY), num_steps=4)
     baseline = Variant(words="by hand", config=together, step=step)

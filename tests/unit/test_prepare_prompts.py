@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from llamarl.config import DataConfig
-from llamarl.data.prompts import read_prompts
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.environments.prompts import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

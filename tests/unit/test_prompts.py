@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from llamarl.config import DataConfig
-from llamarl.data.prompts import PromptStream, read_prompts
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.types import Prompt
 from tests.unit.tokenizer_files import write_tokenizer
 

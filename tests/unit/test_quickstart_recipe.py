@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from llamarl.config import DataConfig, RewardConfig
-from llamarl.data.prompts import read_prompts
 from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
+from llamarl.environments.prompts import read_prompts
+from llamarl.environments.rewards import exact
 from llamarl.models.inventory import check_checkpoint
-from llamarl.rewards import exact
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -133,7 +133,7 @@ def test_checkpoint_is_small_grouped_query_and_fits_its_tokenizer(run):
     assert architecture.head_dim == 32
     assert architecture.num_kv_heads < architecture.num_heads
     assert architecture.eos_token_ids == (2,)
-    assert run["generator"]["max_context_tokens"] <= architecture.max_positions
+    assert run["generator"]["max_model_len"] <= architecture.max_positions
     assert (CHECKPOINT / "model.safetensors").stat().st_size < 5_000_000
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import Config
-from llamarl.inputs import read_planned_architecture
-from llamarl.planner.memory import forecast_memory
-from llamarl.planner.published import published_figures
-from llamarl.planner.recipe import forecast_recipe
-from llamarl.planner.report import render_report
-from llamarl.seats import assign
+from llamarl.config.rank_assignment import assign
+from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.report.published_results import published_figures
+from llamarl.planner.report.recipe import forecast_recipe
+from llamarl.planner.report.text import render_report
+from llamarl.recipe.inputs import read_planned_architecture
 from tests.unit.composing import compose_recipe
 from tests.unit.test_readme import FENCED
 
@@ -77,10 +77,12 @@ def test_every_planned_recipe_is_asked_here() -> None:
 def test_a_recipe_fits_its_gpus(name: str) -> None:
     config = config_of(name)
     architecture = read_planned_architecture(config)
-    seats = {seat for places in assign(config).values() for seat in places}
-    assert len(seats) <= MOST_GPUS[name]
-    assert all(seat.gpu is not None for seat in seats)
-    assert len({seat.host for seat in seats}) == config.cluster.size, "no host is paid for idle"
+    devices = {device for places in assign(config).values() for device in places}
+    assert len(devices) <= MOST_GPUS[name]
+    assert all(device.gpu is not None for device in devices)
+    assert len({device.host for device in devices}) == config.cluster.size, (
+        "no host is paid for idle"
+    )
     memory = forecast_memory(config, architecture)
     for rank in memory.ranks:
         assert rank.total_bytes < (1 - LEAST_FREE) * rank.device_bytes, rank
@@ -107,8 +109,8 @@ def test_the_405b_generator_is_fp8_and_no_replica_leaves_its_host() -> None:
     assert config_of("llama31_405b_math").generator.quantization == "fp8"
     for name in MOST_GPUS:
         places = assign(config_of(name))
-        replicas = [seats for executor, seats in places.items() if executor.startswith("gen")]
-        assert all(len({seat.host for seat in seats}) == 1 for seats in replicas), name
+        replicas = [devices for executor, devices in places.items() if executor.startswith("gen")]
+        assert all(len({device.host for device in devices}) == 1 for devices in replicas), name
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl import records
-from llamarl.records import MAX_PARTS, cut, digest, is_sound, measure, verify
+from llamarl.checkpoints import records
+from llamarl.checkpoints.records import MAX_PARTS, cut, digest, is_sound, measure, verify
 
 
-def write_lines(path: Path, numbers: range, torn: str = "") -> None:
+def write_lines(path: Path, numbers: range, mixed: str = "") -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps({"row_id": number}) + "\n" for number in numbers)
-        file.write(torn)
+        file.write(mixed)
 
 
 def test_a_record_is_measured_in_whole_lines_and_cut_there(tmp_path: Path) -> None:
     path = tmp_path / "archive" / "rollouts-0.jsonl"
     write_lines(path, range(3))
     whole = path.read_text()
-    write_lines(path, range(0), torn='{"row_id": 3')  # a storage process is writing
+    write_lines(path, range(0), mixed='{"row_id": 3')  # a storage process is writing
     saved = digest(tmp_path, measure(tmp_path), {})
-    write_lines(path, range(0), torn="}\n")
+    write_lines(path, range(0), mixed="}\n")
     write_lines(path, range(9))
     verify(tmp_path, saved)
     cut(tmp_path, saved)
@@ -58,7 +58,7 @@ LINE = b'{"a":1}\n'
 
 @given(place=st.integers(0, 399), bit=st.integers(0, 7), split=st.integers(0, 50))
 @settings(max_examples=40, deadline=None)
-def test_any_flipped_bit_is_found_and_a_line_that_is_no_object_is_named(
+def test_any_committed_bit_is_found_and_a_line_that_is_no_object_is_named(
     place: int, bit: int, split: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("records")

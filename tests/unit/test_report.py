@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llamarl.cluster import GroupLost
+from llamarl.errors import NoGenerator, ReplicaLost
 from llamarl.main import _report
-from llamarl.weights.errors import NoGenerator, ReplicaLost
 
 LOSS = GroupLost("generator-0", 0, "killed")
 

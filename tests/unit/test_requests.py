@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.data.requests import make_requests, read_lengths
+from llamarl.environments.requests import make_requests, read_lengths
 from llamarl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=9, stop_token_ids=(2,))

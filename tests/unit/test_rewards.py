@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config import RewardConfig
-from llamarl.rewards import exact
-from llamarl.rewards import format as format_reward
-from llamarl.rewards import math as math_reward
-from llamarl.rewards.answer import normal_form
-from llamarl.rewards.functions import check_answers, check_rewards, load_functions
-from llamarl.rewards.source import check_source
-from llamarl.rewards.worker import judge
+from llamarl.environments.rewards import exact
+from llamarl.environments.rewards import format as format_reward
+from llamarl.environments.rewards import math as math_reward
+from llamarl.environments.rewards.answer import normal_form
+from llamarl.environments.rewards.functions import check_answers, check_rewards, load_functions
+from llamarl.environments.rewards.source import check_source
+from llamarl.environments.rewards.worker import filter_group
 from llamarl.types import Prompt, ScoreStatus
 
 CONFIG = RewardConfig(functions=["exact"])
@@ -126,7 +126,7 @@ def test_an_expected_answer_that_is_no_mathematics_raises():
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
     source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    answer = judge(functions, prompt(word="a"), "banana", True, CONFIG)
+    answer = filter_group(functions, prompt(word="a"), "banana", True, CONFIG)
     assert answer == {"parts": {"task": 3.0}}
 
 
@@ -143,13 +143,13 @@ def test_a_task_without_a_reward_function_is_refused():
     [(True, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (Fraction(1, 4), 0.25)],
 )
 def test_any_real_number_is_a_reward(value, expected):
-    answer = judge({"f": lambda *_: value}, prompt(), "", True, CONFIG)
+    answer = filter_group({"f": lambda *_: value}, prompt(), "", True, CONFIG)
     assert answer == {"parts": {"f": expected}}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j, np.ones(1)])
 def test_what_is_no_finite_number_is_invalid_and_shown(value):
-    answer = judge({"f": lambda *_: value}, prompt(), "", True, CONFIG)
+    answer = filter_group({"f": lambda *_: value}, prompt(), "", True, CONFIG)
     assert answer["status"] is ScoreStatus.INVALID
     assert f"f: a reward must be a finite number, got {value!r}" == answer["error"]
 
@@ -160,7 +160,7 @@ def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
         raise error
 
     functions = {"good": lambda *_: 1.0, "bad": fail}
-    answer = judge(functions, prompt(), "", True, CONFIG)
+    answer = filter_group(functions, prompt(), "", True, CONFIG)
     assert answer["status"] is ScoreStatus.RAISED
     assert answer["error"].startswith("bad: Traceback")
     assert "raise error" in answer["error"]
@@ -168,7 +168,7 @@ def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
 
 
 def test_a_number_too_large_for_a_float_is_raised():
-    answer = judge({"f": lambda *_: 10**400}, prompt(), "", True, CONFIG)
+    answer = filter_group({"f": lambda *_: 10**400}, prompt(), "", True, CONFIG)
     assert answer["status"] is ScoreStatus.RAISED
     assert "OverflowError" in answer["error"]
 
@@ -252,7 +252,7 @@ def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
         "        raise LookupError('no number') from error\n"
     )
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    error = judge(functions, prompt(), "x", True, CONFIG)["error"]
+    error = filter_group(functions, prompt(), "x", True, CONFIG)["error"]
     assert [line.strip() for line in error.splitlines() if "^" not in line] == [
         "task: Traceback (most recent call last):",
         'File "task.py", line 6, in reward',

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 from llamarl.cluster.actors import until_silent
-from llamarl.planner.clock import run
+from llamarl.planner.simulation.clock import run
 
 SILENCE_S = 60.0
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from llamarl import checkpoint, manifest
 from llamarl.build import Executors, build_evaluator
+from llamarl.checkpoints import checkpoint, manifest
 from llamarl.config import Config
-from llamarl.inputs import Inputs, identity, read_inputs
-from llamarl.starting_point import starting_point
+from llamarl.recipe.inputs import Inputs, identity, read_inputs
+from llamarl.recipe.starting_point import starting_point
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -141,7 +141,7 @@ def test_damaged_records_are_named_with_their_line_and_the_way_out(
 ) -> None:
     archive = tmp_path / "archive" / "rollouts-0.jsonl"
     archive.parent.mkdir()
-    archive.write_text('{"fate": "trained"}\n' * 5)
+    archive.write_text('{"outcome": "trained"}\n' * 5)
     folder = save(tmp_path, inputs)
     archive.write_bytes(archive.read_bytes().replace(b"rained", b"ra\xffned", 1))
     with pytest.raises(ValueError, match=r"rollouts-0\.jsonl:1 must be as the run wrote it"):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.store import Parcel, Store, decode, encode
+from llamarl.experience.store import PackedColumns, Store, decode, encode
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     FINISH_CODES,
@@ -78,7 +78,7 @@ def archive(path: Path) -> list[dict[str, Any]]:
     )
 )
 def test_columns_arrive_as_they_were_sent(columns: Columns) -> None:
-    for arrived in (decode(encode(columns)), pickle.loads(pickle.dumps(Parcel(columns)))):
+    for arrived in (decode(encode(columns)), pickle.loads(pickle.dumps(PackedColumns(columns)))):
         assert type(arrived) is dict
         assert arrived.keys() == columns.keys()
         for name, cells in columns.items():
@@ -92,7 +92,7 @@ def test_a_message_is_hardly_larger_than_its_arrays() -> None:
     lengths = np.random.default_rng(0).integers(0, 64, 2000)
     columns = {RESPONSE_IDS: [np.arange(n, dtype=np.int32) for n in lengths]}
     num_bytes = 4 * int(lengths.sum())
-    assert len(pickle.dumps(Parcel(columns))) <= num_bytes + 4 * len(lengths) + 500
+    assert len(pickle.dumps(PackedColumns(columns))) <= num_bytes + 4 * len(lengths) + 500
     assert len(pickle.dumps(columns)) > num_bytes + 20 * len(lengths)  # else why
 
 
@@ -125,7 +125,7 @@ def test_rows_come_back_in_the_order_asked_for_whatever_the_units(num_units: int
         used = [await each.usage() for each in units]
         wanted = [sum(row_id % num_units == n for row_id in row_ids) for n in range(num_units)]
         assert [usage["num_rows"] for usage in used] == wanted
-        await store.retire(row_ids[:-1], {"fate": "trained", "version": 1})
+        await store.retire(row_ids[:-1], {"outcome": "trained", "version": 1})
         assert sum([(await each.usage())["num_rows"] for each in units]) == 1
 
     asyncio.run(scenario())
@@ -205,7 +205,7 @@ def test_of_a_lost_rollout_nothing_is_taken_from_an_earlier_attempt(num_units: i
 
     async def scenario() -> None:
         await store.write([1], rollout(3, FinishReason.SEGMENT), [0])
-        await store.retire([1, 2], {"fate": "lost", "replica": 0})
+        await store.retire([1, 2], {"outcome": "lost", "replica": 0})
         # The replica that was given up wakes: of these rollouts only 4 is still its own.
         await store.write([1, 2, 4], join([rollout(5), rollout(6), rollout(7)]), [0, 0, 0])
         with pytest.raises(KeyError):
@@ -257,16 +257,16 @@ def test_retired_rows_leave_a_line_each(tmp_path: Path) -> None:
     storage = unit(1, tmp_path)
     mixed = rollout(5)
     mixed[TOKEN_VERSIONS] = [np.array([2, 2, 4, 4, 4], dtype=np.int32)]
-    fate = {"fate": "trained", "version": 5, "oldest_version": 2, "group_id": 8}
+    outcome = {"outcome": "trained", "version": 5, "oldest_version": 2, "group_id": 8}
 
     async def scenario() -> None:
         await storage.write([1, 3], join([mixed, rollout(2, FinishReason.LENGTH)]))
         await storage.write([1], reward(1.5))
         await storage.write([3], reward(float("nan")))
         await storage.write([5], reward(0.0))
-        await storage.retire([1, 3], fate)
-        await storage.retire([5], {"fate": "dropped", "reason": "failed"})
-        with pytest.raises(ValueError, match='fate must have the key "fate"'):
+        await storage.retire([1, 3], outcome)
+        await storage.retire([5], {"outcome": "dropped", "reason": "failed"})
+        with pytest.raises(ValueError, match='an outcome must have the key "outcome"'):
             await storage.retire([], {"version": 1})
 
     asyncio.run(scenario())
@@ -274,7 +274,7 @@ def test_retired_rows_leave_a_line_each(tmp_path: Path) -> None:
     first, second, third = archive(tmp_path / "rollouts-1.jsonl")
     assert first == {
         "row_id": 1,
-        **fate,
+        **outcome,
         "num_prompt_tokens": 4,
         "num_tokens": 5,
         "spans": [[2, 2], [4, 3]],
@@ -283,14 +283,14 @@ def test_retired_rows_leave_a_line_each(tmp_path: Path) -> None:
         "sampling": sampling,
     }
     assert (second["spans"], second["finish"], second["reward"]) == ([[3, 2]], "length", None)
-    assert (third["fate"], third["reason"], third["num_tokens"]) == ("dropped", "failed", 0)
+    assert (third["outcome"], third["reason"], third["num_tokens"]) == ("dropped", "failed", 0)
     assert (third["spans"], third["finish"], third["sampling"]) == ([], None, None)
 
 
 def test_the_archive_keeps_tokens_where_asked(tmp_path: Path) -> None:
     storage = unit(0, tmp_path, tokens=True)
     asyncio.run(storage.write([1], rollout(2)))
-    asyncio.run(storage.retire([1], {"fate": "unused"}))
+    asyncio.run(storage.retire([1], {"outcome": "unused"}))
     (line,) = archive(tmp_path / "rollouts-0.jsonl")
     assert line[PROMPT_IDS] == [0, 1, 2, 3]
     assert line[RESPONSE_IDS] == [100, 101]
@@ -302,24 +302,27 @@ def test_no_row_is_archived_twice_and_a_row_id_may_start_again(tmp_path: Path) -
     storage = unit(0, tmp_path)
 
     async def scenario() -> None:
-        await storage.retire([1], {"fate": "unused"})  # never written
+        await storage.retire([1], {"outcome": "unused"})  # never written
         await storage.write([1], rollout(2))
-        await storage.retire([1], {"fate": "lost"})
-        await storage.retire([1], {"fate": "lost"})
+        await storage.retire([1], {"outcome": "lost"})
+        await storage.retire([1], {"outcome": "lost"})
         await storage.write([1], rollout(3))
-        await storage.retire([1, 1], {"fate": "trained"})
+        await storage.retire([1, 1], {"outcome": "trained"})
 
     asyncio.run(scenario())
     lines = archive(tmp_path / "rollouts-0.jsonl")
-    assert [(line["fate"], line["num_tokens"]) for line in lines] == [("lost", 2), ("trained", 3)]
+    assert [(line["outcome"], line["num_tokens"]) for line in lines] == [
+        ("lost", 2),
+        ("trained", 3),
+    ]
 
 
-def test_a_line_torn_by_a_kill_is_cut_off_at_the_next_start(tmp_path: Path) -> None:
+def test_a_line_mixed_by_a_kill_is_cut_off_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "rollouts-0.jsonl"
     path.write_text('{"row_id": 1}\n{"row_id": 2, "fa')
     storage = unit(0, tmp_path)
     asyncio.run(storage.write([3], rollout(2)))
-    asyncio.run(storage.retire([3], {"fate": "trained"}))
+    asyncio.run(storage.retire([3], {"outcome": "trained"}))
     assert [line["row_id"] for line in archive(path)] == [1, 3]
 
 
@@ -328,7 +331,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     storage._archive = Path("/dev/full").open("a")  # noqa: SIM115 - the unit closes it
     asyncio.run(storage.write([1], rollout(2)))
     with pytest.raises(OSError, match="cannot write the archive of rollouts: No space left") as e:
-        asyncio.run(storage.retire([1], {"fate": "trained"}))
+        asyncio.run(storage.retire([1], {"outcome": "trained"}))
     assert e.value.filename == str(tmp_path / "rollouts-0.jsonl")
 
 
@@ -343,7 +346,7 @@ def test_a_unit_must_be_started_before_it_archives(tmp_path: Path) -> None:
     )
     asyncio.run(storage.write([1], rollout(2)))
     with pytest.raises(RuntimeError, match="must be started"):
-        asyncio.run(storage.retire([1], {"fate": "trained"}))
+        asyncio.run(storage.retire([1], {"outcome": "trained"}))
     with pytest.raises(ValueError, match="at least one storage unit"):
         Store([])
 
@@ -353,7 +356,7 @@ def test_retired_rows_give_their_memory_back() -> None:
     num_tokens = 50_000
 
     async def fill(row_ids: range) -> None:
-        message = pickle.dumps(Parcel(join([rollout(num_tokens) for _ in row_ids])))
+        message = pickle.dumps(PackedColumns(join([rollout(num_tokens) for _ in row_ids])))
         await storage.write(list(row_ids), pickle.loads(message))
 
     asyncio.run(fill(range(1)))  # whatever is allocated once
@@ -361,7 +364,7 @@ def test_retired_rows_give_their_memory_back() -> None:
     try:
         asyncio.run(fill(range(1, 11)))
         full = tracemalloc.get_traced_memory()[0]
-        asyncio.run(storage.retire(list(range(1, 10)), {"fate": "trained"}))
+        asyncio.run(storage.retire(list(range(1, 10)), {"outcome": "trained"}))
         gc.collect()
         # One of ten rows stays: none of the others may live on in the message it came in.
         left = tracemalloc.get_traced_memory()[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.metrics.span_file import Span
-from llamarl.weights.layout import RankLayout
-from llamarl.weights.plan import num_bytes, plan
+from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.reshard import num_bytes, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -47,7 +47,7 @@ def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None
             (generator_layouts(model, rank)[0], target),
         ):
             names = (tuple(layouts),)
-            side.append(RankLayout(rank=rank, host="here", parameters=layouts, parts=names))
+            side.append(RankLayout(rank=rank, host="here", parameters=layouts, buckets=names))
     copies = plan(source, target)
     assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
     assert {copy.source_rank for copy in copies} == {0, 1}

@@ -20,7 +20,7 @@ ARCHITECTURE = read_architecture(str(RECIPE / "checkpoint"))  # 4 heads of 32, 2
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_what_fits_is_accepted(num_ranks: int) -> None:
-    check_limits(VllmConfig(num_ranks=num_ranks, max_context_tokens=256), ARCHITECTURE)
+    check_limits(VllmConfig(num_ranks=num_ranks, max_model_len=256), ARCHITECTURE)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_model_that_cannot_be_cut_or_computed_is_refused_in_one_line(
 def test_the_kv_cache_must_hold_one_rollout_and_an_empty_block() -> None:
     # 128 tokens in blocks of 32: 5 blocks, keys and values, 3 layers, 2 heads of 32, 4 bytes
     needed_bytes = 5 * 32 * 2 * 3 * 2 * 32 * 4
-    config = VllmConfig(max_context_tokens=128, kv_cache_bytes=needed_bytes)
+    config = VllmConfig(max_model_len=128, kv_cache_bytes=needed_bytes)
     check_limits(config, ARCHITECTURE)
     half = replace(config, num_ranks=2, dtype="bfloat16", kv_cache_bytes=needed_bytes // 4)
     check_limits(half, ARCHITECTURE)

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llamarl.generation.protocol import Finished
+from llamarl.generation.protocol import RequestOutput
 
 TOLERANCE = 1e-5
 VOCAB = 99  # odd: vLLM pads it to a multiple of 64
@@ -74,7 +74,9 @@ def token_logprobs(
     return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def check_logprobs(item: Finished, models: list[PreTrainedModel], temperature: float = 1.0) -> None:
+def check_logprobs(
+    item: RequestOutput, models: list[PreTrainedModel], temperature: float = 1.0
+) -> None:
     """Every token's log-prob is that of the version that it is labelled with, on the whole text."""
     written = item.written
     ids = written.ids.tolist()

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from llamarl.config import VllmConfig
-from llamarl.generation.protocol import Finished
+from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.vllm.engine import VllmEngine
 from llamarl.types import Request, Sampling
 
 DEFAULTS: dict[str, Any] = {
-    "max_running": 8,
-    "max_context_tokens": 192,
+    "max_num_seqs": 8,
+    "max_model_len": 192,
     "kv_cache_bytes": 1 << 24,
 }
 
@@ -45,8 +45,8 @@ def loaded(engine: VllmEngine, folder: str) -> torch.Tensor:
     return flat
 
 
-def flip(engine: VllmEngine, folder: str, version: int) -> int:
-    return engine.flip(engine.prepare(loaded(engine, folder)), version)
+def commit(engine: VllmEngine, folder: str, version: int) -> int:
+    return engine.commit(engine.process_weights(loaded(engine, folder)), version)
 
 
 def request(row_id: int, prompt: tuple[int, ...] = (5, 6, 7), **kwargs) -> Request:
@@ -56,17 +56,17 @@ def request(row_id: int, prompt: tuple[int, ...] = (5, 6, 7), **kwargs) -> Reque
     return Request(**(fields | {"sampling": sampling} | own))
 
 
-def step(engine: VllmEngine, num_steps: int = 1) -> list[Finished]:
-    done: list[Finished] = []
+def step(engine: VllmEngine, num_steps: int = 1) -> list[RequestOutput]:
+    done: list[RequestOutput] = []
     for _ in range(num_steps):
         engine.admit()
         done += engine.decode()
     return done
 
 
-def drain(engine: VllmEngine) -> dict[int, Finished]:
+def drain(engine: VllmEngine) -> dict[int, RequestOutput]:
     """Run until nothing is left to do; what finished, by row."""
-    done: list[Finished] = []
+    done: list[RequestOutput] = []
     while engine.has_work:
         done += step(engine)
     return {item.request.row_id: item for item in done}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from llamarl.generation.protocol import Memory
-from llamarl.weights.layout import Box, ParameterLayout, RankLayout
-from llamarl.weights.plan import plan
+from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
+from llamarl.weights.layout.reshard import plan
 
 
 def uneven_source(weights: dict[str, torch.Tensor]) -> tuple[list[RankLayout], list[dict]]:

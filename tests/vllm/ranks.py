@@ -27,8 +27,8 @@ class Rank:
     def memory(self):
         return self.engine.memory
 
-    def flip(self, flat: torch.Tensor, version: int):
-        return self.engine.flip(self.engine.prepare(flat), version)
+    def commit(self, flat: torch.Tensor, version: int):
+        return self.engine.commit(self.engine.process_weights(flat), version)
 
     def submit(self, requests):
         for request in requests:

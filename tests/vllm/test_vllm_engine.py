@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
-from llamarl.generation.engine import Engine as Embedded
-from llamarl.generation.protocol import Finished
+from llamarl.generation.engine import EmbeddedEngine as Embedded
+from llamarl.generation.protocol import RequestOutput
 from llamarl.types import FinishReason, Purpose
 from tests.distributed.test_processes import is_loopback, listening_addresses
 from tests.vllm.checkpoints import TOLERANCE, VOCAB, check_logprobs, write_versions
-from tests.vllm.engines import drain, flip, loaded, make_engine, request, step
+from tests.vllm.engines import commit, drain, loaded, make_engine, request, step
 
 pytestmark = pytest.mark.vllm
 
@@ -39,18 +39,18 @@ def engine(shared_engine, llama):
     """The shared engine with version 0's weights and nothing to do."""
     drain(shared_engine)
     shared_engine.decode_text = None
-    flip(shared_engine, llama[0][0], 0)
+    commit(shared_engine, llama[0][0], 0)
     return shared_engine
 
 
-def test_nothing_starts_before_the_first_flip(shared_engine) -> None:
-    # Must stand first: the other tests flip the shared engine.
+def test_nothing_starts_before_the_first_commit(shared_engine) -> None:
+    # Must stand first: the other tests commit the shared engine.
     if shared_engine.version < 0:
         shared_engine.submit(request(0))
         assert shared_engine.admit() == 0
         assert not shared_engine.has_work
         assert shared_engine.decode() == []
-        shared_engine.abort([0])
+        shared_engine.abort_requests([0])
         (item,) = shared_engine.decode()
         assert item.reason is FinishReason.ABORTED
 
@@ -64,7 +64,7 @@ def test_an_update_that_changes_nothing_changes_no_token(engine, llama) -> None:
     for row in rows:
         engine.submit(row)
     step(engine, 7)
-    flip(engine, llama[0][0], 1)
+    commit(engine, llama[0][0], 1)
     for row, item in drain(engine).items():
         assert item.written.ids.tolist() == whole[row].written.ids.tolist()
         np.testing.assert_allclose(item.written.logprobs, whole[row].written.logprobs, atol=1e-5)
@@ -99,7 +99,7 @@ def test_a_prompt_is_not_shared_across_versions(engine, llama) -> None:
     prompt = tuple(range(3, 80))
     engine.submit(request(0, prompt, max_tokens=3))
     drain(engine)
-    flip(engine, llama[1][0], 1)
+    commit(engine, llama[1][0], 1)
     engine.submit(request(1, prompt, max_tokens=3))
     check_logprobs(drain(engine)[1], [llama[0][1], llama[1][1]])
 
@@ -116,7 +116,7 @@ def test_prompts_are_computed_anew_once_the_cache_was_lost(engine, llama) -> Non
 
 
 def test_segments_are_cut_and_go_on(engine, llama) -> None:
-    def run() -> Finished:
+    def run() -> RequestOutput:
         written = None
         for lap, reason in enumerate(["segment", "segment", "length"]):
             engine.submit(request(7, max_tokens=12, segment_tokens=5, resume=lap > 0), written)
@@ -138,7 +138,7 @@ def test_segments_are_cut_and_go_on(engine, llama) -> None:
 def test_a_resumed_rollout_keeps_what_other_versions_wrote(engine, llama) -> None:
     engine.submit(request(1, max_tokens=8, segment_tokens=4))
     half = drain(engine)[1].written
-    flip(engine, llama[1][0], 5)
+    commit(engine, llama[1][0], 5)
     engine.submit(request(1, max_tokens=8, segment_tokens=4, resume=True), half)
     whole = drain(engine)[1].written
     assert whole.versions.tolist() == [0] * 4 + [5] * 4
@@ -178,7 +178,7 @@ def test_aborted_rollouts_come_out_with_what_they_have(engine) -> None:
     for row in range(10):  # two more than may run
         engine.submit(request(row, max_tokens=30))
     step(engine, 4)
-    engine.abort([2, 9, 77])
+    engine.abort_requests([2, 9, 77])
     engine.submit(request(2, max_tokens=3))  # the same row again
     done = step(engine)
     assert [(item.request.row_id, len(item.written.ids)) for item in done] == [(9, 0), (2, 4)]
@@ -194,18 +194,18 @@ def test_rollouts_wait_for_their_version_and_let_others_pass(engine, llama) -> N
     engine.submit(request(0, min_version=1))
     engine.submit(request(1))
     assert list(drain(engine)) == [1]
-    flip(engine, llama[1][0], 1)
+    commit(engine, llama[1][0], 1)
     assert set(drain(engine)[0].written.versions) == {1}
 
 
-def test_canaries_start_before_everything_that_waits(engine) -> None:
+def test_logprob_checks_start_before_everything_that_waits(engine) -> None:
     for row in range(8):
         engine.submit(request(row, max_tokens=30))
     step(engine, 2)
     engine.submit(request(10, max_tokens=2))
     engine.submit(request(11, max_tokens=2, purpose=Purpose.EVALUATE))
-    engine.submit(request(12, max_tokens=2, purpose=Purpose.CANARY))
-    engine.abort([0])
+    engine.submit(request(12, max_tokens=2, purpose=Purpose.CHECK))
+    engine.abort_requests([0])
     order = [item.request.row_id for item in step(engine, 12)]
     assert [row for row in order if row >= 10] == [12, 11, 10]
     drain(engine)
@@ -235,10 +235,10 @@ def test_evaluation_may_be_greedy_or_cut_the_distribution(engine, llama) -> None
 
 
 def test_greedy_rollouts_equal_those_of_the_embedded_engine(engine, llama) -> None:
-    embedded = Embedded(engine.architecture, EmbeddedConfig(max_running=8, max_context_tokens=192))
+    embedded = Embedded(engine.architecture, EmbeddedConfig(max_num_seqs=8, max_model_len=192))
     flat = torch.zeros(embedded.memory.num_elements)
     embedded.load(flat, llama[0][0])
-    embedded.flip(embedded.prepare(flat), 0)
+    embedded.commit(embedded.process_weights(flat), 0)
     rows = [
         request(row, tuple(range(3, 4 + 7 * row)), temperature=0.0, max_tokens=40)
         for row in range(8)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llamarl.config import VllmConfig, WeightsConfig
-from llamarl.planner.generator_memory import forecast_generator
-from llamarl.weights.arena import Arena
+from llamarl.planner.memory.generator import forecast_generator
+from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.unit.planner_recipes import make_recipe
 from tests.vllm.checkpoints import check_logprobs, write_versions
 from tests.vllm.engines import DEFAULTS, drain, make_engine, request, step
@@ -21,9 +21,9 @@ GRAPHS = {"device": "cuda", "enforce_eager": False, "dtype": "float32"}
 QUANTISED = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 
-def make_arena(engine, shadow: str) -> Arena:
+def make_weight_buffer(engine, staging: str) -> WeightBuffer:
     memory = engine.memory
-    return Arena(
+    return WeightBuffer(
         parameters=memory.parameters,
         num_elements=memory.num_elements,
         dtype=memory.dtype,
@@ -31,70 +31,70 @@ def make_arena(engine, shadow: str) -> Arena:
         replica=0,
         rank=0,
         run_id="memory",
-        shadow=shadow,
+        staging=staging,
         bucket_bytes=1 << 15,
     )
 
 
-def held_bytes(engine, arena: Arena) -> int:
-    """Of all weights: vLLM's parameters and the arena's memories, each once."""
+def held_bytes(engine, weight_buffer: WeightBuffer) -> int:
+    """Of all weights: vLLM's parameters and the weight buffer's memories, each once."""
     held = [tensor.data for tensor in engine._model.parameters()]
-    held += [block.flat for block in arena._blocks]
+    held += [block.flat for block in weight_buffer._blocks]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values()
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "shadow"),
+    ("changes", "staging"),
     [
-        (EAGER, "full"),
+        (EAGER, "double_buffer"),
         (EAGER, "bucket"),
-        (GRAPHS, "full"),
-        (QUANTISED, "full"),
+        (GRAPHS, "double_buffer"),
+        (QUANTISED, "double_buffer"),
         pytest.param(GRAPHS, "host", marks=pytest.mark.slow),
         pytest.param(QUANTISED, "host", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_holds_what_the_planner_counts_before_and_after_its_first_flip(
-    changes: dict[str, object], shadow: str, tmp_path: Path
+def test_a_rank_holds_what_the_planner_counts_before_and_after_its_first_commit(
+    changes: dict[str, object], staging: str, tmp_path: Path
 ) -> None:
-    # Sizes that neither vLLM nor the arena rounds up.
+    # Sizes that neither vLLM nor the weight buffer rounds up.
     ((folder, _), _) = write_versions(tmp_path, "llama", vocab_size=128, hidden_size=128)
     # Of graphs only where the weights lie can be had on a CPU.
     graphs = {"keeps_addresses": True}
     engine = make_engine(folder, **(graphs if changes is GRAPHS else changes))
-    arena = make_arena(engine, shadow)
+    weight_buffer = make_weight_buffer(engine, staging)
     try:
         config = make_recipe(
             generator=VllmConfig(**(DEFAULTS | changes)),  # type: ignore[arg-type]
-            weights=WeightsConfig(transport="collective", shadow=shadow, bucket_bytes=1 << 15),
+            weights=WeightsConfig(transport="collective", staging=staging, bucket_bytes=1 << 15),
         )
         memory = forecast_generator(config, engine.architecture)
         forecast = memory.weights | memory.host
         expected = sum(n for kind, n in forecast.items() if kind != "preparation")
-        assert held_bytes(engine, arena) == expected
-        engine.load(arena.live, folder)
-        engine.flip(engine.prepare(arena.live), 0)
-        assert held_bytes(engine, arena) == expected
+        assert held_bytes(engine, weight_buffer) == expected
+        engine.load(weight_buffer.active, folder)
+        engine.commit(engine.process_weights(weight_buffer.active), 0)
+        assert held_bytes(engine, weight_buffer) == expected
     finally:
-        arena.close()
+        weight_buffer.close()
         engine.close()
 
 
 def test_new_weights_come_to_the_addresses_that_captured_graphs_read(tmp_path: Path) -> None:
     (first, old), (second, new) = write_versions(tmp_path, "llama")
-    engine = make_engine(first, keeps_addresses=True, kv_after_flip="recompute")
+    engine = make_engine(first, keeps_addresses=True, kv_after_commit="recompute")
     try:
         assert engine.memory.is_staged
         flat = torch.zeros(engine.memory.num_elements)
         engine.load(flat, first)
         addresses = [tensor.data_ptr() for tensor in engine.movable("weights")]
-        engine.flip(engine.prepare(flat), 0)
+        engine.commit(engine.process_weights(flat), 0)
         engine.submit(request(0, max_tokens=12))
         step(engine, 5)
         engine.load(flat, second)
-        engine.flip(engine.prepare(flat), 1)
+        engine.commit(engine.process_weights(flat), 1)
         flat.zero_()  # the engine keeps nothing of it
         item = drain(engine)[0]
         assert set(item.written.versions.tolist()) == {0, 1}

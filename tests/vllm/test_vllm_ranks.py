@@ -25,7 +25,7 @@ def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) ->
     (first, old), (second, new) = write_versions(tmp_path, family)
     weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
     before = set(Path("/dev/shm").iterdir())
-    with replicas(first, [tmp_path / "meeting"], kv_after_flip="recompute") as (replica,):
+    with replicas(first, [tmp_path / "meeting"], kv_after_commit="recompute") as (replica,):
         assert set(Path("/dev/shm").iterdir()) <= before, "what has a name outlives a kill"
         memories = replica.call("memory")
         whole = sum(tensor.numel() for tensor in weights.values())
@@ -34,11 +34,11 @@ def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) ->
         for flat, loaded in zip(flats, replica.call("load", second), strict=True):
             assert torch.equal(flat, loaded)  # from the trainer's shards, and from the file
 
-        replica.call_each("flip", [(flat, 0) for flat in replica.call("load", first)])
+        replica.call_each("commit", [(flat, 0) for flat in replica.call("load", first)])
         rows = [request(row, tuple(range(3, 5 + 9 * row)), max_tokens=20) for row in range(5)]
         replica.call("submit", rows)
         assert replica.call("step", 8) == [[], []]
-        assert replica.call_each("flip", [(flat, 1) for flat in flats]) == [5, 5]
+        assert replica.call_each("commit", [(flat, 1) for flat in flats]) == [5, 5]
         mine, theirs = replica.call("drain")
         assert len(mine) == 5
         for row, item in mine.items():
@@ -59,7 +59,7 @@ def test_two_replicas_of_two_ranks_do_not_meet_each_other(tmp_path: Path) -> Non
         meeting.parent.mkdir()
     with replicas(first, meetings) as (a, b):
         for replica, folder in ((a, first), (b, second)):
-            replica.call_each("flip", [(flat, 0) for flat in replica.call("load", folder)])
+            replica.call_each("commit", [(flat, 0) for flat in replica.call("load", folder)])
             replica.call("submit", [request(row) for row in range(4)])
         for replica in (a, b):  # both in flight at once
             for pipe in replica._pipes:
@@ -79,9 +79,9 @@ def test_two_ranks_quantise_as_vllm_would(tmp_path: Path) -> None:
     weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
     changes = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     with replicas(first, [tmp_path / "meeting"], **changes) as (replica,):
-        replica.call_each("flip", [(flat, 0) for flat in replica.call("load", first)])
+        replica.call_each("commit", [(flat, 0) for flat in replica.call("load", first)])
         flats = publish(replica.call("memory"), weights)
-        replica.call_each("flip", [(flat, 1) for flat in flats])
+        replica.call_each("commit", [(flat, 1) for flat in flats])
         replica.call("submit", [request(0)])
         mine, theirs = replica.call("drain")
         assert mine[0].written.ids.tolist() == theirs[0].written.ids.tolist()

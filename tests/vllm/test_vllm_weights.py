@@ -11,7 +11,7 @@ import torch
 from llamarl.generation.vllm.limits import CPU_HEAD_SIZES
 from llamarl.types import FinishReason
 from tests.vllm.checkpoints import check_logprobs, write_versions
-from tests.vllm.engines import as_vllm_loads, drain, flip, make_engine, request, step
+from tests.vllm.engines import as_vllm_loads, commit, drain, make_engine, request, step
 from tests.vllm.publishing import publish
 
 pytestmark = pytest.mark.vllm
@@ -22,15 +22,15 @@ def test_logprobs_equal_those_of_transformers_before_and_after_an_update(
     family: str, tmp_path: Path
 ) -> None:
     (first, old), (second, new) = write_versions(tmp_path, family)
-    engine = make_engine(first, kv_after_flip="recompute")
+    engine = make_engine(first, kv_after_commit="recompute")
     try:
-        flip(engine, first, 0)
+        commit(engine, first, 0)
         for row in range(6):
             engine.submit(
                 request(row, tuple(range(3, 5 + 9 * row)), max_tokens=24, temperature=0.8)
             )
         assert step(engine, 9) == []
-        assert flip(engine, second, 1) == 6
+        assert commit(engine, second, 1) == 6
         done = drain(engine)
         for item in done.values():
             assert set(item.written.versions) == {0, 1}
@@ -46,7 +46,7 @@ def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tmp_path: Path) 
     ((folder, _), _) = write_versions(tmp_path, "llama")
     engine = make_engine(folder, dtype="bfloat16")
     try:
-        flip(engine, folder, 0)
+        commit(engine, folder, 0)
         hidden = 3 * torch.randn(5, engine.architecture.hidden_size).bfloat16()
         with torch.inference_mode():
             logits = engine._model.compute_logits(hidden)
@@ -75,7 +75,7 @@ class Fused(torch.nn.Module):
     ("load", "words"),
     [
         (lambda target, source: target.copy_(source * 2), "must only copy weights"),
-        (lambda target, source: target[:3].copy_(source[1:].flip(0)), "must only copy weights"),
+        (lambda target, source: target[:3].copy_(source[1:].commit(0)), "must only copy weights"),
         (lambda target, source: target[:, :4].copy_(source.t()[:4]), "must only copy weights"),
         (lambda target, source: None, "must take every weight, got none of a"),
     ],
@@ -108,7 +108,7 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(tmp_path: Path) -> None:
         ({"kv_cache_bytes": 1 << 44}, "vLLM cannot run .* Decrease generator.kv_cache_bytes"),
         ({"device": "cuda"}, "generator.device must be cpu"),
         ({"num_ranks": 3}, "generator.num_ranks must divide"),
-        ({"max_context_tokens": 4096, "kv_cache_bytes": 1 << 28}, "vLLM cannot run .*4096"),
+        ({"max_model_len": 4096, "kv_cache_bytes": 1 << 28}, "vLLM cannot run .*4096"),
     ]:
         if changes.get("device") == "cuda" and torch.cuda.is_available():
             continue
@@ -134,14 +134,14 @@ def test_a_publish_from_uneven_shards_is_what_vllm_would_load(
     engine = make_engine(first, quantization=quantization, dtype="bfloat16")
     try:
         assert engine.memory.is_staged == (quantization != "none")
-        flip(engine, first, 0)
+        commit(engine, first, 0)
         layers = "8, down_proj.weight, gate_up_proj.weight, o_proj.weight, qkv_proj.weight"
-        assert (f"derived at a flip: {layers}" in caplog.text) == engine.memory.is_staged
+        assert (f"derived at a commit: {layers}" in caplog.text) == engine.memory.is_staged
         assert ("as loaded, direct: " in caplog.text) != engine.memory.is_staged
         engine.submit(request(0, max_tokens=12))
         step(engine, 4)
         (flat,) = publish([engine.memory], weights)
-        assert engine.flip(engine.prepare(flat), 1) == 1
+        assert engine.commit(engine.process_weights(flat), 1) == 1
         expected = {n: t.data.clone() for n, t in engine._model.named_parameters()}
         first_tokens = drain(engine)[0].written
         assert first_tokens.versions.tolist() == [0] * 4 + [1] * 8

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from llamarl.planner.clock import VirtualClockLoop
+from llamarl.planner.simulation.clock import VirtualClockLoop
 
 T = TypeVar("T")
 IS_MODELLED = contextvars.ContextVar("IS_MODELLED", default=False)

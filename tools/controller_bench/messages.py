@@ -23,7 +23,7 @@ import numpy as np
 from demo_two_hosts import worker
 
 from llamarl.cluster import make_cluster
-from llamarl.cluster.certificates import make_certificates
+from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.config import ClusterConfig
 
 
@@ -98,11 +98,11 @@ async def _measure(
         ranks = await cluster.spawn("ranks", Actor, {}, NUM_RANKS)
         points = []
         for argument, kept in SHAPES:
-            await asyncio.gather(*(group.first.keep(kept) for group in single))
-            calls = [group.first for group in single]
+            await asyncio.gather(*(group.call_one.keep(kept) for group in single))
+            calls = [group.call_one for group in single]
             best_s = await _cheapest(calls, argument, num_calls, num_rounds)
             points.append((_num_bytes(("answer", (argument,), {})), _num_bytes(kept), best_s))
-        ranks_s = await _cheapest([ranks.first] * num_actors, None, num_calls, num_rounds)
+        ranks_s = await _cheapest([ranks.call_one] * num_actors, None, num_calls, num_rounds)
     finally:
         await cluster.stop()
     table = np.array(points)

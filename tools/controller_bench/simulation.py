@@ -2,8 +2,8 @@
 
 Owns: the run's shape, the wrapping of executors, when something waited for the controller. Does not
 own: the executors' model (`llamarl/planner`), what a message costs (`messages.py`). Invariant:
-controller, gate, dispatch, ledger, packing, publisher, canary and journal are those of a run, wired
-by `build.py`.
+controller, gate, dispatch, ledger, packing, publisher, log-prob check and run logger are those of a
+run, wired by `build.py`.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from llamarl.config import (
 from llamarl.config.plan import PlanConfig
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.experience.store import Store
-from llamarl.inputs import Inputs
 from llamarl.jobs import GC_THRESHOLDS
 from llamarl.metrics.console import Progress
-from llamarl.metrics.journal import Journal
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
-from llamarl.planner.costs import Costs
-from llamarl.planner.executors import ModelledGroup
-from llamarl.planner.simulation import NoTokenizer, model_executors
-from llamarl.planner.timeline import Timeline
-from llamarl.planner.workload import make_workload
-from llamarl.weights.comparison import Fingerprints
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.executors import ModelledGroup
+from llamarl.planner.simulation.run import NoTokenizer, model_executors
+from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.workload import make_workload
+from llamarl.recipe.inputs import Inputs
+from llamarl.weights.integrity.comparison import Fingerprints
 
 NUM_STORAGE_UNITS = 4
 EQUAL_SHARE = 0.0
 # Of a step, so that it lasts about `step_s` and neither side waits long for the other.
 DECODE_SHARE, TRAIN_SHARE = 0.0065 / 20, 0.88
 HEARTBEAT_S = GeneratorConfig().heartbeat_s
-PING_S = ClusterConfig().silence_s / 4
+PING_S = ClusterConfig().liveness_timeout_s / 4
 NAMES = [  # of Llama 3.1 405B
     f"model.layers.{layer}.{name}.weight"
     for layer in range(126)
@@ -166,9 +166,9 @@ class Charged:
 
 def _sized(method: str, result: Any, args: tuple[Any, ...]) -> Any:
     """The answer as large as real executors give it; fingerprints of the same version are equal."""
-    if method == "offer":
+    if method == "prepare":
         return [replace(result[0], rank=rank, address="/dev/shm/x" * 4) for rank in range(8)]
-    if method in ("write", "fingerprint"):
+    if method in ("write", "verify"):
         return [Fingerprints.fromkeys(NAMES, args[0])]
     return result
 
@@ -218,23 +218,23 @@ class IdleTrainer(Idle):
 
 class IdleReplica(Idle):
     """Waits with a free slot and an empty queue from the moment the controller learnt that there
-    is work which the replica's version allows, at the earliest from its flip, until it comes."""
+    is work which the replica's version allows, at the earliest from its commit, until it comes."""
 
-    def __init__(self, load: Load, replica: Any, max_running: int) -> None:
+    def __init__(self, load: Load, replica: Any, max_num_seqs: int) -> None:
         super().__init__(load)
-        self._replica, self._max_running = replica, max_running
-        self._flipped_s = 0.0
+        self._replica, self._max_running = replica, max_num_seqs
+        self._committed_s = 0.0
 
     def arrive(self, method: str, args: tuple[Any, ...]) -> None:
         clock = cast(CostClock, asyncio.get_running_loop())
         if method != "submit" or self._replica.num_running >= self._max_running:
             return
         if any(request.min_version <= self._replica.version for request in args[0]):
-            self._waited(max(clock.busy_since_s, self._flipped_s), "replica")
+            self._waited(max(clock.busy_since_s, self._committed_s), "replica")
 
     def leave(self, method: str, result: Any) -> None:
-        if method == "flip":
-            self._flipped_s = asyncio.get_running_loop().time()
+        if method == "commit":
+            self._committed_s = asyncio.get_running_loop().time()
 
 
 class IdleScorer(Idle):
@@ -262,8 +262,8 @@ def make_config(shape: Shape) -> Config:
             num_replicas=shape.num_replicas,
             num_ranks=shape.ranks_per_replica,
             num_collectors=shape.num_collectors,
-            max_running=64,
-            max_context_tokens=4096,
+            max_num_seqs=64,
+            max_model_len=4096,
         ),
         trainer=TrainerConfig(
             device="cuda",
@@ -272,7 +272,7 @@ def make_config(shape: Shape) -> Config:
             groups_per_step=shape.num_groups,
             tokens_per_micro_batch=16384,
         ),
-        weights=WeightsConfig(transport="rdma", grace_s=5.0),
+        weights=WeightsConfig(transport="rdma", straggler_timeout_s=5.0),
         placement=PlacementConfig(),
         cluster=ClusterConfig(num_hosts=1024),
         sampling=SamplingConfig(rollouts_per_prompt=shape.rollouts_per_group, max_tokens=2048),
@@ -290,7 +290,7 @@ def make_costs(config: Config, shape: Shape) -> Costs:
     return Costs(
         decode_step_s=DECODE_SHARE * shape.step_s,
         prefill_token_s=1e-5,
-        flip_s=0.1,
+        commit_s=0.1,
         token_s=TRAIN_SHARE * shape.step_s / tokens_per_rank,
         optimizer_s=0.03 * shape.step_s,
         write_s=3.0,
@@ -306,7 +306,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     """Simulate; the load of the steps after the pipeline is full."""
     config = make_config(shape)
     workload = make_workload(config, equal_share=EQUAL_SHARE)
-    timeline, load = Timeline(), Load()
+    timeline, load = SimulatedTimeline(), Load()
     modelled = model_executors(config, make_costs(config, shape), workload, timeline)
     executors = _charged(config, modelled, costs, load)
     inputs = Inputs(
@@ -321,15 +321,15 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     )
     with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:
         spans = Spans("controller", folder)
-        journal = Measured(
+        run_logger = Measured(
             log=MetricsLog(folder, tensorboard=True),
             progress=Progress(shape.num_steps, live=False, console=Console(file=null)),
             spans=spans,
             max_staleness=shape.max_staleness,
         )
-        journal.watch(load, shape.max_staleness + 1)
+        run_logger.watch(load, shape.max_staleness + 1)
         controller, publisher, dispatch = build_controller(
-            config, inputs, executors, run_dir=folder, state={}, journal=journal, spans=spans
+            config, inputs, executors, run_dir=folder, state={}, run_logger=run_logger, spans=spans
         )
         await publisher.connect()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -338,13 +338,13 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
         finally:
             await dispatch.close()
             await publisher.close()
-    load.calls, load.num_bytes, load.waits = journal.counted
+    load.calls, load.num_bytes, load.waits = run_logger.counted
     load.busy_shares, load.wait_shares = timeline.shares(load.end_s - load.elapsed_s, load.end_s)
     return load
 
 
-class Measured(Journal):
-    """The real journal, which starts and ends the count at step ends."""
+class Measured(RunLogger):
+    """The real run logger, which starts and ends the count at step ends."""
 
     def watch(self, load: Load, num_skipped: int) -> None:
         """Count from the end of step `num_skipped` on."""
@@ -372,10 +372,10 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
     """The same executors behind messages."""
     scored_s: dict[int, float] = {}
     on_ranks = replace(costs, call_s=costs.ranks_s)
-    max_running = config.generator.max_running
+    max_num_seqs = config.generator.max_num_seqs
 
     def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> ModelledGroup:
-        return ModelledGroup(name, Charged(name, group.first, costs, load, idle))
+        return ModelledGroup(name, Charged(name, group.call_one, costs, load, idle))
 
     num_collectors = config.generator.num_collectors
     collectors = [
@@ -384,7 +384,7 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
             num_ranks=1,
             spans=Spans("collector", None),
             generators={
-                index: group.first
+                index: group.call_one
                 for index, group in modelled.generators.items()
                 if index % num_collectors == number
             },
@@ -403,7 +403,7 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
         ),
         generators={
             index: charged(
-                "generator", group, IdleReplica(load, group.first, max_running), on_ranks
+                "generator", group, IdleReplica(load, group.call_one, max_num_seqs), on_ranks
             )
             for index, group in modelled.generators.items()
         },

@@ -15,7 +15,7 @@ from typing import Any
 
 from fuzzing import mutations
 from fuzzing.mutations import Mutation
-from llamarl import manifest
+from llamarl.checkpoints import manifest
 
 NEWEST = "run/checkpoints/step-00000002"
 KEYS = "a config key"

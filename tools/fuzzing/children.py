@@ -36,7 +36,7 @@ ALLOWED = ("reward.max_failure_rate", "no trainable group", "check trainer.lr", 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """How one case ended. `finding` says what is wrong with that, "" if nothing is."""
 
     case: Case
@@ -110,12 +110,12 @@ def copy_inputs(sound: Path, folder: Path) -> None:
     shutil.copytree(sound, folder, copy_function=copy)
 
 
-def outcome(case: Case, started: tuple[int, Path]) -> Outcome:
+def outcome(case: Case, started: tuple[int, Path]) -> CallResult:
     """Wait for the process and judge how it ended."""
     begin = time.monotonic()
     code, output, num_bytes = _wait(*started, LIMIT_S)
     seconds = time.monotonic() - begin
-    return Outcome(case, *_judge(case, code, output, num_bytes), seconds, output)
+    return CallResult(case, *_judge(case, code, output, num_bytes), seconds, output)
 
 
 def _judge(case: Case, code: int | None, output: str, num_bytes: int) -> tuple[str, str]:
@@ -204,7 +204,7 @@ async def _load(config: Any, inputs: Any, cluster: Any, run_dir: str, **_: Any) 
     """In place of starting executors: load what they would load, read what the end will read."""
     import torch
 
-    from llamarl import checkpoint
+    from llamarl.checkpoints import checkpoint
     from llamarl.metrics.summary import summarize
     from llamarl.models.parallelize import make_mesh
     from llamarl.models.policy import Policy
@@ -248,11 +248,11 @@ def try_all(
     composed: DictConfig,
     folder: Path,
     num_jobs: int,
-) -> Iterator[Outcome]:
+) -> Iterator[CallResult]:
     """Make and try the cases in order, `num_jobs` at a time; `composed` as for `start`."""
     running: deque[tuple[Case, Path, tuple[int, Path]]] = deque()
 
-    def end() -> Outcome:
+    def end() -> CallResult:
         case, place, started = running.popleft()
         ended = outcome(case, started)
         shutil.rmtree(place)

@@ -14,11 +14,11 @@ from gpu_bench.setting import (
     num_parameters,
     synchronize,
 )
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import EmbeddedEngine
 from llamarl.models.architecture import read_architecture
-from llamarl.planner.memory import forecast_memory
+from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.types import Request, Sampling
-from llamarl.weights.arena import Arena
+from llamarl.weights.sync.weight_buffer import WeightBuffer
 
 
 def measure(setting: Setting) -> dict[str, float]:
@@ -39,7 +39,7 @@ def measure(setting: Setting) -> dict[str, float]:
 
 
 def memory(setting: Setting) -> dict[str, float]:
-    """Peak memory of a full batch with live and shadow weights, against the forecast."""
+    """Peak memory of a full batch with live and staging weights, against the forecast."""
     if not setting.is_cuda:
         raise ValueError("memory is measured on CUDA only")
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
@@ -71,8 +71,8 @@ def _measure_batch(
 ) -> dict[str, float]:
     config = make_config(setting, checkpoint, generator={"cuda_graphs": cuda_graphs})
     architecture = read_architecture(checkpoint)
-    engine = Engine(architecture, config.generator)
-    arena = Arena(
+    engine = EmbeddedEngine(architecture, config.generator)
+    weight_buffer = WeightBuffer(
         parameters=engine.memory.parameters,
         num_elements=engine.memory.num_elements,
         dtype=engine.memory.dtype,
@@ -81,13 +81,13 @@ def _measure_batch(
         run_id="bench",
         device=setting.device,
     )
-    arena.live.normal_(0, 0.02)
-    engine.flip(engine.prepare(arena.live), 0)
+    weight_buffer.active.normal_(0, 0.02)
+    engine.commit(engine.process_weights(weight_buffer.active), 0)
     _write(setting, engine, batch, first_row=0)  # captures the graphs
     engine.forget_prompts()
     synchronize(setting)
     prefill_s, decode_s = _write(setting, engine, batch, first_row=batch)
-    arena.close()
+    weight_buffer.close()
     _, gpu = gpu_kind(setting)
     item = engine.memory.dtype.itemsize
     kv_bytes = (
@@ -105,7 +105,9 @@ def _measure_batch(
     }
 
 
-def _write(setting: Setting, engine: Engine, batch: int, first_row: int) -> tuple[float, float]:
+def _write(
+    setting: Setting, engine: EmbeddedEngine, batch: int, first_row: int
+) -> tuple[float, float]:
     """Seconds of the prefill with the first token, and of the other tokens."""
     random = torch.Generator().manual_seed(first_row)
     shape = (batch, setting.prompt_tokens)

@@ -51,15 +51,15 @@ def _run(
         cluster={"backend": "inline"},
         staleness={"max_staleness": staleness},
         # Within one process only shared memory leads from one executor to the other.
-        weights={"transport": "shared_memory", "shadow": "host" if is_cuda else "full"},
+        weights={"transport": "shared_memory", "staging": "host" if is_cuda else "double_buffer"},
         sampling={
             "max_tokens": setting.loop_tokens,
             "rollouts_per_prompt": 8,
             "replay_lengths": lengths,
         },
         generator={
-            "max_running": 64,
-            "max_context_tokens": setting.loop_tokens + 32,
+            "max_num_seqs": 64,
+            "max_model_len": setting.loop_tokens + 32,
             "device": setting.device,
             "dtype": setting.dtype,
         },

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
-from llamarl.executors.offload import Offload
-from llamarl.generation.parameters import DTYPES, arena_layout
+from llamarl.executors.offload import Offloader
+from llamarl.generation.parameters import DTYPES, buffer_layout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.arena import Arena
-from llamarl.weights.layout import Box, ParameterLayout, Route
-from llamarl.weights.plan import num_bytes, plan
-from llamarl.weights.shared_memory import this_host
-from llamarl.weights.writer import Writer
+from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.reshard import num_bytes, plan
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.shared_memory import this_host
 
 NUM_VERSIONS = 4  # the first opens the memory and is not measured
 LIMIT_S = 120
@@ -29,7 +29,7 @@ LIMIT_S = 120
 
 def measure(setting: Setting) -> dict[str, float]:
     """Seconds and GB/s of versions on their way from float32 masters in one process into the
-    shadow of another, against a copy within the device."""
+    staging of another, against a copy within the device."""
     checkpoint = make_checkpoint(setting, setting.model, has_weights=False)
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
@@ -51,7 +51,7 @@ def measure(setting: Setting) -> dict[str, float]:
         for process in processes:
             process.kill()
             process.join()
-    write_s, fingerprint_s, flip_s = (
+    write_s, fingerprint_s, commit_s = (
         statistics.median(column) for column in zip(*times[1:], strict=True)
     )
     copied_bytes = num_bytes(copies)
@@ -65,8 +65,8 @@ def measure(setting: Setting) -> dict[str, float]:
         "copied_bytes": copied_bytes,
         "write_s": write_s,
         "fingerprint_s": fingerprint_s,
-        "flip_s": flip_s,
-        "publish_s": write_s + fingerprint_s + flip_s,
+        "commit_s": commit_s,
+        "publish_s": write_s + fingerprint_s + commit_s,
         "write_gb_per_s": copied_bytes / write_s / 1e9,
         "device_cast_gb_per_s": copied_bytes / cast_s / 1e9,
         "device_copy_gb_per_s": copied_bytes / copy_s / 1e9,
@@ -77,14 +77,14 @@ def measure(setting: Setting) -> dict[str, float]:
 def offload(setting: Setting) -> dict[str, float]:
     """Seconds to leave the device and to come back, and the GB/s."""
     kind = "pinned" if setting.is_cuda else "file"
-    mover = Offload(kind, setting.folder, "bench")
+    mover = Offloader(kind, setting.folder, "bench")
     memory = torch.empty(setting.offload_bytes, dtype=torch.uint8, device=setting.device)
     memory.random_(0, 256)
     figures: dict[str, float] = {"moved_bytes": memory.numel()}
     for turn in ("first", "later"):  # the first one gets pinned memory from the system
         for name, move in (
-            ("leave", lambda: mover.leave("state", [memory])),
-            ("enter", lambda: mover.enter("state")),
+            ("offload", lambda: mover.offload("state", [memory])),
+            ("onload", lambda: mover.onload("state")),
         ):
             synchronize(setting)
             start_s = time.perf_counter()
@@ -100,15 +100,15 @@ def offload(setting: Setting) -> dict[str, float]:
 def _publish(
     trainer: Connection, generator: Connection, version: int
 ) -> tuple[float, float, float]:
-    offers = [_ask(generator, "offer", version)]
+    handles = [_ask(generator, "prepare", version)]
     start_s = time.perf_counter()
-    written = _ask(trainer, version, offers)
+    written = _ask(trainer, version, handles)
     written_s = time.perf_counter()
-    found = _ask(generator, "fingerprint", version)
+    found = _ask(generator, "verify", version)
     found_s = time.perf_counter()
     if dict(found) != dict(written):
         raise RuntimeError(f"version {version} did not arrive as it was sent")
-    _ask(generator, "flip", version)
+    _ask(generator, "commit", version)
     return written_s - start_s, found_s - written_s, time.perf_counter() - found_s
 
 
@@ -144,19 +144,19 @@ def _be_trainer(pipe: Connection, setting: Setting, checkpoint: str) -> None:
     writer.connect(0, route)
     pipe.send(None)
     while True:
-        version, offers = pipe.recv()
+        version, handles = pipe.recv()
         for tensor in tensors.values():
             tensor.add_(1e-3)
-        writer.present(version)
+        writer.label(version)
         synchronize(setting)
-        pipe.send(_attempt(lambda v=version, o=offers: writer.write(v, o)))
+        pipe.send(_attempt(lambda v=version, o=handles: writer.write(v, o)))
 
 
 def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
-    """Live and shadow memory of one rank."""
+    """Live and staging memory of one rank."""
     torch.set_num_threads(1)
-    layout = arena_layout(read_architecture(checkpoint), setting.dtype)
-    arena = Arena(
+    layout = buffer_layout(read_architecture(checkpoint), setting.dtype)
+    weight_buffer = WeightBuffer(
         parameters=layout.parameters,
         num_elements=layout.num_elements,
         dtype=DTYPES[setting.dtype],
@@ -165,12 +165,12 @@ def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
         run_id=f"bench-{os.getpid()}",
         device=setting.device,
     )
-    pipe.send(arena.layout())
+    pipe.send(weight_buffer.layout())
     while True:
         name, version = pipe.recv()
-        answer = _attempt(lambda n=name, v=version: getattr(arena, n)(v, 0))
+        answer = _attempt(lambda n=name, v=version: getattr(weight_buffer, n)(v, 0))
         synchronize(setting)
-        pipe.send(None if name == "flip" and not isinstance(answer, Exception) else answer)
+        pipe.send(None if name == "commit" and not isinstance(answer, Exception) else answer)
 
 
 def _attempt(call: Any) -> Any:

@@ -161,8 +161,8 @@ def make_config(setting: Setting, checkpoint: str, **sections: dict[str, Any]) -
             {
                 "device": device,
                 "dtype": dtype,
-                "max_running": max(setting.batches),
-                "max_context_tokens": context,
+                "max_num_seqs": max(setting.batches),
+                "max_model_len": context,
             },
         ),
         "trainer": (

@@ -15,39 +15,39 @@ from statistics import median
 from typing import Any, cast
 
 from llamarl.build import Executors
-from llamarl.canary import NUM_TOKENS
 from llamarl.cluster import make_cluster
 from llamarl.config import Config
 from llamarl.experience.store import Store
-from llamarl.metrics.journal import Journal
+from llamarl.loop.logprob_check import NUM_TOKENS
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cores import Cores
-from llamarl.planner.costs import Costs
-from llamarl.planner.executors import (
+from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.executors import (
     ModelledGroup,
     ModelledScorer,
     ModelledStorage,
     ModelledTrainer,
 )
-from llamarl.planner.replica import ModelledReplica
-from llamarl.planner.simulation import drive
-from llamarl.planner.timeline import Timeline
-from llamarl.planner.workload import Workload
-from llamarl.types import FinishReason, Row, StepStats
+from llamarl.planner.simulation.replica import ModelledReplica
+from llamarl.planner.simulation.run import drive
+from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.workload import Workload
+from llamarl.types import FinishReason, RolloutInfo, StepStats
 
 HOST = "host 0"
 NUM_CALLS = 200  # timed for `message_s`
 
 
-class Rows(dict[int, Row]):
-    """Rollouts that another process wrote: only canaries' lengths are ever asked for."""
+class Rows(dict[int, RolloutInfo]):
+    """Rollouts that another process wrote: only log-prob checks' lengths are ever asked for."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self._prompt_tokens = workload.prompt_tokens
 
-    def __missing__(self, row_id: int) -> Row:
-        return Row(
+    def __missing__(self, row_id: int) -> RolloutInfo:
+        return RolloutInfo(
             row_id=row_id,
             num_prompt_tokens=self._prompt_tokens,
             num_tokens=NUM_TOKENS,
@@ -60,7 +60,7 @@ class SleepingStorage(ModelledStorage):
     """A storage unit in its process."""
 
     def __init__(self, *, costs: Costs, workload: Workload, **place: Any) -> None:
-        super().__init__(costs, Cores(), Timeline())
+        super().__init__(costs, Cores(), SimulatedTimeline())
         self.rows = Rows(workload)
 
     async def answer(self) -> None:
@@ -80,7 +80,7 @@ class SleepingReplica(ModelledReplica):
             workload,
             hosts=(HOST,),
             cores=Cores(),
-            timeline=Timeline(),
+            timeline=SimulatedTimeline(),
             partials={},
             storage=SleepingStorage(costs=costs, workload=workload),
         )
@@ -96,7 +96,7 @@ class SleepingTrainer(ModelledTrainer):
             SleepingStorage(costs=costs, workload=workload),
             host=HOST,
             cores=Cores(),
-            timeline=Timeline(),
+            timeline=SimulatedTimeline(),
         )
 
 
@@ -104,16 +104,16 @@ class SleepingScorer(ModelledScorer):
     """The scorer in its process."""
 
     def __init__(self, *, config: Config, costs: Costs, workload: Workload, **place: Any) -> None:
-        super().__init__(config, costs, workload, Cores(), Timeline())
+        super().__init__(config, costs, workload, Cores(), SimulatedTimeline())
 
 
-class Diary:
-    """What is asked of the journal: when steps end."""
+class SilentRunLogger:
+    """What is asked of the run logger: when steps end."""
 
     def __init__(self) -> None:
         self.step_ends_s: list[float] = []
 
-    def verdict(self, group: object, reason: str | None) -> None: ...
+    def log_group(self, group: object, reason: str | None) -> None: ...
 
     def evaluation(self, evaluation: object) -> None: ...
 
@@ -140,14 +140,14 @@ async def replay(
 
     async def spawn(name: str, kind: type, **more: Any) -> ModelledGroup:
         kwargs = {"config": config, "costs": costs, "workload": workload, **more}
-        return ModelledGroup(name, (await cluster.spawn(name, kind, kwargs)).first)
+        return ModelledGroup(name, (await cluster.spawn(name, kind, kwargs)).call_one)
 
     try:
         storage = await spawn("storage-0", SleepingStorage)
         replicas = range(config.generator.num_replicas)
         executors = Executors(
             vital=[],
-            storage=Store([storage.first]),
+            storage=Store([storage.call_one]),
             generators={
                 i: await spawn(f"generator-{i}", SleepingReplica, index=i) for i in replicas
             },
@@ -155,10 +155,10 @@ async def replay(
             trainer=await spawn("trainer", SleepingTrainer),
             reference=None,
         )
-        message_s = await _time_call(storage.first)
-        diary = Diary()
-        journal = cast(Journal, diary)
-        await drive(config, architecture, executors, workload, num_steps, journal)
+        message_s = await _time_call(storage.call_one)
+        diary = SilentRunLogger()
+        run_logger = cast(RunLogger, diary)
+        await drive(config, architecture, executors, workload, num_steps, run_logger)
         return diary.step_ends_s[:num_steps], message_s
     finally:
         await cluster.stop()

@@ -49,7 +49,7 @@ class DecodingGenerator:
             checkpoint=str(checkpoint),
             load_weights=False,
             config=EmbeddedConfig(
-                max_running=batch, max_context_tokens=context_tokens, dtype=model.dtype
+                max_num_seqs=batch, max_model_len=context_tokens, dtype=model.dtype
             ),
             weights=WeightsConfig(),
             placement=PlacementConfig(),

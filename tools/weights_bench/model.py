@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout import Box, ParameterLayout
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 
 NUM_RANKS = 2  # of either side
 BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
@@ -132,7 +132,7 @@ def generator_layouts(model: Model, rank: int) -> tuple[dict[str, ParameterLayou
         box = Box(
             start=tuple(start),
             stop=tuple(stop),
-            buffer="arena",
+            buffer="weights",
             offset=end,
             strides=strides_of(size),
         )

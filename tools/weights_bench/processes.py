@@ -59,7 +59,7 @@ class Remote:
             call.set_result(answer) if is_good else call.set_exception(answer)
 
 
-async def every(remotes: Sequence[Remote], name: str, *args: Any) -> list[Any]:
+async def call_all(remotes: Sequence[Remote], name: str, *args: Any) -> list[Any]:
     """The same call to all, at the same time; their answers in order."""
     return list(await asyncio.gather(*(remote.call(name, *args) for remote in remotes)))
 

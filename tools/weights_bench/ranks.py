@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from llamarl.executors.offload import trim
-from llamarl.weights.arena import Arena
-from llamarl.weights.layout import Copy, Offer, ParameterLayout, RankLayout, Route
-from llamarl.weights.shared_memory import Segment, this_host
-from llamarl.weights.writer import Writer
+from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.shared_memory import Segment, this_host
 from weights_bench.model import (
     DTYPES,
     NUM_RANKS,
@@ -71,12 +71,12 @@ class TrainerRank:
     def connect(self, replica: int, route: Route | None) -> None:
         self._writer.connect(replica, route)
 
-    def present(self, version: int) -> None:
+    def label(self, version: int) -> None:
         """The shards now are `version`."""
-        self._writer.present(version)
+        self._writer.label(version)
 
-    def write(self, version: int, offers: list[Offer]) -> dict[str, int]:
-        return self._writer.write(version, offers)
+    def write(self, version: int, handles: list[StagingHandle]) -> dict[str, int]:
+        return self._writer.write(version, handles)
 
     # memcpy
 
@@ -127,51 +127,54 @@ class TrainerRank:
 
 
 class GeneratorRank:
-    """Holds live weights in private memory for the ways of others, and an arena per real way."""
+    """Holds live weights in private memory for the ways of others, and a weight buffer per real
+    way."""
 
     def __init__(self, model: Model, rank: int) -> None:
         self._model, self._rank = model, rank
         self._dtype = DTYPES[model.dtype]
         self._layouts, self._num_elements = generator_layouts(model, rank)
-        self._arenas: dict[int, Arena] = {}
+        self._weight_buffers: dict[int, WeightBuffer] = {}
 
     def ready(self) -> None:
         """Answers once everything is imported."""
 
     # the real way
 
-    def reserve_arena(self, replica: int, shadow: str, bucket_bytes: int) -> None:
-        self._arenas[replica] = Arena(
+    def reserve_weight_buffer(self, replica: int, staging: str, bucket_bytes: int) -> None:
+        self._weight_buffers[replica] = WeightBuffer(
             parameters=self._layouts,
             num_elements=self._num_elements,
             dtype=self._dtype,
             replica=replica,
             rank=self._rank,
             run_id="bench",
-            shadow=shadow,
+            staging=staging,
             bucket_bytes=bucket_bytes,
             device="cpu",
         )
-        self._arenas[replica].live.fill_(1)  # the pages of a rank that decodes are touched
+        self._weight_buffers[replica].active.fill_(
+            1
+        )  # the pages of a rank that decodes are touched
 
     def layout(self, replica: int) -> RankLayout:
-        return self._arenas[replica].layout()
+        return self._weight_buffers[replica].layout()
 
     def connect(self, replica: int, route: Route) -> None:
-        self._arenas[replica].connect(route)
+        self._weight_buffers[replica].connect(route)
 
-    def offer(self, replica: int, version: int, part: int) -> Offer:
-        return self._arenas[replica].offer(version, part)
+    def prepare(self, replica: int, version: int, bucket: int) -> StagingHandle:
+        return self._weight_buffers[replica].prepare(version, bucket)
 
-    def fingerprint(self, replica: int, version: int, part: int) -> dict[str, int]:
-        return self._arenas[replica].fingerprint(version, part)
+    def verify(self, replica: int, version: int, bucket: int) -> dict[str, int]:
+        return self._weight_buffers[replica].verify(version, bucket)
 
-    def flip(self, replica: int, version: int, part: int) -> int:
-        self._arenas[replica].flip(version, part)
+    def commit(self, replica: int, version: int, bucket: int) -> int:
+        self._weight_buffers[replica].commit(version, bucket)
         return 0
 
-    def discard(self, replica: int, version: int) -> None:
-        self._arenas[replica].discard(version)
+    def abort(self, replica: int, version: int) -> None:
+        self._weight_buffers[replica].abort(version)
 
     # gather and broadcast, a file
 
@@ -201,11 +204,11 @@ class GeneratorRank:
 
     def wipe(self, replica: int | None = None) -> None:
         """Zero what the next publish should write."""
-        (self._flat if replica is None else self._arenas[replica].live).zero_()
+        (self._flat if replica is None else self._weight_buffers[replica].active).zero_()
 
     def check(self, replica: int | None = None) -> None:
         """RuntimeError unless the live weights are what the trainer holds."""
-        flat = self._flat if replica is None else self._arenas[replica].live
+        flat = self._flat if replica is None else self._weight_buffers[replica].active
         for name, layout in self._layouts.items():
             for box in layout.boxes:
                 if not torch.equal(box_view(flat, box), values(name, box, self._dtype)):

@@ -30,8 +30,8 @@ class VllmRank:
             VllmConfig(
                 num_ranks=NUM_RANKS,
                 dtype=self._model.dtype,
-                max_context_tokens=128,
-                max_running=4,
+                max_model_len=128,
+                max_num_seqs=4,
                 kv_cache_bytes=1 << 26,
             ),
             rank=self._rank,

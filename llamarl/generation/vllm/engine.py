@@ -1,6 +1,6 @@
 """vLLM as an engine: its core runs in this process, step by step, over weights that we own.
 
-Owns: vLLM's core, the queue before it, the version label, and the moment of a flip. Does not own:
+Owns: vLLM's core, the queue before it, the version label, and the moment of a commit. Does not own:
 the flat memory of the weights, threads, storage. Invariant: weights change only between two steps
 while no step is in flight, and every token is labelled with the version whose weights computed it.
 
@@ -9,8 +9,8 @@ order; vLLM's scheduler decides alike in each, and the ranks meet inside the mod
 
 Weights that vLLM computes with as they were loaded are views of the flat memory (direct). Where
 they are quantised, or captured graphs read them at their own addresses, they are made or copied
-from it at each flip (staged), and then the engine keeps nothing of that memory. Either way there
-are two sets of weights: live and shadow, or vLLM's own and the one that a publish fills.
+from it at each commit (staged), and then the engine keeps nothing of that memory. Either way there
+are two sets of weights: live and staging, or vLLM's own and the one that a publish fills.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from torch import Tensor
 from llamarl.config import VllmConfig
 from llamarl.generation.boxes import load_boxes
 from llamarl.generation.parameters import DTYPES
-from llamarl.generation.protocol import Finished
-from llamarl.generation.scheduler import Queue, Waiting, Written, check_request, nothing_written
+from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.scheduler import (
+    PartialOutput,
+    Queue,
+    QueuedRequest,
+    check_request,
+    nothing_written,
+)
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_temperature
 from llamarl.generation.vllm.recorder import record
-from llamarl.generation.vllm.requests import Running, start
+from llamarl.generation.vllm.requests import VllmRollout, start
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import is_as_loaded, process
 from llamarl.models.architecture import read_architecture
@@ -44,7 +50,7 @@ log = logging.getLogger(__name__)
 class VllmEngine:
     """One rank of one replica. Synchronous; call it from one thread, but `prepare`.
 
-    `checkpoint` gives the architecture; weights come with the first flip. `rendezvous` is a path
+    `checkpoint` gives the architecture; weights come with the first commit. `rendezvous` is a path
     that no other replica uses. With `keeps_addresses` weights are copied to where vLLM made them
     (None: as captured graphs need it). ValueError if vLLM is not the supported version, or cannot
     run this checkpoint or config here.
@@ -90,9 +96,9 @@ class VllmEngine:
             for parameter in self._live.values():
                 parameter.data = parameter.data.new_empty(0)
         self._queue = Queue()
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, VllmRollout] = {}
         self._num_started = 0
-        self._done: list[Finished] = []
+        self._done: list[RequestOutput] = []
 
     @property
     def num_running(self) -> int:
@@ -113,11 +119,11 @@ class VllmEngine:
         """
         load_boxes(self.memory.parameters, flat, folder, self.architecture)
 
-    def prepare(self, flat: Tensor) -> dict[str, Tensor]:
+    def process_weights(self, flat: Tensor) -> dict[str, Tensor]:
         """vLLM's parameters, as loaded, as views of `flat`."""
         return {name: place.view(flat) for name, place in self._places.items()}
 
-    def flip(self, prepared: Mapping[str, Tensor], version: int) -> int:
+    def commit(self, processed: Mapping[str, Tensor], version: int) -> int:
         """Decode with these weights as `version` from the next token on; returns num_running.
 
         With kv_after_flip=recompute every running rollout is preempted, and its keys and values
@@ -125,21 +131,21 @@ class VllmEngine:
         """
         self._drain()
         if self._is_derived:
-            process(self._model, self._core.vllm_config.model_config, prepared)
+            process(self._model, self._core.vllm_config.model_config, processed)
         elif self.memory.is_staged:
-            for name, view in prepared.items():
+            for name, view in processed.items():
                 self._live[name].data.copy_(view)
         else:
-            for name, view in prepared.items():
+            for name, view in processed.items():
                 self._live[name].data = view
         if self.version < 0:
-            self._check_bound(prepared)
-        if self._config.kv_after_flip == "recompute":
+            self._check_bound(processed)
+        if self._config.kv_after_commit == "recompute":
             self._core.reset_prefix_cache(reset_running_requests=True)
         self.version = version
         return self.num_running
 
-    def submit(self, request: Request, written: Written | None = None) -> None:
+    def submit(self, request: Request, written: PartialOutput | None = None) -> None:
         """Queue a rollout; `written` is what a resumed one has so far.
 
         ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
@@ -147,19 +153,19 @@ class VllmEngine:
         """
         check_request(
             request,
-            context=self._config.max_context_tokens,
+            context=self._config.max_model_len,
             vocab_size=self.architecture.vocab_size,
             reads_text=self.decode_text is not None,
         )
         check_temperature(f"temperature of row {request.row_id}", request.sampling.temperature)
-        self._queue.add(Waiting(request=request, written=written or nothing_written()))
+        self._queue.add(QueuedRequest(request=request, written=written or nothing_written()))
 
-    def abort(self, row_ids: Sequence[int]) -> None:
+    def abort_requests(self, row_ids: Sequence[int]) -> None:
         """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
         wanted = set(row_ids)
         for waiting in self._queue.remove(wanted):
             self._done.append(
-                Finished(
+                RequestOutput(
                     request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
                 )
             )
@@ -170,19 +176,17 @@ class VllmEngine:
     def admit(self) -> int:
         """Give vLLM as many rollouts as it may run; it prefills them in `decode`, so returns 0."""
         if self.version >= 0:
-            free = self._config.max_running - len(self._running)
+            free = self._config.max_num_seqs - len(self._running)
             for waiting in self._queue.take(self.version, free):
                 # Not the row id alone: a resumed rollout comes back, and an aborted one may.
                 key = f"{waiting.request.row_id}-{self._num_started}"
                 self._num_started += 1
-                running, request = start(
-                    waiting, key, self.version, self._config.max_context_tokens
-                )
+                running, request = start(waiting, key, self.version, self._config.max_model_len)
                 self._running[key] = running
                 self._core.add_request(*self._core.preprocess_add_request(request))
         return 0
 
-    def decode(self) -> list[Finished]:
+    def decode(self) -> list[RequestOutput]:
         """One step of vLLM: prefills, and a token for each rollout that it schedules; returns what
         stopped since the last call."""
         if self._running or self._core.batch_queue:
@@ -208,19 +212,19 @@ class VllmEngine:
         self._core = self._runner = self._model = None
         self._live = {}
 
-    def _check_bound(self, prepared: Mapping[str, Tensor]) -> None:
-        """At the first flip: the modules compute from what the memory holds; RuntimeError."""
+    def _check_bound(self, processed: Mapping[str, Tensor]) -> None:
+        """At the first commit: the modules compute from what the memory holds; RuntimeError."""
         held = dict(self._model.named_parameters())
-        as_loaded = {n for n in prepared if is_as_loaded(held[n], prepared[n])}
+        as_loaded = {n for n in processed if is_as_loaded(held[n], processed[n])}
         is_copied = self.memory.is_staged
-        for name in as_loaded if self._is_derived else prepared:
-            mine, theirs = held[name].data, prepared[name]
+        for name in as_loaded if self._is_derived else processed:
+            mine, theirs = held[name].data, processed[name]
             theirs = theirs.to(mine.device) if is_copied else theirs  # the memory may be the host's
             if not (torch.equal(mine, theirs) if is_copied else mine.is_set_to(theirs)):
                 raise RuntimeError(f"vLLM's {name} is not what the weights' memory holds")
-        how = "copied at a flip" if is_copied else "direct"
-        derived = sorted({".".join(n.split(".")[-2:]) for n in prepared.keys() - as_loaded})
-        rest = f"; derived at a flip: {len(prepared) - len(as_loaded)}, {', '.join(derived)}"
+        how = "copied at a commit" if is_copied else "direct"
+        derived = sorted({".".join(n.split(".")[-2:]) for n in processed.keys() - as_loaded})
+        rest = f"; derived at a commit: {len(processed) - len(as_loaded)}, {', '.join(derived)}"
         log.info(
             "vLLM: parameters as loaded, %s: %d%s", how, len(as_loaded), rest if derived else ""
         )
@@ -233,7 +237,7 @@ class VllmEngine:
             if running is not None:  # else: aborted while its token was computed
                 self._append(running, output)
 
-    def _append(self, running: Running, output: Any) -> None:
+    def _append(self, running: VllmRollout, output: Any) -> None:
         if output.new_token_ids:
             running.ids += output.new_token_ids
             running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -248,19 +252,19 @@ class VllmEngine:
         elif reason == "length":
             self._retire(running, running.reason_of_length())
 
-    def _completes_text(self, running: Running) -> bool:
+    def _completes_text(self, running: VllmRollout) -> bool:
         assert self.decode_text is not None
         return running.completes_text(self.decode_text)
 
-    def _stop(self, running: Running, reason: FinishReason) -> None:
+    def _stop(self, running: VllmRollout, reason: FinishReason) -> None:
         """End a rollout that vLLM would go on with."""
         self._core.abort_requests([running.key])
         self._retire(running, reason)
 
-    def _retire(self, running: Running, reason: FinishReason) -> None:
+    def _retire(self, running: VllmRollout, reason: FinishReason) -> None:
         del self._running[running.key]
         self._done.append(
-            Finished(request=running.request, written=running.written(), reason=reason)
+            RequestOutput(request=running.request, written=running.written(), reason=reason)
         )
 
     def _drain(self) -> None:

@@ -36,14 +36,14 @@ def check_limits(config: VllmConfig, architecture: Architecture) -> None:
             f"the checkpoint's head size must be one of {', '.join(map(str, CPU_HEAD_SIZES))} "
             f"(vLLM on CPU), got {a.head_dim}"
         )
-    num_blocks = -(-config.max_context_tokens // config.block_size) + 1  # vLLM keeps one empty
+    num_blocks = -(-config.max_model_len // config.block_size) + 1  # vLLM keeps one empty
     kv_heads = max(a.num_kv_heads // num_ranks, 1)
     token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * ELEMENT_BYTES[config.dtype]
     needed_bytes = num_blocks * config.block_size * token_bytes
     if config.kv_cache_bytes < needed_bytes:
         raise ValueError(
             f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
-            f"{config.max_context_tokens} tokens, got {config.kv_cache_bytes}"
+            f"{config.max_model_len} tokens, got {config.kv_cache_bytes}"
         )
 
 

@@ -1,6 +1,6 @@
 """Where vLLM's parameters lie in the flat memory, read off vLLM's own loader.
 
-Owns: the recording and the layout. Does not own: the memory itself (`weights/arena.py`) or
+Owns: the recording and the layout. Does not own: the memory itself (`weights/weight buffer.py`) or
 changing a parameter (`staging.py`, `engine.py`). Invariant: nothing is computed: a loader that
 does more than copy rectangles is refused, so a wrong layout cannot come out.
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llamarl.generation.parameters import ALIGN_BYTES, BUFFER
 from llamarl.generation.protocol import Memory
 from llamarl.generation.vllm.staging import loading_form
-from llamarl.weights.layout import Box, ParameterLayout
+from llamarl.weights.layout.boxes import Box, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)

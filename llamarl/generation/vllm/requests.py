@@ -13,25 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.generation.scheduler import Waiting, Written
+from llamarl.generation.scheduler import PartialOutput, QueuedRequest
 from llamarl.types import FinishReason, Request
 
 
 @dataclass(slots=True)
-class Running:
+class VllmRollout:
     """A rollout that vLLM decodes: what was written before, and the tokens since."""
 
     key: str
     request: Request
-    before: Written
+    before: PartialOutput
     limit: int  # response tokens at which it must stop
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def written(self) -> Written:
+    def written(self) -> PartialOutput:
         """Everything written so far, earlier segments included."""
-        return Written(
+        return PartialOutput(
             ids=np.concatenate([self.before.ids, np.array(self.ids, np.int32)]),
             logprobs=np.concatenate([self.before.logprobs, np.array(self.logprobs, np.float32)]),
             versions=np.concatenate([self.before.versions, np.array(self.versions, np.int32)]),
@@ -55,7 +55,9 @@ class Running:
         return any(string in text for string in strings)
 
 
-def start(waiting: Waiting, key: str, version: int, max_context_tokens: int) -> tuple[Running, Any]:
+def start(
+    waiting: QueuedRequest, key: str, version: int, max_model_len: int
+) -> tuple[VllmRollout, Any]:
     """The rollout's state, and vLLM's request for its next segment."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -63,7 +65,7 @@ def start(waiting: Waiting, key: str, version: int, max_context_tokens: int) -> 
     request, written = waiting.request, waiting.written
     sampling = request.sampling
     num_prompt, num_written = len(request.prompt_ids), len(written.ids)
-    limit = min(sampling.max_tokens, max_context_tokens - num_prompt)
+    limit = min(sampling.max_tokens, max_model_len - num_prompt)
     wanted = limit - num_written
     if request.segment_tokens:
         wanted = min(wanted, request.segment_tokens)
@@ -89,7 +91,7 @@ def start(waiting: Waiting, key: str, version: int, max_context_tokens: int) -> 
         cache_salt=str(version),  # a prompt's keys and values are shared only within a version
         data_parallel_rank=None,
     )
-    return Running(key, request, written, limit), core_request
+    return VllmRollout(key, request, written, limit), core_request
 
 
 def segment_seed(seed: int, num_written: int) -> int:

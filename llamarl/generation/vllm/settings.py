@@ -129,9 +129,9 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
         dtype=config.dtype,
         hf_overrides={"head_dtype": "float32"},  # logits; else rounded to the model's dtype
         quantization=None if config.quantization == "none" else config.quantization,
-        max_model_len=config.max_context_tokens,
-        max_num_seqs=config.max_running,
-        max_num_batched_tokens=min(PREFILL_TOKENS, config.max_running * config.max_context_tokens),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=min(PREFILL_TOKENS, config.max_num_seqs * config.max_model_len),
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=True,

@@ -1,0 +1,73 @@
+"""What the loss said about a step: sums over micro-batches, then over ranks.
+
+Owns: which quantities are added up and the means made of them. Does not own: the collective.
+Invariant: only sums and one maximum travel, so the result does not depend on how rows were cut.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from llamarl.algorithms.losses import LossOutputs
+
+ON_POLICY_CLIPPED_SHARE = 0.05  # of trained tokens; equal engines clip none before the first update
+_SUMS = ("tokens", "ratio", "clipped", "kl", "entropy", "ref_kl")
+
+
+class LossMetrics:
+    """One rank's part of the statistics of a step; nothing leaves the device before the end."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._maxima: list[torch.Tensor] = []
+
+    def add(self, outputs: LossOutputs, num_tokens: int) -> None:
+        """Count one micro-batch of `num_tokens` response tokens, those of weight 0 included."""
+        seen = torch.full_like(outputs.ratio_max, num_tokens)
+        sums = [outputs.loss.detach(), *(outputs.sums[name] for name in _SUMS), seen]
+        self._parts.append(torch.stack(sums).double())
+        self._maxima.append(outputs.ratio_max)
+
+    def vector(self) -> torch.Tensor:
+        """float64 [9] on the CPU: summed loss, the sums, response tokens, largest ratio."""
+        if not self._parts:
+            return torch.zeros(len(_SUMS) + 3, dtype=torch.float64)
+        largest = torch.stack(self._maxima).max().double().reshape(1)
+        return torch.cat([torch.stack(self._parts).sum(0), largest]).cpu()
+
+
+def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
+    """Scalars of a step from the `vector` of every rank, float64 [ranks, 9].
+
+    `loss` is the summed loss over `denominator`. ratio, kl (generator to trainer) and entropy are
+    means over trained tokens, `masked_tokens` are those of weight 0 that a forward saw.
+    """
+    loss, tokens, ratio, clipped, kl, entropy, ref_kl, seen = vectors[:, :-1].sum(0).tolist()
+    trained = max(tokens, 1.0)
+    return {
+        "loss": loss / denominator,
+        "trained_tokens": tokens,
+        "masked_tokens": seen - tokens,
+        "ratio_mean": ratio / trained,
+        "ratio_max": vectors[:, -1].max().item(),
+        "ratio_clipped_share": clipped / trained,
+        "kl": kl / trained,
+        "entropy": entropy / trained,
+        "ref_kl": ref_kl / trained,
+    }
+
+
+def on_policy_warning(scalars: dict[str, float]) -> str | None:
+    """What is wrong if the first step clips: its rollouts come from the very weights it trains.
+
+    Nothing has been learnt, so every ratio should be 1, and what is clipped is the noise between
+    the two engines.
+    """
+    share = scalars["ratio_clipped_share"]
+    if share <= ON_POLICY_CLIPPED_SHARE:
+        return None
+    return (
+        f"the first step clipped {share:.0%} of its tokens although generator and trainer had the "
+        f"same weights (largest ratio {scalars['ratio_max']:.3g}): their log-probs differ by more "
+        "than the bounds of the algorithm; widen those, or raise generator.dtype"
+    )

@@ -1,0 +1,1 @@
+"""Checkpoint folders of a run: written, committed, verified, pruned."""

@@ -1,0 +1,209 @@
+"""Checkpoints of a run on disk: begun, committed, found, pruned.
+
+Owns: the folders `<run_dir>/checkpoints/step-<version>` and the controller's state inside them
+(version, data position, pending prompts). Does not own: what the trainer writes into the folder.
+Invariant: a folder called step-... is complete; everything unfinished has another name until one
+atomic rename, so a kill at any moment leaves the newest committed checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoints import manifest, records
+from llamarl.json_file import read_object
+from llamarl.protocols import Trainer
+
+STATE_FILE = "controller.json"
+_UNFINISHED = "unfinished-"
+_DAMAGED = "damaged-"
+_COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], keep: int) -> Path:
+    """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
+
+    The newest `keep` checkpoints stay (0: all). Whatever fails, no unfinished folder stays behind
+    to keep a full disk full. What the run's records are is saved too.
+    """
+    num_bytes = records.measure(run_dir)  # at once: they must end where `state` does
+    before = latest(run_dir)
+    folder = begin(run_dir, state["version"])
+    try:
+        await trainer.save(str(folder))
+        known = _saved_records(before) if before else {}
+        parts = await asyncio.to_thread(records.digest, run_dir, num_bytes, known)
+        state = {**state, "records": parts}
+        committed = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
+    finally:
+        discard(folder)  # after a commit it has another name
+    prune(run_dir, keep)
+    return committed
+
+
+def begin(run_dir: str | Path, version: int) -> Path:
+    """Make the empty folder that trainer ranks save `version` into; `commit` it or `abort` it.
+
+    Folders that a killed save left behind are removed. OSError (ENOSPC) if less space is free than
+    the newest checkpoint takes.
+    """
+    root = Path(run_dir) / "checkpoints"
+    with _clear_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(_UNFINISHED + "*"):
+            shutil.rmtree(stale)
+        previous = latest(run_dir)
+        if previous is not None:
+            num_bytes = sum(file.stat().st_size for file in previous.rglob("*"))
+            if shutil.disk_usage(root).free < num_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        folder = root / f"{_UNFINISHED}step-{version:08d}"
+        folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, state: Mapping[str, Any]) -> Path:
+    """Add `state` (JSON, with the "version" that `begin` got) and the manifest of all files, flush
+    all to disk, rename.
+
+    Returns the committed folder. If this version was committed before (a run resumed from an older
+    checkpoint), the old one goes after the new one stands.
+    """
+    name = folder.name.removeprefix(_UNFINISHED)
+    if name != f"step-{state['version']:08d}":
+        raise ValueError(f"state['version'] must be that of {folder}, got {state['version']}")
+    root = folder.parent
+    older = [path for *_, path in _committed(root) if path.name.split(".")[0] == name]
+    if older:
+        name += f".{_order(older[-1])[1] + 1}"
+    with _clear_errors(root):
+        (folder / STATE_FILE).write_text(json.dumps(dict(state), allow_nan=False))
+        manifest.write(folder)
+        for path in [*folder.rglob("*"), folder]:
+            _flush(path)
+        committed = folder.rename(root / name)
+        _flush(root)
+    for path in older:
+        _remove(path)
+    return committed
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder from `begin` whose save failed, so that it does not keep the disk full."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def latest(run_dir: str | Path) -> Path | None:
+    """The newest committed checkpoint of this run, or None."""
+    return next(reversed(committed(run_dir)), None)
+
+
+def committed(run_dir: str | Path) -> list[Path]:
+    """All committed checkpoints of this run, oldest version first."""
+    return [path for *_, path in _committed(Path(run_dir) / "checkpoints")]
+
+
+def version_of(folder: Path) -> int:
+    """The version that the committed checkpoint `folder` holds."""
+    return _order(folder)[0]
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """What `commit` was given, once every file is found to be what was written.
+
+    ValueError, naming the file, if `path` is no committed checkpoint or a damaged one.
+    """
+    folder = Path(path)
+    must = f"checkpoint.resume must be off, auto or a folder called step-... , got {path}"
+    if _COMMITTED.fullmatch(folder.resolve().name) is None:
+        raise ValueError(f"{must}, which is not the name of a committed checkpoint")
+    try:
+        manifest.verify(folder, STATE_FILE)
+        state = read_object(folder / STATE_FILE)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.resume must be a sound checkpoint, but {error}") from error
+    if type(state.get("version")) is not int or state["version"] < 0:
+        raise ValueError(f"{must}, whose {STATE_FILE} names no version")
+    return state
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name under which it is neither resumed from nor counted."""
+    return folder.rename(_free(folder.with_name(_DAMAGED + folder.name)))
+
+
+def holds_run(run_dir: str | Path) -> bool:
+    """True if a run left more than a failed start there."""
+    return latest(run_dir) is not None or any(records.measure(run_dir).values())
+
+
+def prune(run_dir: str | Path, keep: int) -> None:
+    """Remove all but the newest `keep` committed checkpoints; 0 keeps all."""
+    if keep:
+        for *_, path in _committed(Path(run_dir) / "checkpoints")[:-keep]:
+            _remove(path)
+
+
+def _saved_records(folder: Path) -> dict[str, records.Parts]:
+    """What an earlier checkpoint says of the records; nothing where that cannot be read."""
+    try:
+        saved = read_object(folder / STATE_FILE).get("records")
+    except ValueError:
+        return {}
+    return saved if records.is_sound(saved) else {}
+
+
+def _committed(root: Path) -> list[tuple[int, int, Path]]:
+    """(version, attempt, folder) of every committed checkpoint, oldest version first."""
+    if not root.is_dir():
+        return []
+    folders = [path for path in root.iterdir() if _COMMITTED.fullmatch(path.name)]
+    return sorted((*_order(path), path) for path in folders)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _COMMITTED.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1]), int(match[2] or 0)
+
+
+def _free(path: Path) -> Path:
+    """`path`, or with a number behind it if that is taken."""
+    names = (path.with_name(f"{path.name}-{i}") if i else path for i in count())
+    return next(name for name in names if not name.exists())
+
+
+def _remove(path: Path) -> None:
+    """Remove a committed checkpoint; a kill half-way leaves no step-... folder with gaps."""
+    shutil.rmtree(path.rename(path.with_name(_UNFINISHED + path.name)))
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or folder: a rename must not reach the disk before what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _clear_errors(root: Path) -> Iterator[None]:
+    """Say what to change when the disk is full or read-only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"{os.strerror(errno.ENOSPC)}; free some or lower checkpoint.keep; checkpoints in"
+        raise OSError(errno.ENOSPC, message, str(root)) from error

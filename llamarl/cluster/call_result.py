@@ -1,0 +1,96 @@
+"""How a call ends: with a value, or with an exception that travels.
+
+Owns: the one place where an executor's method is run. Does not own: transport. Invariant:
+`attempt` never raises what the executor raised; it returns an Outcome that survives pickling,
+because an exception that does not would kill the process that sends it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.cluster.group import Mergeable
+from llamarl.errors import RemoteError, UserCodeError
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What one rank answered. `error` is the pickled exception, if there was one."""
+
+    rank: int
+    value: Any = None
+    error: bytes | None = None
+
+    def result(self) -> Any:
+        """The value, or raise the exception."""
+        if self.error is None:
+            return self.value
+        raise pickle.loads(self.error)
+
+
+def merged(outcomes: list[CallResult]) -> list[CallResult]:
+    """The outcomes of several ranks, those whose values can be merged as one, of the first rank."""
+    first = outcomes[0] if outcomes else None
+    if first is None or not isinstance(first.value, Mergeable):
+        return outcomes
+    for result in outcomes[1:]:
+        first.value.merge(result.value)
+    return [first]
+
+
+async def attempt(
+    executor: object, where: str, rank: int, call: tuple[str, Any, Any]
+) -> CallResult:
+    """Run `call` = (method, args, kwargs) on `executor`; `where` names the process in notes."""
+    method, args, kwargs = call
+    try:
+        return CallResult(rank, await getattr(executor, method)(*args, **kwargs))
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        return failure(error, where, rank)
+
+
+def failure(error: BaseException, where: str, rank: int) -> CallResult:
+    """The Outcome of an exception, with its traceback as a note."""
+    error.add_note(f"raised in {where}:\n{_traceback(error)}")
+    try:
+        data = pickle.dumps(error)
+        copy = pickle.loads(data)
+        travels = type(copy) is type(error) and str(copy) == str(error)
+    except Exception:  # noqa: BLE001 - user exceptions fail to pickle in any way they like
+        travels = False
+    # StopIteration and exits would be changed or acted on by the caller's event loop.
+    if not travels or not isinstance(error, Exception) or isinstance(error, _LOOP_SIGNALS):
+        text = f"{type(error).__name__}: {_text(error)}"
+        remote = RemoteError(text)
+        for note in error.__notes__:
+            remote.add_note(note)
+        data = pickle.dumps(remote)
+    return CallResult(rank, error=data)
+
+
+_LOOP_SIGNALS = (StopIteration, StopAsyncIteration)
+
+
+def _traceback(error: BaseException) -> str:
+    if isinstance(error, UserCodeError):
+        return _text(error)
+    report = traceback.TracebackException.from_exception(error)
+    report.__notes__ = None  # they travel on their own
+    return "".join(report.format()).rstrip()
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a user's __str__ may do anything
+        return "(its text cannot be shown)"
+
+
+def describe_failed_close(error: Exception) -> str:
+    """Why an executor could not close: a full disk needs no traceback, all else is a bug."""
+    if isinstance(error, OSError):
+        return str(error)
+    return "\n" + "".join(traceback.format_exception(error))

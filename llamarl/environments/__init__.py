@@ -1,0 +1,1 @@
+"""Prompts, the requests made of them, and the rewards of what comes back."""

@@ -1,0 +1,23 @@
+"""`exact`: the answer that a pattern finds in the completion equals the expected one.
+
+Owns: that comparison. Invariant: 1 or 0; a prompt without an expected answer raises.
+"""
+
+from __future__ import annotations
+
+import re
+
+from llamarl.config import RewardConfig
+from llamarl.environments.rewards.answer import expected_answer, normal_form
+from llamarl.types import Prompt
+
+
+def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
+    """1 if group 1 of `config.pattern`, searched in the completion, is the expected answer, up to
+    white space and number format; else 0, also for `config.require_stop` and not `finished`."""
+    expected = normal_form(expected_answer(prompt, config))
+    if config.require_stop and not finished:
+        return 0.0
+    match = re.search(config.pattern, completion)
+    found = match[1] if match is not None else None
+    return float(found is not None and normal_form(found) == expected)

@@ -1,0 +1,54 @@
+"""`math`: the completion's final answer is mathematically equal to the expected one.
+
+Owns: how an expected answer is handed to math-verify. Does not own: finding the answer in the
+completion and comparing expressions (math-verify does), nor the time limit (the pool's).
+Invariant: 0 means that a comparison was made or the completion holds no answer; any other
+trouble raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify
+
+from llamarl.config import RewardConfig
+from llamarl.environments.rewards.answer import NUMBER, expected_answer, normal_form
+from llamarl.types import Prompt
+
+LATEX_MARKS = ("\\boxed", "\\(", "\\[")
+
+# It warns that its own time limit is off; the pool stops a reward from outside, which also ends
+# computations that never return to Python.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
+    r"""1 if math-verify finds an answer in the completion that equals the expected one, else 0.
+
+    The expected answer may be a number, an expression in LaTeX, a GSM8K solution ("... #### 42")
+    or a MATH solution ("... \boxed{\frac{1}{2}}"). `finished` plays no part. Raises ValueError if
+    it is not a mathematical expression.
+    """
+    expected = _parse_expected(expected_answer(prompt, config))
+    found = parse(completion, parsing_timeout=None, raise_on_error=True)
+    return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))
+
+
+@lru_cache(maxsize=1024)
+def _parse_expected(text: str) -> list[Any]:
+    if NUMBER.fullmatch(text):
+        latex = f"${normal_form(text)}$"
+    elif text.count("$") >= 2 or any(mark in text for mark in LATEX_MARKS):
+        latex = text
+    else:
+        latex = f"${text}$"
+    parsed: list[Any] = parse(latex, parsing_timeout=None, raise_on_error=True)
+    if all(isinstance(value, str) for value in parsed):
+        raise ValueError(
+            f"the expected answer must be a mathematical expression for reward.functions=[math], "
+            f"got {text!r} (compare text with exact)"
+        )
+    return parsed

@@ -1,0 +1,210 @@
+"""One worker process of the reward pool, seen from the thread that owns it.
+
+Owns: starting it, its pipes, its stderr, its end. Does not own: what is sent or the time limit.
+Invariant: no call blocks longer than its `limit_s`, whatever the process does, and an answer
+that does not repeat the token of its request is refused and its process ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from typing import Any, NoReturn
+
+from llamarl.environments.rewards.supervisor import end_descendants
+
+logger = logging.getLogger(__name__)
+
+OWN_FRAMES = (
+    "llamarl/environments/rewards/worker.py",
+    "llamarl/environments/rewards/task.py",
+    "<frozen runpy>",
+)
+STACK_S = 0.5  # a hung worker gets this long to write its stack
+READ_BYTES = 65536
+STDERR_LINES = 40
+STDERR_LINE_BYTES = 2000  # the rest of a longer line is left out
+LOGGED_LINES = 200  # per message: user code that prints without end must not fill the disk
+MAX_ANSWER_BYTES = 1_000_000
+SHOWN_BYTES = 100  # of an answer that is refused
+END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
+LAST_WORDS_S = 1.0  # for a worker that closed its channel to end by itself, and say how
+
+
+class WorkerError(RuntimeError):
+    """The process ended, or had to be; the text says how, with the last lines of its standard
+    error."""
+
+
+class WorkerProcess:
+    """Lines of JSON to and from `python -m llamarl.environments.rewards.worker`.
+
+    Start it from a thread that lives as long as it is needed: the worker dies with that thread.
+    The process started is the worker's supervisor, which ends the worker with all its children.
+    """
+
+    def __init__(self) -> None:
+        # The worker imports from where this process does, wherever it was started.
+        search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llamarl.environments.rewards.worker", str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": search_path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is the parent's
+        )
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr
+        self._pipes = [pipe for pipe in pipes if pipe is not None]
+        self._in, self._out, self._err = (pipe.fileno() for pipe in self._pipes)
+        os.set_blocking(self._in, False)
+        self._unsent = memoryview(b"")
+        self._answers: deque[bytes] = deque()
+        self._answer_rest = b""
+        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
+        self._stderr_rest = b""
+        self._stderr_open = True
+        self._num_logged = 0
+        self.pid = self._process.pid
+        """The supervisor's, until the worker's is known."""
+
+    @property
+    def ended(self) -> bool:
+        """True once `receive` has raised WorkerError, or after `close`."""
+        return self._process.returncode is not None
+
+    def is_quiet(self) -> bool:
+        """False if it ended, or wrote something, although nothing was asked."""
+        waiting = select.select([self._out], [], [], 0)[0]
+        return not (self._answers or self._answer_rest or waiting)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message; it leaves during `receive`. Values JSON lacks travel as text."""
+        line = json.dumps(message, default=str).encode() + b"\n"
+        self._unsent = memoryview(bytes(self._unsent) + line)
+        self._num_logged = 0
+
+    def receive(self, limit_s: float, token: str) -> dict[str, Any] | None:
+        """The next answer, which must repeat `token`, or None after `limit_s`.
+
+        Raises WorkerError if there will be none, or user code wrote among the answers.
+        """
+        end = time.monotonic() + limit_s
+        while not self._answers:
+            left_s = end - time.monotonic()
+            if left_s <= 0 or not self._exchange(left_s):
+                return None
+        return self._check_answer(self._answers.popleft(), token)
+
+    def stack(self) -> str:
+        """What the (hung) process is doing: its Python stack."""
+        self._stderr.clear()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + STACK_S
+        with contextlib.suppress(WorkerError):
+            while (left_s := end - time.monotonic()) > 0 and self._exchange(
+                min(left_s, 0.05 if self._stderr else left_s)
+            ):
+                pass
+        lines = [line for line in self._stderr if not any(name in line for name in OWN_FRAMES)]
+        return "\n".join(lines) or "(it gave no stack)"
+
+    def kill(self) -> None:
+        """Have the supervisor end the worker and everything it started; from any thread."""
+        if self._process.returncode is not None:  # reaped: the number may be another's by now
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self._process.pid, signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGCONT)  # user code may have stopped it
+
+    def close(self) -> None:
+        """Kill, reap, and close the pipes; for the owning thread."""
+        self._end()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _end(self) -> None:
+        self.kill()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:  # user code keeps the supervisor from its work
+            end_descendants(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+
+    def _check_answer(self, line: bytes, token: str) -> dict[str, Any]:
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("token") != token:
+            self._refuse(line)
+        return answer
+
+    def _refuse(self, line: bytes) -> NoReturn:
+        self.close()
+        shown = line[:SHOWN_BYTES].decode(errors="replace")
+        raise WorkerError(
+            "reward code must not write into descriptors that it did not open, got "
+            f"{shown!r} among the answers of its process, which was ended"
+        )
+
+    def _exchange(self, limit_s: float) -> bool:
+        """Move what can be moved through the pipes; False if nothing could within `limit_s`."""
+        poll = select.poll()
+        poll.register(self._out, select.POLLIN)
+        if self._stderr_open:
+            poll.register(self._err, select.POLLIN)
+        if self._unsent:
+            poll.register(self._in, select.POLLOUT)
+        ready = dict(poll.poll(limit_s * 1000))
+        if self._err in ready:
+            self._read_stderr()
+        if self._in in ready:
+            try:
+                self._unsent = self._unsent[os.write(self._in, self._unsent) :]
+            except BrokenPipeError:  # the end of its output says the rest
+                self._unsent = memoryview(b"")
+        if self._out in ready:
+            data = os.read(self._out, READ_BYTES)
+            if not data:
+                raise WorkerError(self._last_words())
+            *lines, self._answer_rest = (self._answer_rest + data).split(b"\n")
+            self._answers.extend(lines)
+            if len(self._answer_rest) > MAX_ANSWER_BYTES:
+                self._refuse(self._answer_rest)
+        return bool(ready)
+
+    def _read_stderr(self) -> None:
+        data = os.read(self._err, READ_BYTES)
+        self._stderr_open = bool(data)
+        *lines, rest = (self._stderr_rest + data).split(b"\n")
+        self._stderr_rest = rest[:STDERR_LINE_BYTES]
+        for line in lines:
+            text = line[:STDERR_LINE_BYTES].decode(errors="replace")
+            self._stderr.append(text)
+            self._num_logged += 1
+            if self._num_logged <= LOGGED_LINES:
+                logger.info("reward worker %d: %s", self.pid, text)
+
+    def _last_words(self) -> str:
+        try:
+            code = self._process.wait(LAST_WORDS_S)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            cause = f"the reward process ended by itself ({how})"
+        except subprocess.TimeoutExpired:  # it runs on, or what it started is being ended
+            cause = "the reward process closed the pipe of its answers"
+        self._end()
+        while self._stderr_open and select.select([self._err], [], [], 0)[0]:
+            self._read_stderr()
+        return "\n".join([cause, *self._stderr])

@@ -1,0 +1,90 @@
+"""Rollouts as rows of the store.
+
+Owns: the translation between what an engine writes and the store's columns. Does not own: either.
+Invariant: a row's spans are the runs of its token versions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.scheduler import PartialOutput
+from llamarl.protocols import Storage
+from llamarl.types import (
+    FINISH_CODES,
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    Columns,
+    FinishReason,
+    Request,
+    RolloutInfo,
+    VersionSpan,
+)
+
+
+async def read_written(storage: Storage, requests: list[Request]) -> dict[int, PartialOutput]:
+    """What these resumed rollouts have written so far, by row id."""
+    row_ids = [request.row_id for request in requests]
+    names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
+    columns = await storage.read(row_ids, names)
+    return {
+        row_id: PartialOutput(ids=ids, logprobs=logprobs, versions=versions)
+        for row_id, ids, logprobs, versions in zip(
+            row_ids, *(columns[name] for name in names), strict=True
+        )
+    }
+
+
+async def write_finished(storage: Storage, finished: list[RequestOutput]) -> None:
+    """Store the columns of these rollouts."""
+    requests = [item.request for item in finished]
+    await storage.write(
+        [request.row_id for request in requests],
+        columns_of(finished),
+        [request.attempt for request in requests],
+    )
+
+
+def row_of(finished: RequestOutput, replica: int) -> RolloutInfo:
+    """What the controller hears of it."""
+    return RolloutInfo(
+        row_id=finished.request.row_id,
+        num_prompt_tokens=len(finished.request.prompt_ids),
+        num_tokens=len(finished.written.ids),
+        spans=version_spans(finished.written.versions),
+        finish_reason=finished.reason,
+        replica=replica,
+    )
+
+
+def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions in `versions` int [T]."""
+    if not len(versions):
+        return ()
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+    sizes = np.diff(starts, append=len(versions))
+    return tuple(
+        VersionSpan(version=int(versions[start]), num_tokens=int(size))
+        for start, size in zip(starts, sizes, strict=True)
+    )
+
+
+def columns_of(finished: list[RequestOutput]) -> Columns:
+    """The columns that a generator writes, one array per rollout."""
+    return {
+        PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
+        RESPONSE_IDS: [item.written.ids for item in finished],
+        GENERATOR_LOGPROBS: [item.written.logprobs for item in finished],
+        TOKEN_VERSIONS: [item.written.versions for item in finished],
+        SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
+    }
+
+
+def _sampling_row(request: Request, reason: FinishReason) -> np.ndarray:
+    sampling = request.sampling
+    values = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens]
+    return np.array([*values, request.seed, FINISH_CODES[reason]], np.float64)

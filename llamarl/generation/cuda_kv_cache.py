@@ -1,0 +1,100 @@
+"""Keys and values as a GPU's fused attention reads them.
+
+Owns: the two cache tensors, copies between slots, and the attention of a decode step over them.
+Does not own: which rollout sits in which slot (`engine.py`); `cpu_kv_cache.py` is its counterpart
+for CPUs. Invariant: like there; and a decode step is a function of tensors of fixed shape, without
+a look at their values, so that a CUDA graph can replay it.
+
+Row i of a step is slot i, so keys and values are read where they lie. The query heads that share a
+key-value head become the query positions of one attention: fused kernels then read each key once
+per key-value head, whatever the number of query heads, and need to know nothing of grouping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 32  # positions are rounded up to it: kernels want masks whose rows are aligned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaPlaces:
+    """Where one token per row goes: slot [n, 1], head [1, kv_heads], position [n, 1]."""
+
+    slot: Tensor
+    head: Tensor
+    position: Tensor
+
+
+class CudaKVCache:
+    """Keys and values [layers, slots, kv_heads, positions, head_dim]; `num_positions` is rounded up
+    to whole blocks."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_heads: int,
+        num_kv_heads: int,
+        num_positions: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots, self.num_heads, self.num_kv_heads = num_slots, num_heads, num_kv_heads
+        self.dtype, self.device = dtype, device
+        self.num_positions = -(-num_positions // BLOCK) * BLOCK
+        shape = (num_layers, num_slots, num_kv_heads, self.num_positions, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._slot = torch.arange(num_slots, device=device)[:, None]
+        self._head = torch.arange(num_kv_heads, device=device)[None]
+        self._position = torch.arange(self.num_positions, device=device)
+
+    def places(self, slots: np.ndarray, positions: np.ndarray) -> CudaPlaces:
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go."""
+        slot, position = (
+            torch.from_numpy(each)[:, None].to(self.device) for each in (slots, positions)
+        )
+        return CudaPlaces(slot=slot, head=self._head, position=position)
+
+    def next_places(self, positions: Tensor) -> CudaPlaces:
+        """Where one token of each of the first slots goes; `positions` int64 [n] on the device."""
+        slot = self._slot[: len(positions)]
+        return CudaPlaces(slot=slot, head=self._head, position=positions[:, None])
+
+    def write(self, layer: int, places: CudaPlaces, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [n, kv_heads, head_dim] of one layer."""
+        index = (places.slot, places.head, places.position)
+        self.keys[layer].index_put_(index, keys)
+        self.values[layer].index_put_(index, values)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of slot `source` to slot `target`."""
+        for cache in (self.keys, self.values):
+            cache[:, target, :, :length] = cache[:, source, :, :length]
+
+    def mask(self, positions: Tensor, length: int) -> Tensor:
+        """[n, 1, 1, length]: 0 up to each row's own position (int64 [n]), -inf behind."""
+        hidden = self._position[:length] > positions[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+    def attend(self, layer: int, queries: Tensor, mask: Tensor) -> Tensor:
+        """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim] of the first
+        slots, over the mask's `length` positions."""
+        num_rows, length = len(queries), mask.shape[-1]
+        grouped = queries.unflatten(1, (self.num_kv_heads, -1))
+        out = functional.scaled_dot_product_attention(
+            grouped,
+            self.keys[layer, :num_rows, :, :length],
+            self.values[layer, :num_rows, :, :length],
+            attn_mask=mask.expand(-1, -1, grouped.shape[2], -1),
+        )
+        return out.reshape(num_rows, -1)

@@ -1,0 +1,137 @@
+"""The state of running rollouts, as arrays over slots.
+
+Owns: tokens, log-probs, versions and stop conditions of whatever occupies each slot. Does not
+own: keys and values (`cpu_kv_cache.py`) or which slot is taken (`engine.py`). Invariant: one decode
+step touches a constant number of arrays, never one rollout at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from llamarl.generation.sampling import SamplingRows, uniforms
+from llamarl.generation.scheduler import PartialOutput, QueuedRequest
+from llamarl.types import FinishReason, Request
+
+_NO_ID = -1
+
+
+class RunningRollouts:
+    """Rollouts by slot; `occupied` bool [slots] says where one is.
+
+    `sequence` int32 [slots, context] is prompt and response; `cached` int64 [slots] counts the
+    tokens whose keys and values are stored: always all but the last one.
+    """
+
+    def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
+        self._device = device
+        wide = (num_slots, num_positions)
+        self.requests: list[Request | None] = [None] * num_slots
+        self.sequence = np.zeros(wide, np.int32)
+        self.logprobs = np.zeros(wide, np.float32)
+        self.versions = np.zeros(wide, np.int32)
+        self.uniform = np.zeros(wide, np.float32)
+        self.prompt_length = np.zeros(num_slots, np.int64)
+        # An empty slot may be computed too, beside rollouts: its token then goes to a position that
+        # no prompt which is kept for others reaches, and none of its sampling is asked for.
+        self._spare = num_positions - 2
+        self.cached = np.full(num_slots, self._spare, np.int64)
+        self.limit = np.zeros(num_slots, np.int64)  # total tokens at which it must stop
+        self.segment_end = np.zeros(num_slots, np.int64)  # total tokens at which it is cut
+        self.stop_ids = np.full((num_slots, 1), _NO_ID, np.int64)
+        self.temperature = np.ones(num_slots, np.float32)
+        self.greedy = np.zeros(num_slots, bool)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.watches_text = np.zeros(num_slots, bool)
+        self.occupied = np.zeros(num_slots, bool)
+
+    def by_length(self) -> np.ndarray:
+        """Occupied slots, the longest rollout first: int64 [n]."""
+        occupied = np.flatnonzero(self.occupied)
+        return occupied[np.argsort(-self.cached[occupied], kind="stable")]
+
+    def start(self, slot: int, waiting: QueuedRequest) -> None:
+        """Put a rollout into `slot`."""
+        request, written = waiting.request, waiting.written
+        sampling = request.sampling
+        num_prompt, num_written = len(request.prompt_ids), len(written.ids)
+        total = num_prompt + num_written
+        self.requests[slot] = request
+        self.sequence[slot, :num_prompt] = request.prompt_ids
+        for array, values in (
+            (self.sequence, written.ids),
+            (self.logprobs, written.logprobs),
+            (self.versions, written.versions),
+        ):
+            array[slot, num_prompt:total] = values
+        num_positions = self.sequence.shape[1]
+        limit = min(num_prompt + sampling.max_tokens, num_positions)
+        self.uniform[slot, num_prompt:limit] = uniforms(request.seed, limit - num_prompt)
+        self.prompt_length[slot] = num_prompt
+        self.cached[slot] = total - 1
+        self.limit[slot] = limit
+        segment = request.segment_tokens or num_positions
+        self.segment_end[slot] = total + segment
+        stop = sampling.stop_token_ids
+        if len(stop) > self.stop_ids.shape[1]:
+            wider = ((0, 0), (0, len(stop) - self.stop_ids.shape[1]))
+            self.stop_ids = np.pad(self.stop_ids, wider, constant_values=_NO_ID)
+        self.stop_ids[slot] = _NO_ID
+        self.stop_ids[slot, : len(stop)] = stop
+        self.greedy[slot] = sampling.temperature == 0
+        self.temperature[slot] = sampling.temperature or 1.0
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.watches_text[slot] = bool(sampling.stop_strings)
+        self.occupied[slot] = True
+
+    def release(self, slot: int) -> tuple[Request, PartialOutput]:
+        """Empty `slot`; returns the rollout and all it has written."""
+        request = self.requests[slot]
+        assert request is not None
+        part = slice(int(self.prompt_length[slot]), int(self.cached[slot]) + 1)
+        written = PartialOutput(
+            ids=self.sequence[slot, part].copy(),
+            logprobs=self.logprobs[slot, part].copy(),
+            versions=self.versions[slot, part].copy(),
+        )
+        self.requests[slot] = None
+        self.occupied[slot] = self.watches_text[slot] = False
+        self.cached[slot] = self._spare
+        self.temperature[slot], self.top_k[slot], self.top_p[slot] = 1.0, 0, 1.0
+        self.greedy[slot] = False
+        return request, written
+
+    def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
+        """Sampling parameters of `slots`, only those that some rollout uses."""
+        temperature, greedy = self.temperature[slots], self.greedy[slots]
+        top_k, top_p = self.top_k[slots], self.top_p[slots]
+
+        def column(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).unsqueeze(1).to(self._device)
+
+        return SamplingRows(
+            temperature=column(temperature) if (temperature != 1).any() else None,
+            greedy=column(greedy) if greedy.any() else None,
+            top_k=column(top_k) if (top_k > 0).any() else None,
+            top_p=column(top_p) if (top_p < 1).any() else None,
+        )
+
+    def append(
+        self, slots: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int
+    ) -> list[tuple[int, FinishReason]]:
+        """Add one token to each of `slots`; returns which of them stopped, and why."""
+        place = self.cached[slots] + 1
+        self.cached[slots] = place
+        self.sequence[slots, place] = ids
+        self.logprobs[slots, place] = logprobs
+        self.versions[slots, place] = version
+        stopped = (self.stop_ids[slots] == ids[:, None]).any(axis=1)
+        full = place + 1 >= self.limit[slots]
+        cut = place + 1 >= self.segment_end[slots]
+        reasons = [(FinishReason.SEGMENT, cut), (FinishReason.LENGTH, full)]
+        reasons.append((FinishReason.STOP, stopped))  # the last one that holds is the reason
+        ended = {slot: reason for reason, holds in reasons for slot in slots[holds].tolist()}
+        return list(ended.items())

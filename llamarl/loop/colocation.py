@@ -1,0 +1,168 @@
+"""Who has the device when.
+
+Owns: the order of turns, and what leaves and enters the device at each. Does not own: how memory is
+moved (`executors/`) or what is done in a turn (the controller). Invariant: if generators and
+trainer share a device, only one side is complete on it; both have weights there only during a
+sync phase, which copies them.
+
+    begin -> sync phase -> train -> sync phase -> train -> ... -> sync phase -> train (the export)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, Protocol
+
+from llamarl.errors import GroupLost, NoGenerator
+from llamarl.metrics.span import Spans
+from llamarl.protocols import Offloadable
+
+log = logging.getLogger(__name__)
+
+When = Callable[[], Awaitable[None]]
+RECALL_S = 10.0  # for generators to make room at an early end
+PHASES = ("sync", "train")  # they alternate, and the first is a sync phase
+
+
+class Colocation(Protocol):
+    """What the controller knows of where executors are."""
+
+    async def begin(self) -> None:
+        """Called once all executors have started, before the first turn."""
+
+    def phase(self, name: str, when: When | None = None) -> AbstractAsyncContextManager[None]:
+        """Run the body as "train" (whatever the trainer computes) or "sync phase" (a publish).
+
+        `when` waits until the generators can do without their device.
+        """
+
+    async def recall(self) -> None:
+        """Give the trainer the device, out of turn, so that a run that ends can be saved."""
+
+
+class Disaggregated:
+    """Generators and trainer have devices of their own: nobody ever waits for a turn."""
+
+    async def begin(self) -> None:
+        """Nothing to make room for."""
+
+    @asynccontextmanager
+    async def phase(self, name: str, when: When | None = None) -> AsyncIterator[None]:
+        """The body at once; `when` is not asked."""
+        yield
+
+    async def recall(self) -> None:
+        """The trainer has its device."""
+
+
+class Colocated:
+    """Generators and trainer share a device and alternate on it.
+
+    The generators work until a train turn's `when` returns, then from the end of the next sync
+    phase. A generator that is lost on the way is passed over; NoGenerator once none is left.
+    """
+
+    def __init__(
+        self, trainer: Offloadable, generators: dict[int, Offloadable], spans: Spans
+    ) -> None:
+        self._trainer = trainer
+        self._generators = dict(generators)
+        self._spans = spans
+        self._num_phases = 0
+        self._ended = asyncio.Condition()
+        self._since_ns = time.monotonic_ns()
+
+    async def begin(self) -> None:
+        """The device starts with the generators: what the trainer loaded leaves it."""
+        await self._trainer.offload(["state", "weights"])
+        self._since_ns = time.monotonic_ns()
+
+    @asynccontextmanager
+    async def phase(self, name: str, when: When | None = None) -> AsyncIterator[None]:
+        """The body, once the turn before has ended, `when` has returned and the sides have changed
+        places. Turns alternate, whoever asks first; one that fails ends the run."""
+        place = PHASES.index(name)
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._num_phases % len(PHASES) == place)
+        body = self._train(when) if name == "train" else self._hand_over()
+        async with body:
+            yield
+        async with self._ended:
+            self._num_phases += 1
+            self._ended.notify_all()
+
+    async def recall(self) -> None:
+        """The generators make room if they can: one may be lost, or amid a publish."""
+        offloads = [
+            asyncio.ensure_future(each.offload(["kv", "weights"]))
+            for each in self._generators.values()
+        ]
+        for offload in offloads:
+            offload.add_done_callback(_look_at)
+        if offloads:
+            await asyncio.wait(offloads, timeout=RECALL_S)
+        await self._trainer.onload(["weights", "state"])
+
+    @asynccontextmanager
+    async def _train(self, when: When | None) -> AsyncIterator[None]:
+        await self._trainer.prefetch(["weights", "state"])
+        if when is not None:
+            await when()
+        self._record("generators")
+        with self._switch("train"):
+            await self._each(lambda generator: generator.offload(["kv", "weights"]))
+            await self._trainer.onload(["weights", "state"])
+        await self._each(lambda generator: generator.prefetch(["weights", "kv"]))
+        yield
+        self._record("trainer")
+
+    @asynccontextmanager
+    async def _hand_over(self) -> AsyncIterator[None]:
+        """Both sides' weights, nothing else. At the first one the generators are still complete and
+        the trainer is away; at all others it is the other way round."""
+        with self._switch("sync"):
+            await self._trainer.offload(["state"])
+            await self._each(lambda generator: generator.offload(["kv"]))
+            await self._trainer.onload(["weights"])
+            await self._each(lambda generator: generator.onload(["weights"]))
+        yield
+        self._record("both")
+        with self._switch("sync"):
+            await self._trainer.offload(["weights"])
+            await self._each(lambda generator: generator.onload(["kv"]))
+
+    async def _each(self, ask: Callable[[Offloadable], Coroutine[Any, Any, None]]) -> None:
+        """Ask all generators at once; those that are lost are asked no more."""
+        replicas = list(self._generators)
+        calls = (ask(self._generators[replica]) for replica in replicas)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if isinstance(outcome, GroupLost):
+                log.warning("generator %d takes no more turns: %s", replica, outcome)
+                del self._generators[replica]
+                if not self._generators:
+                    raise NoGenerator("every generator replica is lost") from outcome
+            elif outcome is not None:
+                raise outcome
+
+    def _record(self, who: str) -> None:
+        """Say who has had the device since the last switch."""
+        self._spans.record("phase", self._since_ns, time.monotonic_ns(), "mark", who=who)
+
+    @contextmanager
+    def _switch(self, name: str) -> Iterator[None]:
+        """Time a change of places; the executors record the bytes."""
+        start_ns = time.monotonic_ns()
+        yield
+        self._since_ns = time.monotonic_ns()
+        self._spans.record("switch", start_ns, self._since_ns, "mark", to=name)
+
+
+def _look_at(offload: asyncio.Future[None]) -> None:
+    """Mark an exception as seen: a lost generator has made room all the same."""
+    if not offload.cancelled():
+        offload.exception()

@@ -1,0 +1,288 @@
+"""Which replica gets which request.
+
+Owns: the live replicas, what runs on each, and what happens to a dead one's work. Does not own: the
+bound (`gate.py`) or the weights. Invariant: every request submitted comes out of `collect`
+exactly once, or `collect` raises; a lost replica's requests start again elsewhere, once its
+processes have ended. Should they hang for longer than STOP_S, or a message of theirs still be under
+way, then storage takes nothing from them: what starts again has a higher `Request.attempt`.
+
+Replicas are asked one by one which rollouts stopped; or, where there are hundreds, collectors ask
+them, and the dispatcher hears from those. It is itself a Generator, so the controller sees one
+however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from llamarl.errors import GroupLost, NoGenerator
+from llamarl.protocols import Collector, Generator, Storage
+from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
+
+log = logging.getLogger(__name__)
+
+BEHIND_SHARE = 0.25  # more loaded than it is counts a replica that has yet to commit
+STOP_S = 10.0  # for the processes of a lost replica to end; its rollouts wait no longer
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine: its handle, the version it serves, and the requests it holds.
+
+    `load` is the tokens it may still have to write: length makes a replica late, not count.
+    """
+
+    generator: Generator
+    version: int = 0
+    running: dict[int, Request] = field(default_factory=dict)
+    load: int = 0
+
+    def hold(self, request: Request) -> None:
+        self.running[request.row_id] = request
+        self.load += request.sampling.max_tokens
+
+    def release(self, row_id: int) -> bool:
+        """True if the request was held here."""
+        request = self.running.pop(row_id, None)
+        self.load -= request.sampling.max_tokens if request else 0
+        return request is not None
+
+
+class Dispatch:
+    """Spreads requests over replicas; rollouts of one prompt stay together and share its prefill.
+
+    Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
+    to replica 1. A replica that is one version below the group's `min_version` is about to commit:
+    it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
+    that is further behind, or keeps its version, is chosen only if all are.
+    """
+
+    def __init__(
+        self,
+        generators: dict[int, Generator],
+        storage: Storage,
+        collectors: Sequence[Collector] = (),
+        watches: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+        stops: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+    ) -> None:
+        """`collectors` hear from all `generators`; `watches` then raise once a replica is lost.
+        `stops` end a replica's processes."""
+        self.replicas = {index: Replica(generator) for index, generator in generators.items()}
+        self._storage = storage
+        self._collectors = collectors
+        self._watches = watches or {}
+        self._stops = stops or {}
+        self._rows: asyncio.Queue[list[RolloutInfo] | BaseException] = asyncio.Queue()
+        self._listeners: dict[int, asyncio.Task[None]] = {}  # by replica
+        self._hearing: list[asyncio.Task[None]] = []  # one of each collector
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._keepers: set[int] = set()  # replicas that keep their version for an evaluation
+        self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
+        self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
+
+    async def submit(self, requests: list[Request]) -> None:
+        """Queue requests, each run of equal prompts on the replica that suits it best. Those of an
+        evaluation go to replicas that keep their version; once those are lost, nowhere: they come
+        out of `collect` marked ABORTED."""
+        shares: dict[int, list[Request]] = {}
+        queues: dict[object, list[tuple[bool, float, int]]] = {}  # by candidates: who is next
+        for _, run in groupby(requests, key=lambda r: (r.prompt_ids, r.purpose)):
+            group = [self._renewed(request) for request in run]
+            min_version = max(request.min_version for request in group)
+            is_evaluation = group[0].purpose is Purpose.EVALUATE
+            if is_evaluation and not self._keepers & self.replicas.keys():
+                self._give_up(group)
+                continue
+            queue = queues.setdefault((min_version, is_evaluation), [])
+            index = self._choose(queue, min_version, is_evaluation)
+            for request in group:
+                self.replicas[index].hold(request)
+            shares.setdefault(index, []).extend(group)
+        calls = (self._hand_over(self.replicas[i], i, share) for i, share in shares.items())
+        await asyncio.gather(*calls)
+
+    async def submit_to(self, index: int, requests: list[Request]) -> None:
+        """Queue requests on this very replica; nothing happens if it is lost."""
+        if index in self.replicas:
+            replica = self.replicas[index]
+            for request in requests:
+                replica.hold(request)
+            await self._hand_over(replica, index, requests)
+
+    def _renewed(self, request: Request) -> Request:
+        """The request under its present attempt."""
+        attempt = self._attempts[request.row_id]
+        return request if request.attempt == attempt else replace(request, attempt=attempt)
+
+    async def _hand_over(self, replica: Replica, index: int, requests: list[Request]) -> None:
+        """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
+        if not self._hearing:
+            self._hearing = [
+                asyncio.create_task(self._hear_from(each)) for each in self._collectors
+            ]
+        if self.replicas.get(index) is not replica:
+            return  # lost since they were given to it, so they start elsewhere
+        if index not in self._listeners:
+            self._listeners[index] = asyncio.create_task(self._listen(index))
+        await self._ask(replica, index, replica.generator.submit(requests))
+
+    async def _ask(self, replica: Replica, index: int, call: Awaitable[None]) -> None:
+        """Await a call; its replica may be lost before, meanwhile or by what it raises."""
+        try:
+            await call
+        except GroupLost as error:
+            self.lost(index, error)
+        except Exception:
+            if self.replicas.get(index) is not replica:  # whatever a replica that is stopped raises
+                return
+            raise
+
+    async def collect(self) -> list[RolloutInfo]:
+        """Rows that stopped on any replica. NoGenerator when the last replica is lost."""
+        rows = await self._rows.get()
+        if isinstance(rows, BaseException):
+            raise rows
+        while not self._rows.empty():
+            more = self._rows.get_nowait()
+            if isinstance(more, BaseException):
+                raise more
+            rows = rows + more
+        return rows
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        """Stop these rollouts wherever they run."""
+        wanted = set(row_ids)
+        held = {i: sorted(wanted & each.running.keys()) for i, each in self.replicas.items()}
+        calls = (
+            self._ask(self.replicas[i], i, self.replicas[i].generator.abort_requests(those))
+            for i, those in held.items()
+            if those
+        )
+        await asyncio.gather(*calls)
+        self._give_up([self._unplaced.pop(i) for i in sorted(wanted & self._unplaced.keys())])
+
+    def committed(self, replica: int, version: int) -> None:
+        """A publish made `version` live on `replica`."""
+        if replica in self.replicas:
+            self.replicas[replica].version = version
+
+    def hold(self, replicas: set[int]) -> None:
+        """These keep their version, and no others."""
+        self._keepers = replicas
+
+    def lost(self, index: int, why: Exception) -> None:
+        """`index` is given up, by a publish or because it died: once its processes have ended its
+        requests start again elsewhere. Without effect if it is lost already; where `why` names what
+        every replica needs, such as a storage unit, `collect` raises it."""
+        if isinstance(why, GroupLost) and not why.group.startswith("generator"):
+            self._rows.put_nowait(why)
+            return
+        replica = self.replicas.pop(index, None)
+        if replica is None:
+            return
+        listener = self._listeners.pop(index, None)
+        if listener is not None and listener is not asyncio.current_task():
+            listener.cancel()
+        now = "start again elsewhere" if self.replicas else "are lost too: it was the last one"
+        log.warning("generator %d: its %d rollouts %s: %s", index, len(replica.running), now, why)
+        self._unplaced |= replica.running
+        self._restarts.add(asyncio.create_task(self._restart(index, list(replica.running))))
+
+    async def close(self) -> None:
+        """Stop listening to the replicas."""
+        tasks = [*self._listeners.values(), *self._hearing, *self._restarts]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _choose(
+        self, queue: list[tuple[bool, float, int]], min_version: int, is_evaluation: bool
+    ) -> int:
+        """The replica that suits best; `queue` is a heap of all that others were chosen from
+        since, or empty. Loads only grow meanwhile, so an entry may only be too low."""
+        if not self.replicas:
+            raise NoGenerator("every generator replica is lost")
+        if not queue:
+            candidates = self._keepers & self.replicas.keys() if is_evaluation else self.replicas
+            queue += [self._rank(index, min_version) for index in candidates]
+            heapq.heapify(queue)
+        while queue[0] != (found := self._rank(queue[0][2], min_version)):
+            heapq.heapreplace(queue, found)
+        return found[2]
+
+    def _rank(self, index: int, min_version: int) -> tuple[bool, float, int]:
+        replica = self.replicas[index]
+        num_behind = max(0, min_version - replica.version)
+        is_far = num_behind > (index not in self._keepers)
+        return is_far, replica.load * (1 + BEHIND_SHARE * num_behind), index
+
+    async def _listen(self, index: int) -> None:
+        """Hear from a replica until it is lost; if a collector does, only of its loss."""
+        replica = self.replicas[index]
+        try:
+            if self._collectors:
+                await self._watches[index]()
+            while not self._collectors:
+                self._hear(index, await replica.generator.collect())
+        except GroupLost as error:
+            self.lost(index, error)
+        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
+            self._rows.put_nowait(error)
+
+    async def _hear_from(self, collector: Collector) -> None:
+        try:
+            while True:
+                for index, news in await collector.collect():
+                    if isinstance(news, GroupLost):
+                        self.lost(index, news)
+                    elif not isinstance(news, Exception):
+                        self._hear(index, news)
+                    elif index in self.replicas:  # else it was being stopped
+                        raise news
+        except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
+            self._rows.put_nowait(error)
+
+    def _hear(self, index: int, rows: list[RolloutInfo]) -> None:
+        """Rows stopped on a replica. One that was given up may still tell of some, through its
+        collector: they have started again."""
+        replica = self.replicas.get(index)
+        known = [row for row in rows if replica and replica.release(row.row_id)]
+        if known:
+            self._rows.put_nowait(known)
+
+    async def _restart(self, index: int, row_ids: list[int]) -> None:
+        try:
+            if index in self._stops:
+                stopping = asyncio.ensure_future(self._stops[index]())
+                await asyncio.wait({stopping}, timeout=STOP_S)
+                if not stopping.done():
+                    log.warning("generator %d does not end: nothing is taken from it", index)
+            lost = [row_id for row_id in row_ids if row_id in self._unplaced]
+            # What the lost replica stored but never announced must not meet the new arrays.
+            await self._storage.retire(lost, {"outcome": "lost", "replica": index})
+            self._attempts.update(lost)
+            requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
+            await self.submit([replace(request, resume=False) for request in requests])
+        except Exception as failure:  # noqa: BLE001 - raised again in `collect`
+            self._rows.put_nowait(failure)
+
+    def _give_up(self, requests: list[Request]) -> None:
+        """Let `collect` return these as ABORTED: they will not be written."""
+        rows = [
+            RolloutInfo(
+                row_id=request.row_id,
+                num_prompt_tokens=len(request.prompt_ids),
+                num_tokens=0,
+                spans=(),
+                finish_reason=FinishReason.ABORTED,
+            )
+            for request in requests
+        ]
+        if rows:
+            self._rows.put_nowait(rows)

@@ -1,0 +1,161 @@
+"""Held-out evaluation on one fixed version.
+
+Owns: the requests of an evaluation and its result. Does not own: generation, scoring (evaluation
+rollouts pass the same stages as training ones) or when to evaluate (`controller.py`). Invariant:
+every token of an evaluation was written by the same version, else it raises; its rows carry
+`Purpose.EVALUATE` and never reach the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+from llamarl.data.seeds import rollout_seed
+from llamarl.errors import NoGenerator
+from llamarl.loop.ledger import Ledger
+from llamarl.protocols import Generator, Scorer, Storage
+from llamarl.types import (
+    REWARD,
+    Evaluation,
+    FinishReason,
+    Outcome,
+    Prompt,
+    Purpose,
+    Request,
+    Sampling,
+    ScoreStatus,
+)
+
+log = logging.getLogger(__name__)
+
+
+async def evaluate_alone(
+    evaluator: Evaluator, generator: Generator, scorer: Scorer, ledger: Ledger
+) -> Evaluation:
+    """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
+
+    async def collect() -> None:
+        while True:
+            ledger.learn_rows(await generator.collect())
+
+    async def score() -> None:
+        while True:
+            row_ids = await ledger.take("score")
+            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
+            ledger.learn_scores(await scorer.score(pairs))
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = [tasks.create_task(collect()), tasks.create_task(score())]
+        result = await evaluator.evaluate(0, tuple(range(len(evaluator.prompts))))
+        for task in serving:
+            task.cancel()
+    if result is None:
+        raise NoGenerator("every generator replica is lost")
+    return result
+
+
+class Evaluator:
+    """Asks for one rollout per held-out prompt and waits until all are scored.
+
+    `version` is the last one evaluated (-1: none), also before a resume. `num_replicas` are as many
+    as run all prompts at once, `rows_per_replica` each.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        seed: int,
+        generator: Generator,
+        ledger: Ledger,
+        storage: Storage,
+        every_steps: int = 0,
+        version: int = -1,
+        rows_per_replica: int = 1,
+    ) -> None:
+        self.prompts = prompts
+        self.version = self._begun = version
+        self.num_replicas = math.ceil(len(prompts) / rows_per_replica)
+        self._every_steps = every_steps
+        self._sampling = sampling
+        self._seed = seed
+        self._generator = generator
+        self._ledger = ledger
+        self._storage = storage
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether to evaluate `version`: the first and the last one are, and one every
+        `every_steps` (0: none between), but none twice."""
+        every = self._every_steps
+        has_passed = every > 0 and version // every > self._begun // every
+        return version > self._begun and (self._begun < 0 or has_passed or version == last)
+
+    async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
+        """Evaluate `version`, which the caller keeps live; `row_ids` has one entry per prompt.
+
+        Prompts whose generator is lost, and none is left that keeps the version, are left out; None
+        if all are. RuntimeError if a token of another version slipped in or every reward failed.
+        """
+        self._begun = version
+        requests = [
+            Request(
+                row_id=row_id,
+                prompt_ids=prompt.token_ids,
+                sampling=self._sampling,
+                seed=rollout_seed(self._seed, prompt, 0),
+                min_version=version,
+                purpose=Purpose.EVALUATE,
+            )
+            for row_id, prompt in zip(row_ids, self.prompts, strict=True)
+        ]
+        for request, prompt in zip(requests, self.prompts, strict=True):
+            self._ledger.add(request, prompt)
+        await self._generator.submit(requests)
+        await self._ledger.wait(row_ids, REWARD)
+        result = self._result(version, row_ids)
+        for correct in (True, False):
+            those = [r for r in row_ids if self._is_correct(r) is correct]
+            outcome: Outcome = {"outcome": "evaluated", "version": version, "correct": int(correct)}
+            await self._storage.retire(those, outcome)
+        self._ledger.forget(row_ids)
+        self.version = version
+        return result
+
+    def _is_correct(self, row_id: int) -> bool:
+        score = self._ledger.entries[row_id].score
+        return score is not None and score.correct
+
+    def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
+        asked = [self._ledger.entries[row_id] for row_id in row_ids]
+        entries = [entry for entry in asked if entry.row is not None]
+        if len(entries) < len(asked):
+            num_lost = len(asked) - len(entries)
+            log.warning(
+                "version %d: %d of %d prompts were not evaluated, for their generators were lost",
+                version,
+                num_lost,
+                len(asked),
+            )
+        if not entries:
+            return None
+        rows = [entry.row for entry in entries if entry.row is not None]
+        scores = [entry.score for entry in entries if entry.score is not None]
+        foreign = {span.version for row in rows for span in row.spans} - {version}
+        if foreign:
+            raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
+        good = [score for score in scores if score.status is ScoreStatus.OK]
+        if not good:
+            raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
+        num_prompts = len(scores)
+        return Evaluation(
+            version=version,
+            accuracy=sum(score.correct for score in good) / num_prompts,
+            reward=sum(score.reward for score in good) / num_prompts,
+            mean_tokens=sum(row.num_tokens for row in rows) / len(rows),
+            truncated_share=sum(r.finish_reason is FinishReason.LENGTH for r in rows) / len(rows),
+            num_prompts=num_prompts,
+            num_failed=num_prompts - len(good),
+        )

@@ -1,0 +1,217 @@
+"""The gate: how many groups may be in flight, in what order they are trained, and why that bounds
+the age of every trained token.
+
+Owns: admission, the order of consumption, the bound, and the numbers of groups and rows. Does not
+own: rewards or rollouts.
+
+Words: P groups make a step, S is the largest staleness, v is the trainer's version. A group is
+*open* from its admission until its step has made a version, or until it is dropped.
+
+Invariant (the bound): with `late="wait"`, every trained token was written by a version at least
+(trainer version at use) - S.
+Proof. A group is admitted only while fewer than (S+1)P groups are open, so at most q <= (S+1)P - 1
+open groups stand before it. Groups are consumed in admission order, P per step, the oldest open
+ones in step v; drops only move a group forward. So it is used at version u <= v + q // P <= v + S.
+Its requests carry min_version = v + q // P - S, and no replica below that starts them; versions of
+a replica only grow, so each token's version w satisfies w >= v + q // P - S >= u - S.   QED
+Limiting the number of open groups without the order is not enough: one slow group could be
+overtaken for ever.
+
+With `late="mask"` a group that is not ready is overtaken, so u may exceed v + q // P; its tokens
+older than u - S then get zero loss weight (`BatchRow.oldest_version`), and the bound holds per
+trained token again. S = 0 makes the loop synchronous: no replica starts a group before it serves
+the version of the step before.
+
+Groups are admitted when a version is made, not when it has been published: replicas have their
+requests and hold them until they commit, so none waits for the controller when it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+
+from llamarl.algorithms.advantages import SOLVED
+from llamarl.types import Group, Prompt
+
+
+class Gate:
+    """Admits groups and hands them out for training.
+
+    Example, S=1, P=2, nothing trained yet: groups 0 and 1 are admitted for step 0, groups 2 and 3
+    for step 1, a fifth waits. When the trainer has made version 1 out of 0 and 1, two more may
+    enter.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        rollouts_per_group: int,
+        late: str,
+        max_drops_in_row: int,
+        num_prompts: int = 0,
+        version: int = 0,
+        next_group_id: int = 0,
+        next_row_id: int = 0,
+    ) -> None:
+        self.version = version
+        self._max_staleness = max_staleness
+        self._groups_per_step = groups_per_step
+        self._rollouts_per_group = rollouts_per_group
+        self._late = late
+        self._max_drops_in_row = max_drops_in_row
+        self._num_prompts = num_prompts
+        self.solved = ""  # once nothing is left to learn: how many groups said so
+        self.next_group_id = next_group_id
+        self.next_row_id = next_row_id
+        self._waiting: dict[int, Group] = {}  # admitted, not consumed; insertion order
+        self._settled: set[int] = set()
+        self._consumed: list[Group] = []  # consumed, their version not yet made
+        self._drops_in_row: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    @property
+    def capacity(self) -> int:
+        """Most groups open at once: (S+1)P."""
+        return (self._max_staleness + 1) * self._groups_per_step
+
+    def oldest_version(self, version: int) -> int:
+        """The oldest version whose tokens trainer version `version` may learn from."""
+        return version - self._max_staleness
+
+    def state(self, version: int) -> dict[str, object]:
+        """What a run needs that resumes at `version`, which is the gate's or the next one: the
+        prompts of the groups admitted and not trained by then, in order, as [epoch, prompt_id];
+        and the next free ids."""
+        num_trained = (version - self.version) * self._groups_per_step
+        groups = [*self._consumed[num_trained:], *self._waiting.values()]
+        groups.sort(key=lambda group: group.group_id)
+        pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
+        return {
+            "pending": pending,
+            "next_group_id": self.next_group_id,
+            "next_row_id": self.next_row_id,
+        }
+
+    def allocate_rows(self, count: int) -> tuple[int, ...]:
+        """Row ids never handed out before (evaluation takes its rows here too)."""
+        first, self.next_row_id = self.next_row_id, self.next_row_id + count
+        return tuple(range(first, first + count))
+
+    async def admit(self, prompts: Iterator[Prompt]) -> list[Group]:
+        """Wait for a free slot, then open a group for one prompt per free slot.
+
+        Prompts are drawn only now, so what was drawn is always either open or done.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_open < self.capacity and not self.solved)
+            return [self._open(next(prompts)) for _ in range(self.capacity - self._num_open)]
+
+    async def settle(self, group: Group) -> None:
+        """The group is scored and trainable: it may be consumed when its turn comes."""
+        async with self._changed:
+            self._settled.add(group.group_id)
+            self._drops_in_row.clear()
+            self._changed.notify_all()
+
+    async def drop(self, group: Group, reason: str) -> None:
+        """The group is not trainable: its slot is free at once, so S=0 cannot stall.
+
+        When too many groups in a row were dropped, the run must end. If their prompts are
+        solved, `solved` says so and `take` has nothing more to give; else RuntimeError.
+        """
+        async with self._changed:
+            del self._waiting[group.group_id]
+            self._drops_in_row[reason] += 1
+            self.solved = self.solved or self._find_solved()
+            self._changed.notify_all()
+        num_drops = self._drops_in_row.total()
+        if num_drops >= self._max_drops_in_row and not self.solved:
+            reasons = ", ".join(f"{n} x {why}" for why, n in self._drops_in_row.most_common())
+            raise RuntimeError(
+                f"no trainable group among the last {num_drops} ({reasons}), and most of them "
+                "without full marks: the reward gives no signal on these prompts; check reward, "
+                "prompts and checkpoint"
+            )
+
+    def _find_solved(self) -> str:
+        """How many groups say that nothing is left to learn, "" while more may come.
+
+        That is as many solved groups in a row as there are prompts, and as may be open (some are
+        older than others); or `max_drops_in_row` drops in a row, most of them for being solved.
+        """
+        num_drops, num_solved = self._drops_in_row.total(), self._drops_in_row[SOLVED]
+        if num_solved == num_drops >= max(self._num_prompts, self.capacity):
+            return f"all of the last {num_drops} groups"
+        if num_drops < self._max_drops_in_row or 2 * num_solved <= num_drops:
+            return ""
+        if num_solved == num_drops:
+            return f"all of the last {num_drops} groups"
+        others = "the others had equal rewards or failed ones"
+        return f"{num_solved} of the last {num_drops} groups ({others})"
+
+    async def wait_for(self, count: int) -> None:
+        """Sleep until `take` could give `count` groups at once, or will never give another."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: len(self._takeable(count)) >= count or bool(self.solved)
+            )
+
+    async def take(self, at_least: int, at_most: int) -> list[Group]:
+        """The next groups to train on, in admission order; waits until `at_least` are settled.
+
+        `late="wait"`: stops at the first group that is not settled. `late="mask"`: passes over it.
+        An empty list once the prompts are solved and fewer than `at_most` are settled: a last step
+        would not be whole.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
+            )
+            groups = self._takeable(at_most)
+            if self.solved and len(groups) < at_most:
+                return []
+            for group in groups:
+                del self._waiting[group.group_id]
+                self._settled.remove(group.group_id)
+                self._consumed.append(group)
+            return groups
+
+    async def advance(self, version: int) -> None:
+        """The trainer has made `version`: the slots of that step's groups are free."""
+        async with self._changed:
+            assert version == self.version + 1, (version, self.version)
+            assert len(self._consumed) >= self._groups_per_step, "made before its batch"
+            del self._consumed[: self._groups_per_step]
+            self.version = version
+            self._changed.notify_all()
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._waiting) + len(self._consumed)
+
+    def _open(self, prompt: Prompt) -> Group:
+        step = self.version + self._num_open // self._groups_per_step  # used then at the latest
+        group = Group(
+            group_id=self.next_group_id,
+            prompt=prompt,
+            row_ids=self.allocate_rows(self._rollouts_per_group),
+            min_version=max(0, self.oldest_version(step)),
+        )
+        self.next_group_id += 1
+        self._waiting[group.group_id] = group
+        return group
+
+    def _takeable(self, at_most: int) -> list[Group]:
+        groups: list[Group] = []
+        for group in self._waiting.values():
+            if len(groups) == at_most:
+                break
+            if group.group_id in self._settled:
+                groups.append(group)
+            elif self._late == "wait":
+                break
+        return groups

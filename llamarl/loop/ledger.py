@@ -1,0 +1,196 @@
+"""The ledger: what is known about every rollout in flight, without its arrays.
+
+Owns: one entry per row, which of its columns are ready, and who took it. Does not own: arrays
+(storage units), order of consumption (`gate.py`). Invariant: a stage gets a row at most once,
+and only when every column the stage needs is ready, whatever order columns became ready in.
+
+The ledger lives in the controller process and is used from its event loop only; `take` and `wait`
+are the places where stages sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from llamarl.types import (
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    FinishReason,
+    Group,
+    Prompt,
+    Purpose,
+    Request,
+    RolloutInfo,
+    Score,
+    ScoreStatus,
+)
+
+SCORE_PAUSE_S = 0.05
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerEntry:
+    """One rollout: the request it came from, and what has been learnt about it so far."""
+
+    request: Request
+    prompt: Prompt
+    group: Group | None = None
+    row: RolloutInfo | None = None
+    score: Score | None = None
+    ready: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A consumer of rows: the columns it needs and the rollouts it is for.
+
+    `pause_s` lies between two `take`s at least, so that what comes from hundreds of replicas comes
+    together.
+    """
+
+    needs: frozenset[str]
+    purposes: frozenset[Purpose] = frozenset(Purpose)
+    pause_s: float = 0.0
+
+
+def loop_stages(has_reference: bool) -> dict[str, Stage]:
+    """The stages of the RL loop. Scoring and the reference are independent of each other."""
+    written, scored = frozenset({RESPONSE_IDS}), frozenset({RESPONSE_IDS, REWARD})
+    train = frozenset({Purpose.TRAIN})
+    table = {
+        "score": Stage(needs=written, purposes=train | {Purpose.EVALUATE}, pause_s=SCORE_PAUSE_S),
+        "settle": Stage(needs=scored, purposes=train),
+    }
+    if has_reference:
+        table["infer"] = Stage(needs=written, purposes=train)
+        table["settle"] = Stage(needs=scored | {REF_LOGPROBS}, purposes=train)
+    return table
+
+
+class Ledger:
+    """Entries by row id, and one queue of takeable rows per stage.
+
+    Example: with `stages={"score": Stage(needs=frozenset({"response_ids"}))}`, a row added and then
+    marked "response_ids" comes out of `take("score")` once.
+    """
+
+    def __init__(self, stages: dict[str, Stage]) -> None:
+        self.entries: dict[int, LedgerEntry] = {}
+        self._stages = stages
+        self._queues: dict[str, deque[int]] = {name: deque() for name in stages}
+        self._changed: dict[str, asyncio.Event] = {name: asyncio.Event() for name in stages}
+        self._next_s = dict.fromkeys(stages, 0.0)  # no `take` ends before
+        self._waiters: dict[int, list[tuple[str, asyncio.Future[None]]]] = {}
+
+    def rows(self, *purposes: Purpose) -> list[int]:
+        """Ids of the open rows of these purposes, oldest first."""
+        return [r for r, entry in self.entries.items() if entry.request.purpose in purposes]
+
+    def add(self, request: Request, prompt: Prompt, group: Group | None = None) -> None:
+        """Open the entry of a row. ValueError if the row id is in use."""
+        if request.row_id in self.entries:
+            raise ValueError(f"row id must be new, got {request.row_id}")
+        self.entries[request.row_id] = LedgerEntry(request=request, prompt=prompt, group=group)
+
+    def add_group(self, group: Group, requests: list[Request]) -> list[Request]:
+        """Open the entries of all rows of a group; returns its `requests`."""
+        for request in requests:
+            self.add(request, group.prompt, group)
+        return requests
+
+    def learn_rows(self, rows: Sequence[RolloutInfo]) -> None:
+        """These rollouts are written, so their RESPONSE_IDS are ready; or they are given up
+        (ABORTED): an evaluation's then count as failed, nothing waits for the others."""
+        aborted = [row for row in rows if row.finish_reason is FinishReason.ABORTED]
+        rows = [row for row in rows if row.finish_reason is not FinishReason.ABORTED]
+        self.learn_scores(
+            [
+                Score(row_id=row.row_id, status=ScoreStatus.RAISED, error="its generator was lost")
+                for row in aborted
+                if self.entries[row.row_id].request.purpose is Purpose.EVALUATE
+            ]
+        )
+        for row in rows:
+            entry = self.entries[row.row_id]
+            entry.row = row
+            if entry.group is not None:
+                entry.group.rows[row.row_id] = row
+        self.mark([row.row_id for row in rows], RESPONSE_IDS)
+
+    def learn_scores(self, scores: Sequence[Score]) -> None:
+        """These rollouts are scored; a failed score makes REWARD ready too, though there may be no
+        cell of it then."""
+        for score in scores:
+            entry = self.entries[score.row_id]
+            entry.score = score
+            if entry.group is not None:
+                entry.group.scores[score.row_id] = score
+        self.mark([score.row_id for score in scores], REWARD)
+
+    def mark(self, row_ids: Iterable[int], column: str) -> None:
+        """Say that `column` of these rows is ready; rows meanwhile forgotten are ignored."""
+        for row_id in row_ids:
+            entry = self.entries.get(row_id)
+            if entry is None or column in entry.ready:
+                continue
+            entry.ready.add(column)
+            self._offer(row_id, entry, column)
+            self._wake(row_id, column)
+
+    async def take(self, stage: str, limit: int = 256) -> list[int]:
+        """Up to `limit` rows ready for `stage`, oldest readiness first; waits for at least one."""
+        queue, changed = self._queues[stage], self._changed[stage]
+        loop = asyncio.get_running_loop()
+        if self._next_s[stage] > loop.time():
+            await asyncio.sleep(self._next_s[stage] - loop.time())
+        while True:
+            rows: list[int] = []
+            while queue and len(rows) < limit:
+                row_id = queue.popleft()
+                if row_id in self.entries:
+                    rows.append(row_id)
+            if rows:
+                if not queue:
+                    self._next_s[stage] = loop.time() + self._stages[stage].pause_s
+                return rows
+            changed.clear()
+            await changed.wait()
+
+    async def wait(self, row_ids: Iterable[int], column: str) -> None:
+        """Sleep until `column` of all these rows is ready."""
+        futures = []
+        for row_id in row_ids:
+            if column not in self.entries[row_id].ready:
+                future = asyncio.get_running_loop().create_future()
+                self._waiters.setdefault(row_id, []).append((column, future))
+                futures.append(future)
+        if futures:
+            await asyncio.gather(*futures)
+
+    def forget(self, row_ids: Iterable[int]) -> None:
+        """Close these entries; their arrays are retired by the caller."""
+        for row_id in row_ids:
+            del self.entries[row_id]
+            self._waiters.pop(row_id, None)
+
+    def _offer(self, row_id: int, entry: LedgerEntry, column: str) -> None:
+        for name, stage in self._stages.items():
+            if (
+                column in stage.needs
+                and stage.needs <= entry.ready
+                and entry.request.purpose in stage.purposes
+            ):
+                self._queues[name].append(row_id)
+                self._changed[name].set()
+
+    def _wake(self, row_id: int, column: str) -> None:
+        waiting = self._waiters.get(row_id, [])
+        for wanted, future in waiting:
+            if wanted == column and not future.done():
+                future.set_result(None)
+        if waiting:
+            self._waiters[row_id] = [pair for pair in waiting if not pair[1].done()]

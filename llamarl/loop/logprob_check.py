@@ -1,0 +1,220 @@
+"""Log-prob checks: does a generator really write with the policy that was published to it?
+
+Owns: one short rollout per publish and replica (of many replicas: of some in turn), the comparison
+of its log-probs with the trainer's, and what difference is tolerated. Does not own: the publish, or
+the fingerprints that prove which bytes arrived. Invariant: a row is compared only if all its tokens
+were written by the very version that the trainer holds; nobody ever waits for one.
+
+Fingerprints see the memory that was written. A replica may still decode with something else: stale
+views, a wrong scale of quantised weights, weights changed after the commit. That shows here, in
+what it writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from llamarl.data.seeds import rollout_seed
+from llamarl.loop.dispatch import Dispatch
+from llamarl.loop.ledger import Ledger
+from llamarl.protocols import Storage, Trainer
+from llamarl.types import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
+
+NUM_TOKENS = 8
+NUM_ASKED = 16  # replicas per version, in turns: the trainer reads all their rows on every rank
+NUM_START_ROWS = 16  # per replica, after its first publish; so many tell what is normal
+
+# Two float32 programs that sum in different orders differ by about 1e-5 in a log-prob, so there one
+# row above the floor is proof. Coarser rounding (bfloat16, int8, fp8) has a long tail: the largest
+# difference of a row is 0.01 to 0.04 in the middle, but seven times that in every tenth and 30 to
+# 80 times that in one of 100; and all of it grows, slowly, as training sharpens the policy. So
+# there the measure is the middle of the latest rows, and proof are NUM_PROOFS rows running of one
+# replica. Rows written with scaled, permuted or missing weights exceed FACTOR times it mostly.
+FLOAT32_DIFFERENCE = 1e-4
+FLOOR = 1e-3
+FACTOR = 32.0
+NUM_PROOFS = 5
+NUM_LATEST = 64
+# The middle row of a policy that is another one differs by several nats; no rounding does that.
+LARGEST_MEDIAN = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Tolerance:
+    """What difference between a generator's and the trainer's log-probs is normal in this run.
+
+    Example: of start rows around 0.02 the tolerance is 0.64; when half of the latest 64 are 0.04 or
+    more it has become 1.28. Where all start rows are float32's it is FLOOR for good.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """None until one replica's start rows are known."""
+        self._start: dict[int, list[float]] = {}  # by replica
+        self._latest: deque[float] = deque(maxlen=NUM_LATEST)
+        self._num_above: Counter[int] = Counter()  # rows running, by replica
+        self._is_sharp = False
+
+    def find_excess(self, replica: int, difference: float) -> float | None:
+        """Take in the next row of `replica`. If it, after those before, proves another policy, then
+        the tolerance that it exceeds."""
+        if not math.isfinite(difference):
+            return self.value or LARGEST_MEDIAN
+        if self.value is None:
+            return self._learn(self._start.setdefault(replica, []), difference)
+        tolerance = self.value
+        num_above = self._num_above[replica] + 1 if difference > tolerance else 0
+        self._num_above[replica] = num_above
+        self._renew([difference])
+        if num_above >= (1 if self._is_sharp else NUM_PROOFS):
+            return tolerance
+        return self._excess_of_middle()
+
+    def _learn(self, start: list[float], difference: float) -> float | None:
+        """The first replica with enough rows sets the tolerance for all."""
+        start.append(difference)
+        if len(start) < NUM_START_ROWS:
+            return None
+        self._is_sharp = max(start) <= FLOAT32_DIFFERENCE
+        self._renew(start)
+        return self._excess_of_middle()
+
+    def _renew(self, rows: list[float]) -> None:
+        self._latest += rows
+        self.value = FLOOR if self._is_sharp else max(FLOOR, FACTOR * median(self._latest))
+
+    def _excess_of_middle(self) -> float | None:
+        return LARGEST_MEDIAN if median(self._latest) > LARGEST_MEDIAN else None
+
+
+class LogprobCheck:
+    """Asks each replica for a rollout after its commit, and compares those that have arrived.
+
+    `committed` belongs to the publisher's `on_flip`, after the dispatcher's. `sampling` is that of
+    training: at another temperature, or from a cut distribution, log-probs would differ. `mode` is
+    weights.logprob_check: a replica that writes with another policy ends the run (fail) or is
+    warned of (warn); off asks for no rollout.
+    """
+
+    def __init__(
+        self,
+        *,
+        dispatch: Dispatch,
+        ledger: Ledger,
+        storage: Storage,
+        trainer: Trainer,
+        allocate_rows: Callable[[int], Sequence[int]],
+        prompts: list[Prompt],
+        sampling: Sampling,
+        seed: int,
+        mode: str,
+    ) -> None:
+        self.tolerance = Tolerance()
+        """Of |log pi - log mu|."""
+        self.num_checked = 0
+        self.num_missed = 0
+        """Rows of another version than the trainer's when they were looked at."""
+        self._dispatch = dispatch
+        self._ledger = ledger
+        self._storage = storage
+        self._trainer = trainer
+        self._allocate_rows = allocate_rows
+        self._prompts = prompts
+        self._sampling = replace(sampling, max_tokens=min(NUM_TOKENS, sampling.max_tokens))
+        self._seed = seed
+        self._num_asked = 0
+        self._mode = mode
+        self._warned: set[int] = set()
+        self._started: set[int] = set()
+        self._submits: set[asyncio.Task[None]] = set()
+
+    def committed(self, replica: int, version: int) -> None:
+        """Ask `replica`, where `version` is live now, for a log-prob check; for several the first
+        time."""
+        if self._mode == "off":
+            return
+        num_shares = math.ceil(len(self._dispatch.replicas) / NUM_ASKED) or 1
+        if replica % num_shares != version % num_shares:
+            return  # its turn is at another version
+        is_first = replica not in self._started
+        self._started.add(replica)
+        requests = []
+        for row_id in self._allocate_rows(NUM_START_ROWS if is_first else 1):
+            prompt = self._prompts[self._num_asked % len(self._prompts)]
+            self._num_asked += 1
+            request = Request(
+                row_id=row_id,
+                prompt_ids=prompt.token_ids,
+                sampling=self._sampling,
+                seed=rollout_seed(self._seed, prompt, -self._num_asked),  # no training row's
+                min_version=version,
+                purpose=Purpose.CHECK,
+            )
+            self._ledger.add(request, prompt)
+            requests.append(request)
+        self._submits.add(asyncio.ensure_future(self._dispatch.submit_to(replica, requests)))
+
+    async def check(self, version: int) -> dict[str, float]:
+        """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
+
+        Returns scalars: `canary_rows` compared, and if there were any the largest
+        `canary_difference` and, once it is known, the `canary_tolerance`. RuntimeError, or in mode
+        "warn" a warning, if a replica's rows prove that it writes with something else.
+        """
+        if self._mode == "off":
+            return {}
+        self._look_after_submits()
+        rows = self._arrived()
+        good = [row for row in rows if {span.version for span in row.spans} == {version}]
+        self.num_missed += len(rows) - len(good)
+        differences = await self._trainer.infer([row.row_id for row in good]) if good else []
+        for row, difference in zip(good, differences, strict=True):
+            self._compare(row, version, difference)
+        self.num_checked += len(good)
+        scalars = {"logprob_check_rows": float(len(good))}
+        if good:
+            scalars["logprob_check_difference"] = max(differences)
+        if good and self.tolerance.value is not None:
+            scalars["logprob_check_tolerance"] = self.tolerance.value
+        outcome: Outcome = {"outcome": "logprob_check", "version": version}
+        await self._storage.retire([row.row_id for row in rows], outcome)
+        self._ledger.forget([row.row_id for row in rows])
+        return scalars
+
+    def _look_after_submits(self) -> None:
+        """Forget requests that are on their way no more; raise what went wrong with one."""
+        done = {task for task in self._submits if task.done()}
+        self._submits -= done
+        errors = [error for error in (task.exception() for task in done) if error is not None]
+        if errors:
+            raise errors[0]
+
+    def _arrived(self) -> list[RolloutInfo]:
+        entries = (self._ledger.entries[r] for r in self._ledger.rows(Purpose.CHECK))
+        return [entry.row for entry in entries if entry.row is not None]
+
+    def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
+        """RuntimeError or a warning if this row, after those before it, proves another policy."""
+        exceeded = self.tolerance.find_excess(row.replica, difference)
+        if exceeded is None:
+            self._warned.discard(row.replica)
+        elif self._mode == "fail":
+            raise _proof(row, version, difference, exceeded)
+        elif row.replica not in self._warned:
+            self._warned.add(row.replica)  # once, until a row of it agrees again
+            log.warning("%s", _proof(row, version, difference, exceeded))
+
+
+def _proof(row: RolloutInfo, version: int, difference: float, tolerance: float) -> RuntimeError:
+    return RuntimeError(
+        f"generator {row.replica} must write with version {version}, but log-probs of its check "
+        f"rollouts (the last is row {row.row_id}) differ from the trainer's by {difference:.2g}, "
+        f"tolerated: {tolerance:.2g} (weights.logprob_check)"
+    )

@@ -1,0 +1,183 @@
+"""The moments at which a run is saved: after due steps, and when it ends early.
+
+Owns: which steps are due, which version and state a checkpoint of a running loop holds, and the
+work that an end must wait for. Does not own: folders (`checkpoint.py`) or signals (`signals.py`).
+Invariant: a saved state names the trainer's version, every prompt that was drawn and neither
+trained nor dropped by then, and records that hold that version's step and all that was dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamarl.checkpoints import checkpoint
+from llamarl.config import CheckpointConfig
+from llamarl.environments.resumable_prompts import ResumablePrompts
+from llamarl.errors import GroupLost, NoGenerator
+from llamarl.loop.colocation import Colocation
+from llamarl.loop.evaluation import Evaluator
+from llamarl.loop.gate import Gate
+from llamarl.metrics.span import Spans
+from llamarl.protocols import Trainer
+from llamarl.types import Group
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Saver:
+    """Saves one run. `version` is the trainer's, `last` the one to end with; what the run starts at
+    needs no saving."""
+
+    config: CheckpointConfig
+    run_dir: str
+    trainer: Trainer
+    prompts: ResumablePrompts
+    gate: Gate
+    colocation: Colocation
+    evaluator: Evaluator | None
+    spans: Spans
+    version: int
+    last: int
+    _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
+    _under_way: set[asyncio.Future[None]] = field(default_factory=set)
+    _dropping: set[asyncio.Future[None]] = field(default_factory=set)
+    _made: asyncio.Event = field(default_factory=asyncio.Event)
+    _end: Callable[[], None] | None = None
+    _has_phases: bool = True  # else the trainer has the device for good
+
+    def __post_init__(self) -> None:
+        self._saved = self.version, ""
+
+    async def start_step(self, step: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Start `step` and wait until it has called `made`; its end is the future.
+
+        Whatever becomes of the caller, it goes on to its end, and `rescue` waits for it: a version
+        that was made is written down.
+        """
+        self._made.clear()
+        task = self._protect(step)
+        made = asyncio.ensure_future(self._made.wait())
+        waiting: set[asyncio.Future[Any]] = {task, made}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        made.cancel()
+        if task.done():
+            task.result()
+        return asyncio.shield(task)
+
+    async def drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
+        """Let the gate drop `group`, and await `archiving` of its rollouts. Both happen though the
+        run is cancelled; no state is saved between them, or a resumed run would have neither."""
+        task = self._protect(self._drop(group, reason, archiving))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+        await asyncio.shield(task)
+
+    def made(self, version: int) -> None:
+        """The trainer has made `version`."""
+        self.version = version
+        self._made.set()
+        if self._end is not None:
+            self._end()
+
+    def end_after_step(self, end: Callable[[], None]) -> None:
+        """Call `end`, which cancels the run, once the trainer has made its next version."""
+        self._end = end
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last step is made: then nothing is left to learn, only to write down."""
+        return self.version >= self.last
+
+    def is_due(self) -> bool:
+        """True at the last version and at every multiple of `checkpoint.every_steps`."""
+        every = self.config.every_steps
+        return self.version == self.last or (every > 0 and self.version % every == 0)
+
+    async def save(self) -> None:
+        """Save the trainer's version, unless that was done."""
+        await asyncio.shield(self._protect(self._save()))
+
+    async def export(self) -> None:
+        """Write the trainer's weights in the Hugging Face layout, if the config wants them."""
+        if self.config.export:
+            phase = self.colocation.phase("train") if self._has_phases else nullcontext()
+            async with phase:
+                await self.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
+
+    @asynccontextmanager
+    async def saving(self) -> AsyncIterator[None]:
+        """Around the stages of a run. Executors that are lost once the last version is made cost an
+        evaluation or lines of the archive, not what was learnt: that is saved all the same."""
+        try:
+            yield
+        except* (GroupLost, NoGenerator) as losses:
+            if not self.has_last:
+                raise
+            error: BaseException = losses
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            log.warning("version %d may lack its evaluation: %s", self.version, error)
+            while self._under_way:
+                await asyncio.gather(*self._under_way, return_exceptions=True)
+            self._has_phases = False
+            await self.colocation.recall()
+            await self.save()
+
+    async def rescue(self) -> None:
+        """Save what a run that ends early has learnt, once work under way is done.
+
+        Takes at most `checkpoint.save_s` and never raises: a warning says what could not be saved.
+        """
+        try:
+            async with asyncio.timeout(self.config.save_s):
+                while self._under_way:
+                    await asyncio.gather(*self._under_way, return_exceptions=True)
+                if self._saved[0] != self.version:
+                    await self.colocation.recall()
+                    await self._save()
+        except Exception as error:  # noqa: BLE001 - what ended the run must not be hidden by this
+            why = f"it took over {self.config.save_s:g} s" if _is_timeout(error) else error
+            log.warning("version %d could not be saved: %s", self.version, why)
+
+    async def _drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
+        try:
+            await self.gate.drop(group, reason)
+        finally:
+            await archiving
+
+    async def _save(self) -> None:
+        while self._dropping:
+            await asyncio.wait(self._dropping)
+        version, solved = self.version, self.gate.solved
+        if (version, solved) == self._saved:
+            return
+        state = {"version": version, **self.prompts.state(), **self.gate.state(version)}
+        if self.evaluator is not None:
+            state["evaluated"] = self.evaluator.version
+        if solved:
+            state["solved"] = solved
+        with self.spans.span("checkpoint", "mark", version=version):
+            await checkpoint.save(self.run_dir, self.trainer, state, self.config.keep)
+        self._saved = version, solved
+
+    def _protect(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Work that goes on though the run is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._let_go)
+        return task
+
+    def _let_go(self, task: asyncio.Future[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # a run that has ended meanwhile does not ask for it
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) and not str(error)

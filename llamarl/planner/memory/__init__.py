@@ -1,0 +1,1 @@
+"""Memory of every rank, found out without a process."""

@@ -1,0 +1,333 @@
+"""What a forward and backward of one micro-batch keep in memory besides parameters.
+
+Owns: the measurement, on the meta device, of the real model with two layers. Does not own:
+FSDP's gathered weights and gradients (`memory.py`). Invariant: nothing is computed and nothing is
+sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
+checkpointing's caches).
+
+Every tensor that an operation makes is watched from its birth to its death. What is alive after the
+second layer and was not after the first is what each further layer keeps. Tensor-parallel ranks run
+the real parallel code over a process group that sends nothing.
+
+Rules for what the meta device cannot know:
+
+- Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16; on float32 `efficient`, or
+  `math` if query heads share key heads, and only `math` keeps the scores, cells times rollout
+  length for every head. The kernel that `attention_kernel` names runs on the meta device too.
+- Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
+- Padding. Attention pads rollouts of one block to its longest (models/attention.py), so memory
+  depends on their lengths. The worst packing is reckoned: twice as many cells as tokens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from llamarl.config import Config
+from llamarl.models import head
+from llamarl.models.architecture import Architecture
+from llamarl.models.attention import SPLIT_RATIO, packed_attention
+from llamarl.models.parallelize import _split as split
+from llamarl.models.transformer import Layer, Transformer
+
+META = torch.device("meta")
+MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a straight line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes of one rank in one micro-batch.
+
+    `saved_bytes` are alive between forward and backward. Two come on top where each has its peak:
+    `logits_bytes` in the head, `block_bytes` in a layer (recomputed activations, gradients). When
+    all layers are done, `embedding_bytes` are alive in all.
+    """
+
+    saved_bytes: int
+    logits_bytes: int
+    block_bytes: int
+    embedding_bytes: int
+
+
+def forecast_activations(config: Config, architecture: Architecture) -> Activations:
+    """Of a micro-batch that is as full as it can be: of `trainer.tokens_per_micro_batch` tokens, or
+    one rollout of the whole context if that is longer."""
+    num_tokens = config.trainer.tokens_per_micro_batch
+    if num_tokens <= MOST_TOKENS:
+        return _activations(config, architecture, num_tokens)
+    half, whole = (_activations(config, architecture, n) for n in (MOST_TOKENS // 2, MOST_TOKENS))
+    return Activations(
+        **{
+            name: _extrapolate(getattr(half, name), value, num_tokens)
+            for name, value in vars(whole).items()
+        }
+    )
+
+
+def forecast_inference(config: Config, architecture: Architecture) -> int:
+    """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
+    num_tokens = config.trainer.tokens_per_micro_batch
+    if num_tokens <= MOST_TOKENS:
+        return _inference(config, architecture, num_tokens)
+    half, whole = (_inference(config, architecture, n) for n in (MOST_TOKENS // 2, MOST_TOKENS))
+    return _extrapolate(half, whole, num_tokens)
+
+
+def _extrapolate(half_bytes: int, whole_bytes: int, num_tokens: int) -> int:
+    """What `num_tokens` tokens need, from what a half of MOST_TOKENS and all of them do."""
+    more = (num_tokens - MOST_TOKENS) / (MOST_TOKENS - MOST_TOKENS // 2)
+    return whole_bytes + round(more * max(0, whole_bytes - half_bytes))
+
+
+def _activations(config: Config, architecture: Architecture, num_tokens: int) -> Activations:
+    """Of a micro-batch of so many tokens."""
+    trainer = config.trainer
+    longest = config.generator.max_model_len - 1  # the last token is not fed
+    kernel = attention_kernel(config, architecture)
+    found = [
+        _measure(
+            replace(architecture, num_layers=2),
+            lengths,
+            trainer.compute_dtype,
+            trainer.activation_checkpointing,
+            trainer.tensor_parallel,
+            kernel,
+        )
+        for lengths in fullest_packings(num_tokens, longest, kernel)
+    ]
+    num_more = architecture.num_layers - 2
+    widened = 0
+    if trainer.device == "cpu" and trainer.compute_dtype == "bfloat16":
+        widened = 4 * architecture.vocab_size * architecture.hidden_size // trainer.tensor_parallel
+    return Activations(
+        saved_bytes=max(each.saved + num_more * each.layer for each in found),
+        logits_bytes=widened + max(max(each.head_peak - each.saved, 0) for each in found),
+        block_bytes=max(max(each.layers_peak - each.saved, 0) for each in found),
+        embedding_bytes=max(each.embedding_peak for each in found),
+    )
+
+
+def _inference(config: Config, architecture: Architecture, num_tokens: int) -> int:
+    trainer, longest = config.trainer, config.generator.max_model_len - 1
+    kernel = attention_kernel(config, architecture)
+    return max(
+        _measure(
+            replace(architecture, num_layers=1),
+            lengths,
+            trainer.compute_dtype,
+            "none",
+            trainer.tensor_parallel,
+            kernel,
+            is_trained=False,
+        ).head_peak
+        for lengths in fullest_packings(num_tokens, longest, kernel)
+    )
+
+
+def attention_kernel(config: Config, architecture: Architecture) -> str:
+    """Which kernel `scaled_dot_product_attention` takes in the trainer: see the module."""
+    if config.trainer.device == "cpu":
+        return "flash_cpu"
+    if config.trainer.compute_dtype == "bfloat16":
+        return "flash"
+    return "efficient" if architecture.num_heads == architecture.num_kv_heads else "math"
+
+
+@dataclass(slots=True)
+class Live:
+    """Bytes alive now, and the most so far."""
+
+    num_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def restart(self) -> int:
+        """The peak until now; from here another one counts."""
+        peak, self.peak_bytes = self.peak_bytes, self.num_bytes
+        return peak
+
+
+class Watch(TorchDispatchMode):
+    """Follows the memory of every tensor that an operation makes on `device` under it.
+
+    Tensors that are there before (`known`, such as parameters) are not counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.live = Live()
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        for tensor in known:
+            self._seen.add(_local(tensor).untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations on local tensors come here again
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device == self._device:
+                self._notice(tensor.untyped_storage())
+        return out
+
+    def _notice(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._seen:
+            self._seen.add(storage)
+            num_bytes = storage.nbytes()
+            self.live.add(num_bytes)
+            weakref.finalize(storage, self.live.add, -num_bytes)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Bytes alive after the forward, those of one layer among them; most until the head's backward,
+    in the layers', and after."""
+
+    saved: int
+    layer: int
+    head_peak: int
+    layers_peak: int
+    embedding_peak: int
+
+
+@lru_cache(maxsize=64)
+def _measure(
+    architecture: Architecture,
+    lengths: tuple[int, ...],
+    compute_dtype: str,
+    checkpointing: str,
+    num_tensor_ranks: int,
+    kernel: str,
+    is_trained: bool = True,
+) -> _Measured:
+    with _tensor_mesh(num_tensor_ranks) as mesh:
+        with META:
+            model = Transformer(architecture).to(getattr(torch, compute_dtype))
+        if mesh is not None:
+            split(model, mesh)
+        for layer in model.model.layers:
+            assert isinstance(layer, Layer)
+            layer.checkpointing = checkpointing
+            layer.self_attn.attend = partial(_attend, kernel)
+        for parameter in model.parameters():  # whole gradients are FSDP's affair
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+        watch = Watch(model.parameters(), META)
+        peaks: list[int] = []
+        mark = _at_backward(lambda: peaks.append(watch.live.restart()))
+        for module in (model.model.layers[-1], model.model.embed_tokens):
+            module.register_forward_hook(mark)
+        ends: list[int] = []  # bytes alive when a layer is done
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda *_: ends.append(watch.live.num_bytes))
+        token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
+        with (
+            watch,
+            _chunks_of("cpu" if kernel == "flash_cpu" else "cuda"),
+            torch.set_grad_enabled(is_trained),
+        ):
+            stats = model(token_ids, lengths, token_ids, 1.0)
+            saved = watch.live.num_bytes
+            if not is_trained:
+                return _Measured(saved, 0, watch.live.peak_bytes, 0, 0)
+            (stats.logprobs.sum() + stats.entropy.sum()).backward()
+        head_peak, layers_peak = peaks
+        return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, watch.live.peak_bytes)
+
+
+def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[int, ...]]:
+    """Lengths of rollouts, at most `longest`, of the micro-batches that may need the most.
+
+    Short rollouts waste the most cells, up to as many as there are tokens; scores (`math`) grow
+    with long ones. A rollout longer than the budget gets a micro-batch of its own.
+    """
+    width = min(longest, num_tokens) if kernel == "math" else 2
+    half = -(-width // SPLIT_RATIO)
+    num_halves, rest = divmod(max(num_tokens - width, 0), half)
+    mixed = (width, *[half] * num_halves, *[rest] * (rest > 0))
+    return [mixed, (longest,)] if longest > num_tokens else [mixed]
+
+
+def _at_backward(mark: Callable[[], None]) -> Callable[..., None]:
+    """A forward hook: `mark` once the gradient of the module's output is there."""
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: mark())
+
+    return hook
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def _chunks_of(device: str) -> Iterator[None]:
+    """The head on the meta device computes as many logits at once as on this kind of device."""
+    head.CHUNK_ELEMENTS["meta"] = head.CHUNK_ELEMENTS[device]
+    try:
+        yield
+    finally:
+        del head.CHUNK_ELEMENTS["meta"]
+
+
+@contextmanager
+def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
+    """A mesh of so many tensor-parallel ranks, of which this process is the first and only one."""
+    if num_ranks == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a forecast with tensor_parallel must run outside any process group")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tensor",))
+    finally:
+        dist.destroy_process_group()
+
+
+def _attend(kernel: str, *args: Any) -> torch.Tensor:
+    with _Kernel(kernel):
+        return packed_attention(*args)
+
+
+class _Kernel(TorchFunctionMode):
+    """Runs the attention kernel `name`, which meta tensors would not choose."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention or self._name == "math":
+            return func(*args, **(kwargs or {}))
+        aten, (q, k, v) = torch.ops.aten, args
+        if self._name == "flash":
+            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        if self._name == "flash_cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]

@@ -1,0 +1,83 @@
+"""Whether a recipe fits, asked before a run starts.
+
+Owns: the refusal, and a bound for small runs. Does not own: the forecast (`memory.py`). Invariant:
+torch is imported only if the bound cannot tell that all fits: the process of the controller asks,
+and of a small run on CPUs it never needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llamarl.config import Config, VllmConfig
+from llamarl.models.architecture import Architecture
+from llamarl.models.inventory import parameter_shapes
+from llamarl.planner.forecast import RankMemory
+from llamarl.planner.hardware import CPU, GPUS, gpu
+from llamarl.weights.transports.available import available_bytes
+
+WIDE_BYTES = 4  # of a float32
+GIB = 2**30
+
+
+def check_fit(config: Config, architecture: Architecture) -> None:
+    """ValueError, in one line with numbers and what to change, if the recipe does not fit.
+
+    On CUDA against `cluster.gpu` (ValueError too if nobody knows it), on CPUs against what this
+    machine has left, where all executors of a host count together.
+    """
+    if "cuda" in (config.trainer.device, config.generator.device):
+        gpu(config.cluster.gpu)
+    elif upper_bound_bytes(config, architecture) <= available_bytes():
+        return
+    from llamarl.planner.memory.ranks import forecast_memory, fullest
+
+    forecast = forecast_memory(config, architecture)
+    if not forecast.fits:
+        advice = forecast.advice[0] if forecast.advice else "no single change helps"
+        raise ValueError(f"{_sentence(config, fullest(forecast.ranks))}; {advice}")
+
+
+def upper_bound_bytes(config: Config, architecture: Architecture) -> int:
+    """What all executors together need on CPUs, at most: as if nothing were sharded, and every
+    token were kept in each of some dozen forms. Never below what `forecast_memory` sums up."""
+    a, trainer, generator = architecture, config.trainer, config.generator
+    num_elements = sum(math.prod(shape) for shape in parameter_shapes(a).values())
+    model_bytes = WIDE_BYTES * num_elements + 64 * len(parameter_shapes(a))
+    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    num_tokens = 2 * max(trainer.tokens_per_micro_batch, generator.max_model_len)
+    token_bytes = WIDE_BYTES * (a.num_layers + 4) * 16 * (2 * a.hidden_size + heads)
+    token_bytes += WIDE_BYTES * ((a.num_layers + 4) * 16 * a.intermediate_size + 16 * a.vocab_size)
+    has_reference = config.algorithm.kl_coefficient > 0
+    trainer_bytes = (16 + 6 * has_reference) * model_bytes
+    trainer_bytes += (
+        1 + has_reference
+    ) * num_tokens * token_bytes + 2 * config.weights.bucket_bytes
+    kv_bytes = generator.max_num_seqs * (generator.max_model_len + 64) * 2 * a.num_layers
+    kv_bytes *= a.num_kv_heads * a.head_dim * WIDE_BYTES
+    if isinstance(generator, VllmConfig):
+        kv_bytes = generator.kv_cache_bytes
+    num_prefilled = min(generator.max_num_seqs * generator.max_model_len, 2**14)
+    num_prefilled = max(num_prefilled, generator.max_model_len)
+    layer_bytes = 16 * WIDE_BYTES * (a.hidden_size + heads + a.intermediate_size)
+    generator_bytes = 6 * model_bytes + kv_bytes + num_prefilled * layer_bytes
+    generator_bytes += generator.max_num_seqs * a.vocab_size * 4 * WIDE_BYTES
+    generator_bytes += 2 * config.weights.bucket_bytes
+    num_generators = generator.num_replicas * generator.num_ranks
+    num_processes = (1 + has_reference) * trainer.num_ranks + num_generators
+    num_processes += 2 + config.experience.num_storage_units
+    reserve_bytes = num_processes * GPUS[CPU].reserve_bytes
+    return trainer.num_ranks * trainer_bytes + num_generators * generator_bytes + reserve_bytes
+
+
+def _sentence(config: Config, rank: RankMemory) -> str:
+    largest = sorted(rank.bytes_by_kind.items(), key=lambda item: -item[1])[:3]
+    shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
+    who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"
+    where = "this machine has left"
+    if "cuda" in (config.trainer.device, config.generator.device):
+        where = "a host has" if rank.executor == "host" else f"one {config.cluster.gpu} has"
+    return (
+        f"{who} must fit into the {rank.device_bytes / GIB:.1f} GiB that {where}, got "
+        f"{rank.total_bytes / GIB:.1f} GiB ({shown})"
+    )

@@ -1,0 +1,168 @@
+"""What one generator rank has in memory.
+
+Owns: weight buffer and staging, weights that are derived from it, KV cache and working memory of
+the fullest rank, for both engines. Does not own: sharing a device with others (`memory.py`).
+Invariant: kinds mirror `weights/weight buffer.py` and the embedded engine; vLLM's memory is its
+own, and follows its settings.
+
+While a quantised version is prepared for a commit, the one before it is still at work: two sets
+(the embedded engine). vLLM quantises one linear layer at a time and copies it into place; out of
+host memory each passes through one of two slots (`generation/vllm/staging.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from llamarl.config import Config, VllmConfig
+from llamarl.generation.cpu_kv_cache import CpuKVCache
+from llamarl.generation.cuda_kv_cache import CudaKVCache
+from llamarl.generation.engine import PREFILL_TOKENS
+from llamarl.generation.parameters import DTYPES, SPLIT, buffer_layout
+from llamarl.models.architecture import Architecture
+from llamarl.planner.memory.placements import ITEM_BYTES, weight_buffer
+from llamarl.weights.layout import buckets
+
+QUANTIZED = ("qkv.weight", "o_proj.weight", "gate_up.weight", "down_proj.weight", "lm_head.weight")
+FLOAT32_BYTES = 4
+
+Kinds = dict[str, int]
+"""Bytes by kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorMemory:
+    """Bytes by kind: `weights` and `kv_cache` leave when another has the device, `kept` of the
+    weights with their content; `working` is there while decoding; `host` lies in host memory."""
+
+    weights: Kinds
+    kept: int
+    kv_cache: int
+    working: Kinds
+    host: Kinds
+
+
+def forecast_generator(config: Config, architecture: Architecture) -> GeneratorMemory:
+    """Of the fullest rank."""
+    generator = config.generator
+    item = ITEM_BYTES[generator.dtype]
+    weight_buffers = [
+        weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks)
+    ]
+    parameters, num_elements = max(weight_buffers, key=lambda each: each[1])
+    weights: Kinds = {}
+    host: Kinds = {}
+    in_host = config.weights.staging == "host" and generator.device == "cuda"
+    staging = host if in_host else weights
+    if generator.quantization == "none":
+        weights["weights"] = kept = num_elements * item
+        size = num_elements
+        if config.weights.staging == "bucket":
+            cut = buckets.cut_buckets(parameters, max(1, config.weights.bucket_bytes // item))
+            size = max(bucket.end - bucket.begin for bucket in cut)
+        staging["staging"] = size * item
+    else:
+        if isinstance(generator, VllmConfig):
+            derived = vllm_quantized_bytes(config, architecture)
+            num_slots = 2 if in_host else 0
+            weights["preparation"] = _largest_linear(config, architecture) * (1 + num_slots * item)
+        else:
+            derived = quantized_bytes(architecture, generator.dtype, generator.num_ranks)
+            weights["preparation"] = derived
+        weights["weights"] = derived
+        staging["staging"] = num_elements * item
+        kept = derived + (0 if in_host else num_elements * item)
+    return GeneratorMemory(
+        weights=weights,
+        kept=kept,
+        kv_cache=kv_cache_bytes(config, architecture),
+        working=_working(config, architecture),
+        host=host,
+    )
+
+
+def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
+    """Of one rank."""
+    generator = config.generator
+    if isinstance(generator, VllmConfig):
+        return generator.kv_cache_bytes
+    cache = (CudaKVCache if generator.device == "cuda" else CpuKVCache)(
+        num_layers=architecture.num_layers,
+        num_slots=generator.max_num_seqs,
+        num_heads=architecture.num_heads // generator.num_ranks,
+        num_kv_heads=architecture.num_kv_heads // generator.num_ranks,
+        num_positions=generator.max_model_len,
+        head_dim=architecture.head_dim,
+        dtype=DTYPES[generator.dtype],
+        device=torch.device("meta"),
+    )
+    return cache.keys.nbytes + cache.values.nbytes
+
+
+def quantized_bytes(architecture: Architecture, dtype: str, num_ranks: int) -> int:
+    """Of one set of the embedded engine's weights in eight bits: see `parameters.quantize`."""
+    layout, item = buffer_layout(architecture, dtype, 0, num_ranks), ITEM_BYTES[dtype]
+    total = 0
+    for name, (_, shape) in layout.fused.items():
+        num_elements = math.prod(shape)
+        if name.endswith(QUANTIZED):
+            total += num_elements + shape[-1] * item
+        elif name.endswith("norm.weight"):
+            total += num_elements * FLOAT32_BYTES
+        else:
+            total += num_elements * item
+    if architecture.tie_embeddings:  # the head is a quantised copy
+        rows, columns = layout.fused["model.embed_tokens.weight"][1]
+        total += rows * columns + rows * item
+    return total
+
+
+def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
+    """Of vLLM's weights in fp8: linear layers in one byte, with float32 scales per output; all
+    else, embedding and head too, as it was."""
+    parameters, _ = weight_buffer(config, architecture, 0)
+    item, total = ITEM_BYTES[config.generator.dtype], 0
+    for name, layout in parameters.items():
+        shapes = [buckets.extents(box) for box in layout.boxes]
+        num_elements = sum(math.prod(shape) for shape in shapes)
+        module, kind = name.split(".")[-2:]
+        if kind == "weight" and module in SPLIT and module not in ("embed_tokens", "lm_head"):
+            total += num_elements + FLOAT32_BYTES * sum(shape[0] for shape in shapes)
+        else:
+            total += num_elements * item
+    return total
+
+
+def _largest_linear(config: Config, architecture: Architecture) -> int:
+    """Elements of the largest linear layer that vLLM quantises: it fuses q, k and v, and gate and
+    up."""
+    parameters, _ = weight_buffer(config, architecture, 0)
+    sizes: Counter[str] = Counter()
+    for name, layout in parameters.items():
+        if ".layers.0." in name and name.endswith("_proj.weight"):
+            module = name.split(".")[-2]
+            fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv"}.get(module, module)
+            fused = {"gate_proj": "gate_up", "up_proj": "gate_up"}.get(fused, fused)
+            sizes[fused] += sum(math.prod(buckets.extents(box)) for box in layout.boxes)
+    return max(sizes.values())
+
+
+def _working(config: Config, architecture: Architecture) -> Kinds:
+    """One layer of the largest prefill (residual, its norm and a copy of each, q, k, v twice, three
+    of the feed-forward), float32 logits of all slots with their probabilities and a copy."""
+    generator, a = config.generator, architecture
+    item = ITEM_BYTES[generator.dtype]
+    tokens = generator.max_num_seqs * generator.max_model_len
+    tokens = min(tokens, max(PREFILL_TOKENS, generator.max_model_len))
+    split = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 3 * a.intermediate_size
+    kinds = {
+        "activations": tokens * item * (4 * a.hidden_size + split // generator.num_ranks),
+        "logits": 3 * FLOAT32_BYTES * generator.max_num_seqs * a.vocab_size,
+    }
+    if config.weights.transport in ("collective", "rdma"):
+        kinds["transfer"] = 2 * config.weights.bucket_bytes
+    return kinds

@@ -1,0 +1,188 @@
+"""What every rank holds of every parameter, without any process.
+
+Owns: layouts of trainer and generator ranks as they will be, and their sizes. Does not own: how a
+model is cut (`models/parallelize.py`, `generation/parameters.py`) or what else lies in memory
+(`memory.py`). Invariant: boxes come from torch's own computation on the real placements, and equal
+those that running ranks report (`weights/shards.py`, an engine's weight buffer), but for the host's
+name.
+
+Where all layers look alike, callers ask for an architecture of one layer.
+
+vLLM's own layout is recorded from its loader while it runs. Here it gets the equivalent one: the
+same boxes of q, k, v, o, gate, up and down, row after row; key-value heads repeat where there are
+more ranks than heads. It differs in the last ranks' share of embedding and head (vLLM pads the
+vocabulary to whole 64s) and in offsets, neither of which changes who sends what by more than that
+padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from llamarl.config import Config, VllmConfig
+from llamarl.config.rank_assignment import Device, assign
+from llamarl.generation.parameters import BUFFER, SPLIT, buffer_layout
+from llamarl.models.architecture import Architecture
+from llamarl.models.inventory import parameter_shapes
+from llamarl.models.parallelize import parameter_placements
+from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
+
+Shape = tuple[int, ...]
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
+    """The layout of each trainer rank, as `shard_boxes` makes it there, in order of rank."""
+    shapes = parameter_shapes(architecture)
+    placements = parameter_placements(architecture, config.trainer)
+    devices = assign(config)["trainer"]
+    made: dict[tuple[str, Shape, Shape], ParameterLayout] = {}
+    layouts = []
+    for rank in range(config.trainer.num_ranks):
+        parameters = {}
+        for name, shape in shapes.items():
+            mesh, kinds = placements[name]
+            size, start = local_box(shape, mesh, coordinate(rank, mesh), kinds)
+            if (name, size, start) not in made:
+                made[name, size, start] = _shard(name, shape, size, start)
+            parameters[name] = made[name, size, start]
+        layouts.append(_rank_layout(rank, devices[rank], parameters, (tuple(shapes),)))
+    return layouts
+
+
+def generator_layouts(
+    config: Config, architecture: Architecture, replica: int = 0
+) -> list[RankLayout]:
+    """The layout of each rank of one replica, in order of rank, as one part."""
+    devices = assign(config)[f"generator-{replica}"]
+    return [
+        _rank_layout(rank, device, parameters, (tuple(parameters),))
+        for rank, device in enumerate(devices)
+        for parameters, _ in [weight_buffer(config, architecture, rank)]
+    ]
+
+
+def weight_buffer(
+    config: Config, architecture: Architecture, rank: int
+) -> tuple[dict[str, ParameterLayout], int]:
+    """(boxes by parameter, elements in all) of the weight buffer of one generator rank."""
+    generator = config.generator
+    if isinstance(generator, VllmConfig):
+        return _vllm_weight_buffer(architecture, generator.dtype, rank, generator.num_ranks)
+    layout = buffer_layout(architecture, generator.dtype, rank, generator.num_ranks)
+    return layout.parameters, layout.num_elements
+
+
+def local_elements(config: Config, architecture: Architecture, rank: int) -> dict[str, int]:
+    """Parameter name -> elements that trainer rank `rank` holds of it."""
+    shapes = parameter_shapes(architecture)
+    found = {}
+    for name, (mesh, kinds) in parameter_placements(architecture, config.trainer).items():
+        size, _ = local_box(shapes[name], mesh, coordinate(rank, mesh), kinds)
+        found[name] = math.prod(size)
+    return found
+
+
+def coordinate(rank: int, mesh: Shape) -> Shape:
+    """Where `rank` is in a mesh of this shape: a row-major count."""
+    found = []
+    for size in reversed(mesh):
+        rank, place = divmod(rank, size)
+        found.append(place)
+    return tuple(reversed(found))
+
+
+def local_box(
+    shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
+    """(shape, first index) of what the rank at `place` holds of a parameter.
+
+    FSDP cuts what tensor parallel, the last mesh dimension, left. Asked for both at once, torch
+    lists every index of such a strided shard, which takes milliseconds; so it is asked for one
+    after the other where the slices are equally long, as all models that can be run have them.
+    """
+    strided = [placement for placement in placements if isinstance(placement, _StridedShard)]
+    if not strided or shape[strided[0].dim] % mesh[-1]:
+        return _local_box(shape, mesh, place, placements)
+    slice_shape, slice_start = _local_box(shape, mesh[-1:], place[-1:], placements[-1:])
+    plain = tuple(
+        Shard(placement.dim) if isinstance(placement, _StridedShard) else placement
+        for placement in placements[:-1]
+    )
+    size, start = _local_box(slice_shape, mesh[:-1], place[:-1], plain)
+    return size, tuple(a + b for a, b in zip(start, slice_start, strict=True))
+
+
+@lru_cache(maxsize=1 << 16)
+def _local_box(
+    shape: Shape, mesh: Shape, place: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
+    size, start = _compute_local_shape_and_global_offset(shape, mesh, list(place), placements)
+    return tuple(size), tuple(start)
+
+
+def _shard(name: str, shape: Shape, size: Shape, start: Shape) -> ParameterLayout:
+    stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
+    box = Box(start=start, stop=stop, buffer=name, offset=0, strides=_strides(size))
+    boxes = (box,) if math.prod(size) else ()
+    return ParameterLayout(shape=shape, dtype="float32", boxes=boxes)
+
+
+def _strides(size: Shape) -> Shape:
+    """Of a tensor of this shape, row after row; torch counts an empty dimension as one."""
+    return tuple(
+        math.prod(max(extent, 1) for extent in size[dim + 1 :]) for dim in range(len(size))
+    )
+
+
+def _rank_layout(
+    rank: int,
+    device: Device,
+    parameters: dict[str, ParameterLayout],
+    buckets: tuple[tuple[str, ...], ...],
+) -> RankLayout:
+    return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters, buckets=buckets)
+
+
+def _vllm_weight_buffer(
+    architecture: Architecture, dtype: str, rank: int, num_ranks: int
+) -> tuple[dict[str, ParameterLayout], int]:
+    """Boxes of one vLLM rank, one after the other: see the module."""
+    parameters, end = {}, 0
+    for name, shape, start, size in _vllm_boxes(architecture, rank, num_ranks):
+        stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
+        box = Box(start=start, stop=stop, buffer=BUFFER, offset=end, strides=_strides(size))
+        parameters[name] = ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
+        end += math.prod(size)
+    return parameters, end
+
+
+def _vllm_boxes(
+    architecture: Architecture, rank: int, num_ranks: int
+) -> Iterator[tuple[str, Shape, Shape, Shape]]:
+    """(name, whole shape, first index, shape) of each parameter of one vLLM rank."""
+    for name, shape in parameter_shapes(architecture).items():
+        module, kind = name.split(".")[-2:]
+        dim = SPLIT.get(module)
+        start, size = [0] * len(shape), list(shape)
+        if dim is not None and (dim == 0 or kind == "weight"):
+            parts, part = num_ranks, rank
+            if module in ("k_proj", "v_proj") and num_ranks > architecture.num_kv_heads:
+                parts = architecture.num_kv_heads
+                part = rank * parts // num_ranks
+            size[dim] = -(-shape[dim] // parts)
+            start[dim] = min(part * size[dim], shape[dim])
+            size[dim] = min(size[dim], shape[dim] - start[dim])
+        yield name, shape, tuple(start), tuple(size)
+
+
+def one_layer(architecture: Architecture) -> Architecture:
+    """The same architecture with its first layer only."""
+    return replace(architecture, num_layers=1)

@@ -1,0 +1,308 @@
+"""How much memory every rank needs, by kind.
+
+Owns: who is in memory together when, the fullest rank of every executor, the advice. Does not own:
+what a trainer or a generator needs by itself (`trainer_memory.py`, `generator_memory.py`).
+Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
+
+Disaggregated, each rank has its device. Colocated with offloading there are three turns, of which
+each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
+Without offloading everything is there at once. The reference shares the trainer's device always.
+
+Without GPUs all processes of a host share its memory: the fullest host is an entry of its own,
+against what the machine at hand has left. With GPUs a host is an entry only if what is pinned there
+does not fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from llamarl.config import Config, VllmConfig
+from llamarl.config.rank_assignment import assign
+from llamarl.generation.vllm.limits import check_limits
+from llamarl.models.architecture import Architecture
+from llamarl.models.divisibility import check_parallel
+from llamarl.planner.forecast import MemoryForecast, RankMemory
+from llamarl.planner.hardware import CPU, GPUS, gpu
+from llamarl.planner.memory.generator import GeneratorMemory, forecast_generator
+from llamarl.planner.memory.trainer import Kinds, TrainerMemory, forecast_trainer
+from llamarl.weights.transports.available import available_bytes
+
+PROCESS_BYTES = 2**30
+"""What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""
+
+HOST = "host"
+MAX_ADVICE = 3
+
+
+def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecast:
+    """The fullest rank of every executor, and what to change if one does not fit.
+
+    ValueError if `cluster.gpu` is unknown or the ranks do not fit onto the hosts.
+    """
+    ranks = tuple(_ranks(config, architecture))
+    forecast = MemoryForecast(ranks=ranks)
+    if forecast.fits:
+        return forecast
+    return replace(forecast, advice=tuple(_advice(config, architecture, ranks)))
+
+
+def fits(config: Config, architecture: Architecture) -> bool:
+    """Only whether all fits: for whoever tries many recipes. ValueError like `forecast_memory`."""
+    return all(rank.fits for rank in _ranks(config, architecture))
+
+
+def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
+    """The one with the least room in proportion."""
+    return max(ranks, key=lambda rank: rank.total_bytes / rank.device_bytes)
+
+
+def _ranks(config: Config, architecture: Architecture) -> Iterator[RankMemory]:
+    check_parallel(architecture, config.trainer, config.generator)
+    if isinstance(config.generator, VllmConfig):
+        check_limits(config.generator, architecture)
+    trainer, generator = (
+        forecast_trainer(config, architecture),
+        forecast_generator(config, architecture),
+    )
+    phases = _phases(config, trainer, generator)
+    if "cuda" in (config.trainer.device, config.generator.device):
+        yield from _gpu_ranks(config, trainer, generator, phases)
+    else:
+        yield from _cpu_ranks(config, phases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Phase:
+    """What one rank of each side has in memory during a turn."""
+
+    name: str
+    trainer: Kinds
+    generator: Kinds
+
+
+def _phases(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) -> list[_Phase]:
+    train = max(trainer.moments, key=lambda kinds: sum(kinds.values())) | trainer.reference
+    generate = generator.weights | {"kv_cache": generator.kv_cache} | generator.working
+    if not config.placement.colocated or config.placement.offload == "none":
+        return [_Phase(name="trainer", trainer=train, generator=generate)]
+    weights = {"weights": trainer.weights} | trainer.reference
+    return [
+        _Phase(name="trainer", trainer=train, generator={}),
+        _Phase(name="generator", trainer=trainer.reference, generator=generate),
+        _Phase(name="sync", trainer=weights, generator=generator.weights),
+    ]
+
+
+def _gpu_ranks(
+    config: Config, trainer: TrainerMemory, generator: GeneratorMemory, phases: list[_Phase]
+) -> Iterator[RankMemory]:
+    device = gpu(config.cluster.gpu)
+    num_trainers = config.trainer.num_ranks
+    num_generators = config.generator.num_replicas * config.generator.num_ranks
+    pinned = config.placement.colocated and config.placement.offload == "pinned"
+    trainer_host = {"offloaded": trainer.weights + trainer.state.get("optimizer", 0)}
+    generator_host = {"offloaded": generator.kept + generator.kv_cache}
+    host = {
+        "trainer": trainer_host if pinned else {},
+        "generator": generator.host | (generator_host if pinned else {}),
+    }
+    num_extra = int(config.algorithm.kl_coefficient > 0) + int(config.placement.colocated)
+
+    def rank(executor: str, num_ranks: int, kinds: Kinds, num_extra: int) -> RankMemory:
+        reserve = device.reserve_bytes + num_extra * PROCESS_BYTES
+        return RankMemory(
+            executor=executor,
+            num_ranks=num_ranks,
+            device_bytes=device.memory_bytes,
+            bytes_by_kind=_present(kinds | {"reserve": reserve}),
+            host_bytes_by_kind=host.get(executor, {}),
+        )
+
+    if not config.placement.colocated:
+        if config.trainer.device == "cuda":
+            yield rank("trainer", num_trainers, phases[0].trainer, num_extra)
+        if config.generator.device == "cuda":
+            yield rank("generator", num_generators, phases[0].generator, 0)
+    else:
+        num_ranks = max(num_trainers, num_generators)
+        for phase in phases:
+            yield rank(phase.name, num_ranks, _together(phase), num_extra)
+    yield from _pinned(config, host, device.host_memory_bytes)
+
+
+def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Iterator[RankMemory]:
+    """The host where most is pinned, if that does not fit."""
+    found = []
+    for counts in _hosts(config):
+        kinds = {
+            f"{side} {kind}": counts[side] * num_bytes
+            for side in host
+            for kind, num_bytes in host[side].items()
+        }
+        found.append(
+            RankMemory(
+                executor=HOST,
+                num_ranks=counts.total(),
+                device_bytes=bytes_per_gpu * config.cluster.num_gpus_per_host,
+                bytes_by_kind=_present(kinds),
+            )
+        )
+    most = fullest(found)
+    if not most.fits:
+        yield most
+
+
+def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
+    """Both sides for themselves, then the fullest host with all its processes."""
+    room, reserve = available_bytes(), GPUS[CPU].reserve_bytes
+    counts = max(_hosts(config), key=lambda counts: counts.total())
+    num_ranks = {
+        "trainer": config.trainer.num_ranks,
+        "generator": config.generator.num_replicas * config.generator.num_ranks,
+    }
+    for side in ("trainer", "generator"):
+        kinds = max((getattr(phase, side) for phase in phases), key=lambda each: sum(each.values()))
+        yield RankMemory(
+            executor=side,
+            num_ranks=num_ranks[side],
+            device_bytes=room,
+            bytes_by_kind=_present(kinds | {"reserve": reserve}),
+        )
+    # The reference sits beside the trainer; then scorer, storage and controller.
+    num_processes = counts.total() + counts["trainer"] * (config.algorithm.kl_coefficient > 0)
+    num_processes += 2 + config.experience.num_storage_units
+    sums = [
+        Counter({kind: counts["trainer"] * num for kind, num in phase.trainer.items()})
+        + Counter({kind: counts["generator"] * num for kind, num in phase.generator.items()})
+        for phase in phases
+    ]
+    most = max(sums, key=lambda each: each.total())
+    yield RankMemory(
+        executor=HOST,
+        num_ranks=num_processes,
+        device_bytes=room,
+        bytes_by_kind=_present(dict(most) | {"reserve": num_processes * reserve}),
+    )
+
+
+def _hosts(config: Config) -> list[Counter[str]]:
+    """Per host, how many ranks of each side it has."""
+    hosts: dict[int, Counter[str]] = {}
+    for name, devices in assign(config).items():
+        if name != "reference":
+            for device in devices:
+                hosts.setdefault(device.host, Counter())[name.partition("-")[0]] += 1
+    return list(hosts.values())
+
+
+def _together(phase: _Phase) -> Kinds:
+    """Both sides of one device; what only one side has keeps its name."""
+    kinds = dict(phase.trainer)
+    for kind, num_bytes in phase.generator.items():
+        kinds[f"generator {kind}" if kind in phase.trainer else kind] = num_bytes
+    return kinds
+
+
+def _present(kinds: Kinds) -> Kinds:
+    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+
+def _advice(
+    config: Config, architecture: Architecture, ranks: tuple[RankMemory, ...]
+) -> Iterator[str]:
+    """The changes that bring the fullest rank down most, each forecast by itself."""
+    before = fullest(ranks)
+    found: list[tuple[float, str]] = []
+    for name, change in CHANGES:
+        if not _concerns(name, before.executor, config):
+            continue
+        try:
+            changed, after_all = _change(config, architecture, change, before.executor, name)
+        except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
+            continue
+        text = f"{name}={attrgetter(name)(changed)}"
+        after = [rank for rank in after_all if rank.executor == before.executor]
+        if not after:  # what was pinned fits now
+            found.append((0.0, f"{text}: the {before.executor} fits"))
+        elif after[0].total_bytes < before.total_bytes * 0.99:
+            gib = f"{before.total_bytes / 2**30:.1f} to {after[0].total_bytes / 2**30:.1f} GiB"
+            fits = "fits" if after[0].fits else "does not fit yet"
+            share = after[0].total_bytes / after[0].device_bytes
+            found.append((share, f"{text}: {gib} on the fullest {before.executor}, {fits}"))
+    for _, line in sorted(found)[:MAX_ADVICE]:
+        yield line
+
+
+def _change(
+    config: Config, architecture: Architecture, change: Change, executor: str, name: str
+) -> tuple[Config, list[RankMemory]]:
+    """The recipe with the change, which is made again where that goes on helping, until the
+    executor fits; and its ranks."""
+    for _ in range(MOST_HALVINGS if name in HALVED else 1):
+        config = change(config)
+        ranks = list(_ranks(config, architecture))
+        if all(rank.fits for rank in ranks if rank.executor == executor):
+            break
+    return config, ranks
+
+
+def _concerns(name: str, executor: str, config: Config) -> bool:
+    """Whether a change of this field can help the executor: sides with devices of their own do not
+    feel each other's."""
+    if config.placement.colocated or executor == HOST:
+        return True
+    return name.startswith("trainer.") == (executor == "trainer")
+
+
+Change = Callable[[Config], Config]
+
+
+def _set(name: str, value: object) -> tuple[str, Change]:
+    """The field `name` and what gives it this value."""
+    section, field = name.split(".")
+
+    def change(config: Config) -> Config:
+        part = replace(getattr(config, section), **{field: value})
+        return replace(config, **{section: part})
+
+    return name, change
+
+
+def _scale(name: str, factor: float) -> tuple[str, Change]:
+    """The field `name` and what multiplies it; with more ranks come more hosts."""
+    section, field = name.split(".")
+
+    def change(config: Config) -> Config:
+        part = getattr(config, section)
+        part = replace(part, **{field: int(getattr(part, field) * factor)})
+        changed = replace(config, **{section: part})
+        if field == "num_ranks":
+            cluster = replace(config.cluster, hosts=[], num_hosts=2 * config.cluster.size)
+            changed = replace(changed, cluster=cluster)
+        return changed
+
+    return name, change
+
+
+HALVED = ("trainer.tokens_per_micro_batch", "generator.max_num_seqs", "generator.kv_cache_bytes")
+MOST_HALVINGS = 8
+CHANGES: tuple[tuple[str, Change], ...] = (
+    _set("trainer.activation_checkpointing", "selective"),
+    _set("trainer.activation_checkpointing", "full"),
+    _set("trainer.reshard_after", "forward"),
+    _set("trainer.replicate", 1),
+    _set("trainer.compute_dtype", "bfloat16"),
+    _scale("trainer.tokens_per_micro_batch", 0.5),
+    _scale("trainer.tensor_parallel", 2),
+    _scale("trainer.num_ranks", 2),
+    _scale("generator.max_num_seqs", 0.5),
+    _scale("generator.kv_cache_bytes", 0.5),
+    _scale("generator.num_ranks", 2),
+    _set("generator.quantization", "fp8"),
+    _set("weights.staging", "host"),
+    _set("placement.offload", "pinned"),
+)

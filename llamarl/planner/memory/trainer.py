@@ -1,0 +1,137 @@
+"""What one trainer rank has in memory, moment by moment.
+
+Owns: state, FSDP's buffers and activations of the fullest rank, and those of the reference beside
+it. Does not own: sharing a device with others (`memory.py`). Invariant: kinds mirror
+`models/policy.py`, FSDP2 and `weights/versioned tensors.py`; rank 0, whose shards are never shorter
+than others', is the fullest.
+
+How FSDP2's buffers are reckoned, per group of parameters (each layer, and one of embedding, norm
+and head, which stays gathered from forward to backward):
+
+- gathered in the compute dtype: with reshard_after=forward the group at work and the next one,
+  which is gathered meanwhile; else all, and one that is being copied out.
+- reduced: gradients of the group in the compute dtype, and the same once more in float32, padded,
+  as the input of the reduce-scatter. What comes out of it becomes the shard's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Replicate
+
+from llamarl.config import Config, TrainerConfig
+from llamarl.models.architecture import Architecture
+from llamarl.models.inventory import parameter_shapes
+from llamarl.models.parallelize import mesh_shape, parameter_placements
+from llamarl.planner.memory.activations import forecast_activations, forecast_inference
+from llamarl.planner.memory.placements import ITEM_BYTES, local_box, local_elements
+
+MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
+LAYER = "model.layers.0."
+ANY_LAYER = "model.layers."
+
+Kinds = dict[str, int]
+"""Bytes by kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerMemory:
+    """Bytes by kind: `weights` and `state` (gradients and optimizer), which leave when another has
+    the device; `moments` of a turn, each with everything; `reference`, which stays."""
+
+    weights: int
+    state: Kinds
+    moments: tuple[Kinds, ...]
+    reference: Kinds
+
+
+def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemory:
+    """Of the fullest rank."""
+    trainer = config.trainer
+    weights = MASTER_BYTES * sum(local_elements(config, architecture, 0).values())
+    state = {"gradients": weights}
+    if trainer.optimizer == "adamw":
+        num_steps = len(parameter_shapes(architecture))  # one float32 each, besides two moments
+        state["optimizer"] = 2 * weights + MASTER_BYTES * num_steps
+    lasting = {"weights": weights, **state}
+    if not config.placement.colocated:  # else nobody is late: a sync phase waits for all
+        lasting["snapshot"] = weights
+    if config.weights.transport in ("collective", "rdma"):
+        lasting["transfer"] = 2 * config.weights.bucket_bytes
+    return TrainerMemory(
+        weights=weights,
+        state=state,
+        moments=tuple(lasting | kinds for kinds in _moments(config, architecture, weights)),
+        reference=_reference(config, architecture, weights // MASTER_BYTES),
+    )
+
+
+def _moments(config: Config, architecture: Architecture, weights: int) -> Iterable[Kinds]:
+    """What comes and goes: in the head's backward, in a layer's, in the embedding's, in a step."""
+    trainer = config.trainer
+    item = ITEM_BYTES[trainer.compute_dtype]
+    block, root = group_elements(trainer, architecture)
+    num_gathered = _num_gathered(trainer, architecture)
+    gathered = item * (root + num_gathered * block)
+    is_resharded = num_gathered < architecture.num_layers
+    beside_head = item * (root + block) if is_resharded else gathered  # the last one's copy-out
+    head = root if architecture.tie_embeddings else root // 2  # its gradient waits for the end
+    activations = forecast_activations(config, architecture)
+    yield {
+        "unsharded": beside_head,
+        "activations": activations.saved_bytes,
+        "logits": activations.logits_bytes,
+    }
+    yield {
+        "unsharded": gathered,
+        "activations": activations.saved_bytes,
+        "recomputation": activations.block_bytes,
+        "reduction": block * (item + MASTER_BYTES) + head * item,
+    }
+    yield {
+        "unsharded": gathered if trainer.reshard_after == "step" else item * root,
+        "activations": activations.embedding_bytes,
+        "reduction": root * (item + MASTER_BYTES),
+    }
+    if trainer.optimizer == "sgd" and trainer.weight_decay:
+        yield {"optimizer": weights}  # torch adds decay and gradients in a list of their own
+
+
+def group_elements(trainer: TrainerConfig, architecture: Architecture) -> tuple[int, int]:
+    """Elements of one gathered layer, and of the gathered rest, on a tensor-parallel rank."""
+    found = dict.fromkeys(("layer", "rest"), 0)
+    mesh = mesh_shape(trainer)
+    placements = parameter_placements(architecture, trainer)
+    for name, shape in parameter_shapes(architecture).items():
+        if name.startswith(ANY_LAYER) and not name.startswith(LAYER):
+            continue
+        tensor = placements[name][1][-1] if "tensor" in mesh else Replicate()
+        size, _ = local_box(shape, (trainer.tensor_parallel,), (0,), (tensor,))
+        rows = -(-size[0] // trainer.num_shard_ranks) * trainer.num_shard_ranks  # FSDP pads
+        found["layer" if name.startswith(LAYER) else "rest"] += rows * math.prod(size[1:])
+    return found["layer"], found["rest"]
+
+
+def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
+    """Layers whose weights are gathered at once, at most."""
+    if trainer.num_shard_ranks == 1:
+        return architecture.num_layers
+    if trainer.reshard_after == "forward":
+        return min(2, architecture.num_layers)
+    return architecture.num_layers + 1
+
+
+def _reference(config: Config, architecture: Architecture, num_elements: int) -> Kinds:
+    """The frozen model, parallel like the trainer but for a single rank, whose model is plain."""
+    trainer = config.trainer
+    if config.algorithm.kl_coefficient == 0:
+        return {}
+    gathered = 0
+    if trainer.num_ranks > 1:
+        block, root = group_elements(trainer, architecture)
+        gathered = root + _num_gathered(trainer, architecture) * block
+    passing = forecast_inference(config, architecture)
+    return {"reference": ITEM_BYTES[trainer.compute_dtype] * (num_elements + gathered) + passing}

@@ -1,0 +1,1 @@
+"""The forecast of a recipe, as data, text and drawings."""

@@ -1,0 +1,183 @@
+"""The forecast of one recipe, put together.
+
+Owns: which questions `llamarl plan` asks, and the figures it writes as JSON. Does not own: any
+answer (`memory.py`, `publisher.py`, `simulation.py`, `variants.py`, `split.py`). Invariant: starts
+no process, and reads nothing but the architecture and, if asked to, a finished run's folder.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llamarl.config import Config, PlanConfig, rank_assignment
+from llamarl.config.check import require
+from llamarl.models.architecture import Architecture
+from llamarl.planner.forecast import Forecast, StepForecast
+from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
+from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.publish import forecast_publish
+from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.split import best_split
+from llamarl.planner.simulation.variants import best_baseline, decompose
+
+SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
+
+
+def forecast_recipe(
+    config: Config, architecture: Architecture, *, run_dir: str | None = None, sweep: bool = False
+) -> Forecast:
+    """Memory, publish and step time of `config`, beside the same workload run otherwise.
+
+    Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
+    only one whose times are known. `sweep` tries other splits of the processes between trainer and
+    generators. ValueError if the ranks do not fit onto the hosts, or the run tells too little.
+    """
+    taken = {device for places in rank_assignment.assign(config).values() for device in places}
+    trace = _calibrate(run_dir, config, architecture) if run_dir else None
+    if trace is not None:
+        config = replace(config, plan=_workload(config, trace))
+    _check_workload(config, trace)
+    publish = forecast_publish(config, architecture)
+
+    def costs_of(config: Config, architecture: Architecture) -> Costs:
+        return trace.costs if trace else hardware_costs(config, architecture)
+
+    def simulate_recipe(config: Config) -> StepForecast:
+        if trace is None:
+            costs = hardware_costs(config, architecture, publish)
+            return simulate(config, architecture, costs)
+        return simulate(
+            config,
+            architecture,
+            trace.costs,
+            lengths=trace.lengths,
+            equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
+        )
+
+    step = simulate_recipe(config)
+    name, other = _other_staleness(config)
+    variants = {name: simulate_recipe(other)}
+    decomposition = None
+    if trace is None and not config.placement.colocated:
+        baseline = best_baseline(config, architecture)
+        if baseline is not None:
+            variants[COLOCATED] = baseline.step
+            decomposition = decompose(config, architecture, baseline=baseline, step=step)
+    return Forecast(
+        num_hosts=len({device.host for device in taken}),
+        num_gpus=len({device for device in taken if device.gpu is not None}),
+        memory=forecast_memory(config, architecture),
+        publish=publish,
+        step=step,
+        variants=variants,
+        decomposition=decomposition,
+        split=best_split(
+            config,
+            architecture,
+            costs_of,
+            fits=lambda other: fits(other, architecture),
+        )
+        if sweep
+        else None,
+        measured_step_s=trace.step_s if trace else None,
+    )
+
+
+def figures(forecast: Forecast) -> dict[str, Any]:
+    """The forecast as plain JSON: bytes, seconds, shares. `peak_bytes` of `gpu_bytes` is what the
+    fullest rank of all needs of its device."""
+    rank = fullest(forecast.memory.ranks)
+    steps = {"planned": forecast.step, **forecast.variants}
+    is_sync = ASYNC in forecast.variants
+    found: dict[str, Any] = {
+        "fits": forecast.memory.fits,
+        "num_hosts": forecast.num_hosts,
+        "num_gpus": forecast.num_gpus,
+        "peak_bytes": rank.total_bytes,
+        "gpu_bytes": rank.device_bytes,
+        "publish_s": forecast.publish.seconds,
+        "step_async_s": steps[ASYNC if is_sync else "planned"].step_s,
+        "step_sync_s": steps["planned" if is_sync else SYNC].step_s,
+        "memory": [asdict(rank) for rank in forecast.memory.ranks],
+        "advice": list(forecast.memory.advice),
+        "publish": asdict(forecast.publish),
+        "steps": {name: asdict(replace(step, timeline=())) for name, step in steps.items()},
+    }
+    if forecast.decomposition is not None:
+        found["speedup"] = forecast.decomposition.speedup
+        found["speedup_factors"] = forecast.decomposition.factors
+    if forecast.split is not None:
+        found["split"] = asdict(replace(forecast.split, step=None))
+        del found["split"]["step"]
+    if forecast.measured_step_s is not None:
+        found["step_measured_s"] = forecast.measured_step_s
+    return found
+
+
+def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:
+    """Costs and workload of the run; what no span tells is chosen to make its own step come out."""
+    own = run_config(run_dir, config)
+    trace = read_trace(run_dir, own.sampling.rollouts_per_prompt)
+    return fit_overhead(trace, replace(own, plan=_workload(own, trace)), architecture)
+
+
+def _check_workload(config: Config, trace: Trace | None) -> None:
+    """ValueError if prompts fill the context, or no step would end as every group is dropped."""
+    most, num_tokens = config.generator.max_model_len, config.plan.prompt_tokens
+    wanted = f"be below generator.max_model_len ({most})"
+    require(num_tokens < most, "plan.prompt_tokens", wanted, num_tokens)
+    if trace is None or not config.algorithm.drop_equal_rewards:
+        return
+    if trace.equal_share(config.sampling.rollouts_per_prompt) == 1:
+        raise ValueError(
+            f"--trace must name a run with rewards that differ within a group (or set "
+            f"algorithm.drop_equal_rewards=false), got {len(trace.rewards)} groups without"
+        )
+
+
+def run_config(run_dir: str, config: Config) -> Config:
+    """What the run in `run_dir` was started with; its sections are of the kinds that `config` has.
+
+    ValueError if the folder is no run's, or a section is of another kind.
+    """
+    path = Path(run_dir, "config.yaml")
+    if not path.is_file():
+        raise ValueError(f"--trace must name a run's folder, got {run_dir!r} without config.yaml")
+    written = yaml.safe_load(path.read_text())
+    try:
+        sections = {
+            name: replace(getattr(config, name), **value) if isinstance(value, dict) else value
+            for name, value in written.items()
+        }
+        return replace(config, **sections)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"--trace must name a run of this recipe, with the same engine and algorithm, got "
+            f"{run_dir!r}: {error}"
+        ) from error
+
+
+def _other_staleness(config: Config) -> tuple[str, Config]:
+    """The recipe on-policy; or, if it is, as far ahead as recipes usually are."""
+    is_sync = config.staleness.max_staleness == 0
+    staleness = replace(config.staleness, max_staleness=int(is_sync))
+    return ASYNC if is_sync else SYNC, replace(config, staleness=staleness)
+
+
+def _workload(config: Config, trace: Trace) -> PlanConfig:
+    """The log-normal that is nearest to the lengths a run wrote."""
+    logarithms = [math.log(max(1, length)) for length in trace.lengths]
+    return replace(
+        config.plan,
+        prompt_tokens=trace.prompt_tokens,
+        median_tokens=max(1, round(statistics.median(trace.lengths))),
+        spread=statistics.pstdev(logarithms),
+    )

@@ -1,0 +1,224 @@
+"""A forecast as text.
+
+Owns: the tables of `llamarl plan` and the words around them. Does not own: any number. Invariant:
+lines of at most WIDTH characters, the same on a terminal and in a file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from llamarl.config import Config
+from llamarl.planner.forecast import (
+    BestSplit,
+    Decomposition,
+    Forecast,
+    MemoryForecast,
+    PublishForecast,
+    RankMemory,
+    StepForecast,
+)
+from llamarl.planner.hardware import EFFICIENCY
+from llamarl.planner.report.published_results import CAVEAT, DIFFERENCES, Published
+
+GIB, GB = 2**30, 10**9
+WIDTH = 100
+FACTORS = {
+    "overlap": "overlap",
+    "batch_and_degree": "batch sizes and parallel degree",
+    "precision": "precision",
+}
+ARGUMENT = (
+    "The argument: run in turns on the same GPUs, trainer and generators share one memory budget "
+    "and one parallel degree; apart, each has its own. With GPU time a per step for the trainer "
+    "and c for the generators, the trainer's best share of the GPUs is a / (a + c). LlamaRL states "
+    "the result; definitions and proof are our reconstruction "
+    "(llamarl/planner/simulation/split.py)."
+)
+
+
+def title_of(config: Config, forecast: Forecast) -> str:
+    """One line: what is planned, on what, and whether it fits."""
+    size = f"{forecast.num_gpus} x {config.cluster.gpu}" if forecast.num_gpus else "CPUs"
+    hosts = f"{forecast.num_hosts} host{'s' * (forecast.num_hosts > 1)}"
+    name = config.recipe_dir.rstrip("/").rpartition("/")[2]
+    verdict = "fits" if forecast.memory.fits else "does not fit"
+    return f"{name} on {size} ({hosts}): {verdict}"
+
+
+def render_report(config: Config, forecast: Forecast, published: Published | None) -> str:
+    """The whole report; `published` are the paper's figures for this model, if any."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    console.print(title_of(config, forecast), highlight=False, markup=False)
+    for part in _parts(config, forecast, published):
+        console.print(part, highlight=False, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def assumptions(config: Config, forecast: Forecast) -> list[str]:
+    """What the forecast's times rest on, in sentences."""
+    plan, sampling = config.plan, config.sampling
+    words = [
+        f"Prompts have {plan.prompt_tokens} tokens. Half of the rollouts stay below "
+        f"{plan.median_tokens} tokens; lengths are log-normal (deviation {plan.spread:g} of the "
+        f"logarithm), cut at {sampling.max_tokens}.",
+        f"A step trains {config.trainer.groups_per_step} groups of {sampling.rollouts_per_prompt} "
+        f"rollouts; {plan.num_steps} steps are simulated with the run's own controller.",
+    ]
+    if forecast.measured_step_s is not None:
+        words.append("Executors take as long as in the run that was given.")
+    else:
+        words.append(
+            f"Executors take as long as {EFFICIENCY:.0%} of the hardware's published "
+            "peaks in arithmetic and bandwidth say."
+        )
+    if forecast.num_gpus and forecast.measured_step_s is None:
+        words.append(CAVEAT)
+    if forecast.step.divisor > 1:
+        divisor = f"1/{forecast.step.divisor}"
+        words.append(f"Simulated was {divisor} of the cluster with {divisor} of the rollouts.")
+    return words
+
+
+def _parts(
+    config: Config, forecast: Forecast, published: Published | None
+) -> Iterator[RenderableType]:
+    yield ""
+    yield _memory_table(forecast.memory)
+    for advice in forecast.memory.advice:
+        yield f"to change: {advice}"
+    yield _publish_words(forecast.publish)
+    yield ""
+    yield _step_table(config, forecast)
+    yield f"waits as planned: {_shares(forecast.step.wait_shares)}"
+    if forecast.step.divisor > 1:
+        yield (
+            f"simulated: 1/{forecast.step.divisor} of the cluster with 1/{forecast.step.divisor} "
+            f"of the rollouts, which takes as long (llamarl/planner/simulation/fraction.py)"
+        )
+    if forecast.step.publish_s > 1.1 * forecast.publish.seconds:
+        yield (
+            f"the last replica has a version after {forecast.step.publish_s:.1f} s: commits take "
+            f"turns, or wait for the step at work"
+        )
+    if forecast.num_gpus and forecast.measured_step_s is None:
+        yield CAVEAT
+    if forecast.measured_step_s is not None:
+        yield f"the run that the times come from took {forecast.measured_step_s:.2f} s a step"
+    if forecast.split is not None:
+        yield from _split_parts(forecast.split)
+    if forecast.decomposition is not None:
+        yield from _gain_parts(forecast.decomposition)
+    if published is not None:
+        yield from _published_parts(forecast, published)
+
+
+def _memory_table(memory: MemoryForecast) -> Table:
+    """Kinds down, executors across; whether it fits stands below."""
+    table = _table("memory of the fullest rank, GiB")
+    for rank in memory.ranks:
+        table.add_column(f"{rank.executor} x{rank.num_ranks}", justify="right")
+    for kind in dict.fromkeys(kind for rank in memory.ranks for kind in rank.bytes_by_kind):
+        table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in memory.ranks))
+    table.add_row("total", *(_gib(rank.total_bytes) for rank in memory.ranks))
+    table.add_row("of", *(_gib(rank.device_bytes) for rank in memory.ranks))
+    table.add_row("", *map(_margin, memory.ranks))
+    if any(rank.host_bytes_by_kind for rank in memory.ranks):
+        host = (sum(rank.host_bytes_by_kind.values()) for rank in memory.ranks)
+        table.add_row("in host memory", *map(_gib, host))
+    return table
+
+
+def _publish_words(publish: PublishForecast) -> str:
+    return (
+        f"publish: {publish.seconds:.2f} s ({publish.lower_bound_s:.2f} s if links ran at full "
+        f"speed); {publish.total_bytes / GB:,.1f} GB in {publish.num_copies:,} copies;\n"
+        f"the busiest network card sends {publish.max_card_bytes_out / GB:.1f} GB and receives "
+        f"{publish.max_card_bytes_in / GB:.1f} GB"
+    )
+
+
+def _step_table(config: Config, forecast: Forecast) -> Table:
+    table = _table("step, simulated with the run's own controller; busy shares")
+    for name in ("seconds", "tokens/s", "trainer", "generators", "staleness"):
+        table.add_column(name, justify="right")
+    place = "colocated" if config.placement.colocated else "disaggregated"
+    ahead = config.staleness.max_staleness
+    table.add_row(f"as planned: staleness {ahead}, {place}", *_step_cells(forecast.step))
+    for name, step in forecast.variants.items():
+        table.add_row(name if "," in name else f"{name}, {place}", *_step_cells(step))
+    return table
+
+
+def _step_cells(step: StepForecast) -> Iterator[str]:
+    yield f"{step.step_s:.1f}" if step.step_s >= 10 else f"{step.step_s:.2f}"
+    yield f"{step.trained_tokens_per_s:,.0f}"
+    yield f"{step.busy_shares.get('trainer', 0):.0%}"
+    yield f"{step.busy_shares.get('generator', 0):.0%}"
+    yield f"{step.mean_staleness:.2f}, max {step.max_staleness}"
+
+
+def _split_parts(split: BestSplit) -> Iterator[RenderableType]:
+    yield ""
+    table = _table("splits of the GPUs, best first")
+    for name in ("trainer ranks", "replicas", "s per step"):
+        table.add_column(name, justify="right")
+    for i, candidate in enumerate(split.candidates):
+        cells = (candidate.num_trainer_ranks, candidate.num_replicas)
+        table.add_row("best" if i == 0 else "", *map(str, cells), f"{candidate.step_s:.1f}")
+    yield table
+    if not split.candidates:
+        yield "no split fits"
+    yield f"a / (a + c) = {split.best_share:.0%} for the trainer. {ARGUMENT}"
+
+
+def _gain_parts(decomposition: Decomposition) -> Iterator[str]:
+    yield ""
+    factors = " x ".join(f"{FACTORS[k]} {v:.2f}" for k, v in decomposition.factors.items())
+    yield f"gain over sync, colocated: {decomposition.speedup:.2f}x = {factors}"
+    yield f"  {decomposition.baseline.step.step_s:.1f} s: {decomposition.baseline.words}"
+    for variant in decomposition.stages.values():
+        yield f"  {variant.step.step_s:.1f} s: {variant.words}"
+
+
+def _published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
+    yield ""
+    yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
+    table = _table()
+    table.add_column("published", justify="right")
+    table.add_column("forecast", justify="right")
+    gain = forecast.decomposition
+    here = f"{gain.speedup:.2f}x" if gain else "-"
+    baseline = f"{gain.baseline.step.step_s:.1f} s" if gain else "-"
+    publish_s = f"{published.publish_s:.2f} s" if published.publish_s else "not given"
+    table.add_row("baseline step", f"{published.baseline_s:.1f} s", baseline)
+    table.add_row("step", f"{published.step_s:.1f} s", f"{forecast.step.step_s:.1f} s")
+    table.add_row("speed-up", f"{published.speedup:g}x", here)
+    table.add_row("publish", publish_s, f"{forecast.publish.seconds:.2f} s")
+    table.add_row("GPUs", str(published.num_gpus or "not given"), str(forecast.num_gpus))
+    yield table
+    yield from (f"- {words}" for words in DIFFERENCES)
+
+
+def _table(title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("", no_wrap=True)
+    return table
+
+
+def _shares(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f}" if num_bytes else "-"
+
+
+def _margin(rank: RankMemory) -> str:
+    share = 1 - rank.total_bytes / rank.device_bytes
+    return f"{share:.0%} free" if rank.fits else f"{-share:.0%} too much"

@@ -1,0 +1,1 @@
+"""Time: the real controller on a virtual clock, with modelled executors."""

@@ -1,0 +1,370 @@
+"""Costs of a run that has been: what its spans and its archive tell about times and lengths.
+
+Owns: the fits. Does not own: the files (`metrics/span.py`, `metrics/summary.py`) or what is
+simulated with them. Invariant: a function of the run folder and the number of processors. Spans are
+wall times: what processes took from each other by sharing processors is estimated from where their
+spans overlap, and taken out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamarl.config import Config
+from llamarl.metrics.aggregate import executor_of
+from llamarl.metrics.intervals import Intervals, overlaps, union
+from llamarl.metrics.span_file import Span, SpanReader, span_files
+from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
+from llamarl.models.architecture import Architecture
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.run import simulate
+
+Floats = npt.NDArray[np.float64]
+
+COMPUTING = {  # spans in which a process computes by itself, by executor
+    "generator": ("decode", "prefill"),
+    "trainer": ("accumulate", "optimizer_step"),
+    "scorer": ("score",),
+}
+SETTLING_STEPS = 2  # of a run's start that no figure is taken from
+OVERHEAD_STEPS = 12  # simulated at most for each value of `row_s` tried
+OVERHEAD_HALVINGS = 7  # of the range in which `row_s` is searched
+NUM_CALLS = 4  # of one publish to one replica: offer, write, fingerprint, commit
+SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which another one computes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a finished run tells: costs, and the rollouts that it trained on.
+
+    `lengths` are response tokens, `prompt_tokens` their prompts' mean; `rewards` are by group.
+    `step_s` is the mean of its steps but the first `SETTLING_STEPS`.
+    """
+
+    costs: Costs
+    lengths: tuple[int, ...]
+    prompt_tokens: int
+    rewards: tuple[tuple[float, ...], ...]
+    step_s: float
+
+    def equal_share(self, size: int) -> float:
+        """Share of groups of `size` rollouts that would all have one reward: `size` drawn from
+        each group that was (or all of it, if it is smaller)."""
+        shares = []
+        for group in self.rewards:
+            drawn = min(size, len(group))
+            ways = sum(math.comb(number, drawn) for number in Counter(group).values())
+            shares.append(ways / math.comb(len(group), drawn))
+        return sum(shares) / len(shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """Spans of one name: [n] seconds, [n, 2] times in ns, [n] tokens (or rollouts), how many other
+    processes computed meanwhile, [n], and the weights' versions, [n]."""
+
+    seconds: Floats
+    times_ns: Intervals
+    amount: Floats
+    others: Floats
+    version: npt.NDArray[np.int64]
+
+    def free_s(self, slowdown: float, num_cores: int) -> Floats:
+        """Seconds on a free processor."""
+        return self.seconds / _slowness(self.others, slowdown, num_cores)
+
+
+def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
+    """Executor times of a finished run; ValueError if spans are missing.
+
+    It ran on `num_cores` processors (default: those that this process may use). What spans do not
+    tell stays 0: `row_s`, what the controller and messages take (see `fit_overhead`).
+    """
+    num_cores = num_cores or len(os.sched_getaffinity(0))
+    spans = _settled(_read_spans(Path(run_dir) / SPANS_FOLDER))
+    rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
+    busy = {
+        name: _busy(spans, executor, name)
+        for executor, names in COMPUTING.items()
+        for name in names
+    }
+    for name in ("decode", "accumulate"):
+        if not len(busy[name].seconds):
+            raise ValueError(f"the run must have recorded {name} spans, got none in {run_dir}")
+    slowdown = _fit_slowdown(busy["decode"], num_cores)
+    free = {name: each.free_s(slowdown, num_cores) for name, each in busy.items()}
+    decode_step_s, decode_row_s = _line(busy["decode"].amount, free["decode"])
+    prefill_call_s, prefill_token_s = _line(busy["prefill"].amount, free["prefill"])
+    part_s, token_s = _training(busy["accumulate"], free["accumulate"], rows)
+    score_call_s, score_row_s = _line(busy["score"].amount, free["score"])
+    calls = _publish_costs(
+        spans, decode_step_s + decode_row_s * float(busy["decode"].amount.mean())
+    )
+    store_row_s, turnaround_s = _store_row_s(spans), _turnaround_s(spans)
+    num_rows = len(rows) / max(1, len({row["version"] for row in rows}))
+    return Costs(
+        decode_step_s=decode_step_s,
+        decode_row_s=decode_row_s,
+        prefill_call_s=prefill_call_s,
+        prefill_token_s=prefill_token_s,
+        part_s=part_s,
+        token_s=token_s,
+        optimizer_s=_mean(free["optimizer_step"]),
+        score_call_s=score_call_s,
+        score_row_s=score_row_s,
+        store_row_s=store_row_s,
+        turnaround_s=max(0.0, turnaround_s - 2 * calls["message_s"] - num_rows * store_row_s),
+        **calls,
+        num_cores=num_cores,
+        shared_speed=1 / (1 + slowdown),
+    )
+
+
+def read_trace(
+    run_dir: str | Path, rollouts_per_prompt: int, *, num_cores: int | None = None
+) -> Trace:
+    """Costs and workload of a finished run; ValueError if it has trained nothing."""
+    rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
+    if not rows:
+        raise ValueError(f"the run must have trained rollouts, got none in {run_dir}")
+    return Trace(
+        costs=read_costs(run_dir, num_cores=num_cores),
+        lengths=tuple(row["num_tokens"] for row in rows),
+        prompt_tokens=max(1, round(sum(row["num_prompt_tokens"] for row in rows) / len(rows))),
+        rewards=_groups(rows, rollouts_per_prompt),
+        step_s=measured_step_s(run_dir),
+    )
+
+
+def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Trace:
+    """The trace with `row_s`, of which no span tells: so much that a simulation of the run itself,
+    whose `config` this is, takes as long as the run did; 0 if it already does."""
+
+    num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
+    num_steps = max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1)
+
+    def excess_s(row_s: float) -> float:
+        step = simulate(
+            config,
+            architecture,
+            replace(trace.costs, row_s=row_s),
+            lengths=trace.lengths,
+            equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
+            num_steps=min(num_steps, OVERHEAD_STEPS),
+            num_skipped=SETTLING_STEPS,
+        )
+        return step.step_s - trace.step_s
+
+    low, high = 0.0, trace.step_s * trace.costs.num_cores / num_rollouts  # all there is
+    if excess_s(low) >= 0:
+        return trace
+    for _ in range(OVERHEAD_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if excess_s(middle) >= 0 else (middle, high)
+    return replace(trace, costs=replace(trace.costs, row_s=low))
+
+
+def measured_step_s(run_dir: str | Path) -> float:
+    """The mean of a run's steps but the first SETTLING_STEPS."""
+    steps = _steps(_read_spans(Path(run_dir) / SPANS_FOLDER))
+    return _mean(np.array([_seconds(step) for step in steps[SETTLING_STEPS:] or steps]))
+
+
+def _steps(spans: dict[str, list[Span]]) -> list[Span]:
+    marks = (s for each in spans.values() for s in each if (s.cat, s.name) == ("mark", "step"))
+    return sorted(marks, key=lambda step: step.end_ns)
+
+
+def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
+    """Without the first steps, in which memory is touched and code is met for the first time."""
+    steps = _steps(spans)
+    if len(steps) <= SETTLING_STEPS:
+        return spans
+    start_ns = steps[SETTLING_STEPS - 1].end_ns
+    return {name: [s for s in each if s.start_ns >= start_ns] for name, each in spans.items()}
+
+
+def _read_spans(folder: Path) -> dict[str, list[Span]]:
+    """All spans by process; sums of old ones do not show what one call takes."""
+    readers = [SpanReader(path) for path in span_files(folder)]
+    if not readers:
+        raise ValueError(f"the run must have recorded spans, got none in {folder}")
+    return {r.process: [span for span in r.read() if not span.is_sum] for r in readers}
+
+
+def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob(ARCHIVE_FILES)):
+        for text in path.read_text().splitlines():
+            row = json.loads(text)
+            if row["outcome"] == "trained":
+                yield row
+
+
+def _busy(spans: dict[str, list[Span]], executor: str, name: str) -> Busy:
+    """The spans of this name of all processes of an executor."""
+    computing = {process: union(_computing(process, each)) for process, each in spans.items()}
+    times, amounts, others, versions = [], [], [], []
+    for process, each in spans.items():
+        chosen = [s for s in each if s.name == name and executor_of(process) == executor]
+        if chosen:
+            own = np.array([(s.start_ns, s.end_ns) for s in chosen], dtype=np.int64)
+            beside = sum(
+                (overlaps(held, own) for other, held in computing.items() if other != process),
+                np.zeros(len(own), dtype=np.int64),
+            )
+            times.append(own)
+            amounts.append([s.args.get("tokens", s.args.get("rollouts", 0)) for s in chosen])
+            others.append(beside / np.maximum(own[:, 1] - own[:, 0], 1))
+            versions.append([s.args.get("version", 0) for s in chosen])
+    joined = np.concatenate(times) if times else np.zeros((0, 2), dtype=np.int64)
+    return Busy(
+        seconds=(joined[:, 1] - joined[:, 0]) / 1e9,
+        times_ns=joined,
+        amount=np.concatenate(amounts).astype(float) if times else np.zeros(0),
+        others=np.concatenate(others) if times else np.zeros(0),
+        version=np.concatenate(versions) if times else np.zeros(0, dtype=np.int64),
+    )
+
+
+def _computing(process: str, spans: list[Span]) -> Intervals:
+    names = COMPUTING.get(executor_of(process), ())
+    times = [(span.start_ns, span.end_ns) for span in spans if span.name in names]
+    return np.array(times, dtype=np.int64).reshape(-1, 2)
+
+
+def _slowness(others: Floats, slowdown: float, num_cores: int) -> Floats:
+    """Wall time over free time with so many others at work: the inverse of `Cores`' speed."""
+    if num_cores == 1:
+        return 1 + others
+    return (1 + slowdown * np.minimum(others, 1)) * np.maximum(1, (1 + others) / num_cores)
+
+
+def _fit_slowdown(decode: Busy, num_cores: int) -> float:
+    """How much longer a decode step takes beside another process: the value under which steps of
+    equal batch size, with and without others, take most nearly the same free time."""
+    if num_cores == 1 or np.ptp(decode.others) < 0.5:
+        return 0.0
+    errors = []
+    for slowdown in SLOWDOWNS:
+        slowness = _slowness(decode.others, slowdown, num_cores)
+        design = np.stack([slowness, slowness * decode.amount], axis=1)
+        solution, *_ = np.linalg.lstsq(design, decode.seconds, rcond=None)
+        errors.append(float(np.square(decode.seconds - design @ solution).sum()))
+    return float(SLOWDOWNS[int(np.argmin(errors))])
+
+
+def _line(amount: Floats, seconds: Floats) -> tuple[float, float]:
+    """(a, b) of seconds = a + b * amount, least squares, neither below 0; (0, 0) of nothing."""
+    if not len(seconds):
+        return 0.0, 0.0
+    if np.ptp(amount) > 0:
+        slope, start = np.polyfit(amount, seconds, 1)
+        if start >= 0 and slope >= 0:
+            return float(start), float(slope)
+        if slope < 0:
+            return _mean(seconds), 0.0
+    total = float(amount.sum())
+    return (0.0, float(seconds.sum()) / total) if total else (_mean(seconds), 0.0)
+
+
+def _publish_costs(spans: dict[str, list[Span]], step_s: float) -> dict[str, Any]:
+    """Writing, checking and committing one replica, and what is left of a publish for each call."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for process, each in spans.items():
+        for span in each:
+            if span.name == "publish" and "replica" not in span.args:
+                continue  # of all replicas together
+            seconds[f"{executor_of(process)} {span.name}"].append(_seconds(span))
+    found = {key: float(np.median(values)) for key, values in seconds.items()}
+    write_s = found.get("trainer write", 0.0)
+    check_s = found.get("generator verify", 0.0) + found.get("generator process_weights", 0.0)
+    commit_s = found.get("generator commit", 0.0)
+    known_s = write_s + check_s + commit_s + step_s / 2  # a commit waits for half a step
+    rest_s = found.get("controller publish", known_s) - known_s
+    return {
+        "write_s": write_s,
+        "relay_s": found.get("generator write", write_s),
+        "check_s": check_s,
+        "commit_s": commit_s,
+        "message_s": max(0.0, rest_s / NUM_CALLS),
+    }
+
+
+def _turnaround_s(spans: dict[str, list[Span]]) -> float:
+    """From one step's end to the next one's first pass, less what was waited for groups."""
+    waits = union(
+        np.array(
+            [(s.start_ns, s.end_ns) for each in spans.values() for s in each if _is_gate_wait(s)],
+            dtype=np.int64,
+        ).reshape(-1, 2)
+    )
+    found = []
+    for process, each in spans.items():
+        if executor_of(process) == "trainer":
+            passes = sorted(s.start_ns for s in each if s.name == "accumulate")
+            for end_ns in (s.end_ns for s in each if s.name == "optimizer_step"):
+                start_ns = next((begun for begun in passes if begun >= end_ns), None)
+                if start_ns is not None:
+                    gap = np.array([[end_ns, start_ns]], dtype=np.int64)
+                    found.append((start_ns - end_ns - int(overlaps(waits, gap)[0])) / 1e9)
+    return _mean(np.array(found))
+
+
+def _is_gate_wait(span: Span) -> bool:
+    """The controller's wait for groups; the trainer's own says its version too."""
+    return (span.cat, span.name) == ("wait", "batch") and "version" not in span.args
+
+
+def _store_row_s(spans: dict[str, list[Span]]) -> float:
+    """Storage's work per row and call."""
+    served = [span for p, each in spans.items() if executor_of(p) == "storage" for span in each]
+    rows = sum(span.args.get("rows", 0) for span in served)
+    return sum(_seconds(span) for span in served) / rows if rows else 0.0
+
+
+def _training(accumulate: Busy, free_s: Floats, rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """(a, b) of seconds = a per call + b per token, prompt included: each version's calls together
+    against its rows in the archive, for which call had which rows is not told."""
+    design, seconds = [], []
+    for version in np.unique(accumulate.version):
+        chosen = accumulate.version == version
+        response = sum(row["num_tokens"] for row in rows if row["version"] == version)
+        prompt = sum(row["num_prompt_tokens"] for row in rows if row["version"] == version)
+        if response:  # spans count what had a gradient: prompts in proportion
+            packed = float(accumulate.amount[chosen].sum()) * (1 + prompt / response)
+            design.append((float(chosen.sum()), packed))
+            seconds.append(float(free_s[chosen].sum()))
+    if not design:
+        return 0.0, 0.0
+    solution, *_ = np.linalg.lstsq(np.array(design), np.array(seconds), rcond=None)
+    if solution.min() >= 0:
+        return float(solution[0]), float(solution[1])
+    return 0.0, sum(seconds) / sum(packed for _, packed in design)
+
+
+def _groups(rows: list[dict[str, Any]], size: int) -> tuple[tuple[float, ...], ...]:
+    """Rewards by group; the rows of a group have neighbouring numbers, a version whole groups."""
+    found = []
+    for version in sorted({row["version"] for row in rows}):
+        members = sorted((r for r in rows if r["version"] == version), key=lambda r: r["row_id"])
+        rewards = [row["reward"] for row in members]
+        found += [tuple(rewards[i : i + size]) for i in range(0, len(rewards), size)]
+    return tuple(found)
+
+
+def _seconds(span: Span) -> float:
+    return (span.end_ns - span.start_ns) / 1e9
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -1,0 +1,258 @@
+"""What one publish moves, and how long that takes.
+
+Owns: bytes per rank and per network card, and seconds from them. Does not own: which copies there
+are (`weights/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come from real
+plans; seconds come from bytes and named constants alone.
+
+As in `weights/publisher.py` the trainer feeds the first replica of each host (or each replica that
+spans hosts), and that one, once it has the version, the others of its host. Replicas look alike, so
+one plan serves them all; it is made for one layer, and for what is outside the layers, and the
+first is counted once per layer: copies never join across parameters. (What several ranks hold, as
+the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full plan evens
+out over all layers, so that its busiest rank may send a little less.)
+
+Every GPU has a network card and links to the other GPUs of its host; ranks without a GPU share
+their host's. Copies between two hosts need a card at both ends; those within a host the links,
+those within a GPU its memory. A staging in host memory is reached over PCIe.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from llamarl.config import Config
+from llamarl.config.rank_assignment import Device, assign
+from llamarl.models.architecture import Architecture
+from llamarl.planner.forecast import PublishForecast
+from llamarl.planner.hardware import CPU, EFFICIENCY, GPUS, Gpu, gpu
+from llamarl.planner.memory.placements import (
+    ITEM_BYTES,
+    generator_layouts,
+    one_layer,
+    trainer_layouts,
+    weight_buffer,
+)
+from llamarl.weights.layout import buckets
+from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.reshard import num_bytes, plan
+
+MESSAGE_S = 20e-6
+"""To start one message or copy: a kernel, a rendezvous and a round trip. Our estimate, as no data
+sheet says it; it matters only where messages are small."""
+
+PHASE_S = 10e-3
+"""One of offer, write, fingerprint and commit: a call from the controller to all ranks and back.
+Our estimate for a busy event loop."""
+
+NUM_PHASES = 4
+
+NUM_READINGS = 2
+"""How often a version is read where it waits: for fingerprints, and to be taken over."""
+
+CORE_FINGERPRINT_BYTES_PER_S = 1e9
+"""One CPU core taking fingerprints of bfloat16: measured with `weights/fingerprint.py`."""
+
+LAYER = "model.layers.0."
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One plan from source rank (row) to target rank (column): `num_bytes` and `num_copies`."""
+
+    num_bytes: np.ndarray
+    num_copies: np.ndarray
+
+
+@dataclass
+class Load:
+    """Bytes over one kind of way, by (host, GPU), out and in."""
+
+    out: dict[Device, int] = field(default_factory=lambda: defaultdict(int))
+    into: dict[Device, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, source: Device, target: Device, num_bytes: int) -> None:
+        """Bytes from one end to the other."""
+        self.out[source] += num_bytes
+        self.into[target] += num_bytes
+
+    @property
+    def most(self) -> int:
+        """Of the busiest end, in its busier direction."""
+        return max([*self.out.values(), *self.into.values()], default=0)
+
+
+def forecast_publish(config: Config, architecture: Architecture) -> PublishForecast:
+    """One version from the trainer to all replicas. ValueError if the hosts have too few GPUs."""
+    devices = assign(config)
+    first = traffic(config, architecture)
+    heads, siblings = relays(config)
+    out: dict[tuple[str, int], int] = defaultdict(int)
+    direct, relayed = Ways(), Ways()
+    for head in heads:
+        direct.copy_cast(devices["trainer"], devices[f"generator-{head}"], first.num_bytes)
+    for rank, sent in enumerate(first.num_bytes.sum(1)):
+        out["trainer", rank] += len(heads) * int(sent)
+    received = first.num_bytes.sum(0)
+    for head, sibling in siblings:
+        here, there = devices[f"generator-{head}"], devices[f"generator-{sibling}"]
+        relayed.copy_cast(here, there, np.diag(received))
+        for rank, sent in enumerate(received):
+            out[f"generator-{head}", rank] += int(sent)
+    card = direct.card
+    num_copies = len(heads) * int(first.num_copies.sum())
+    num_copies += len(siblings) * _num_relayed(config, architecture)
+    return PublishForecast(
+        total_bytes=int(received.sum()) * config.generator.num_replicas,
+        max_bytes_out=max(out.values()),
+        max_bytes_in=int(received.max()),
+        max_card_bytes_out=max(card.out.values(), default=0),
+        max_card_bytes_in=max(card.into.values(), default=0),
+        num_copies=num_copies,
+        num_groups=len(heads) if config.weights.transport == "collective" else 0,
+        lower_bound_s=_lower_bound_s(config, direct, relayed),
+        seconds=_seconds(config, architecture, first, len(heads), direct, relayed),
+    )
+
+
+def traffic(config: Config, architecture: Architecture) -> Traffic:
+    """From the trainer to one replica."""
+    small = one_layer(architecture)
+    source, target = trainer_layouts(config, small), generator_layouts(config, small)
+    layer = _planned(source, target, is_layer=True)
+    rest = _planned(source, target, is_layer=False)
+    num_layers = architecture.num_layers
+    return Traffic(
+        num_layers * layer.num_bytes + rest.num_bytes,
+        num_layers * layer.num_copies + rest.num_copies,
+    )
+
+
+def relays(config: Config) -> tuple[list[int], list[tuple[int, int]]]:
+    """(replicas that the trainer feeds, (replica that passes on, replica that it feeds) each)."""
+    devices = assign(config)
+    heads: dict[tuple[int, ...], int] = {}
+    siblings = []
+    for replica in range(config.generator.num_replicas):
+        hosts = sorted({device.host for device in devices[f"generator-{replica}"]})
+        place = (hosts[0],) if len(hosts) == 1 else (-1, replica)
+        head = heads.setdefault(place, replica)
+        if head != replica:
+            siblings.append((head, replica))
+    return list(heads.values()), siblings
+
+
+class Ways:
+    """What goes over cards, links and within a device's memory."""
+
+    def __init__(self) -> None:
+        self.card, self.link, self.memory = Load(), Load(), Load()
+
+    def copy_cast(self, source: list[Device], target: list[Device], matrix: np.ndarray) -> None:
+        """Bytes from each source rank (row) to each target rank (column)."""
+        for column, there in enumerate(target):
+            for row in np.flatnonzero(matrix[:, column]):
+                here = source[row]
+                load = self.card
+                if here == there and here.gpu is not None:
+                    load = self.memory
+                elif here.host == there.host:
+                    load = self.link
+                load.add(here, there, int(matrix[row, column]))
+
+
+def _planned(source: list[RankLayout], target: list[RankLayout], *, is_layer: bool) -> Traffic:
+    """The real plan of the parameters inside, or outside, the first layer."""
+    shape = (len(source), len(target))
+    bytes_, copies = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for copy in plan(_only(source, is_layer), _only(target, is_layer)):
+        bytes_[copy.source_rank, copy.target_rank] += num_bytes([copy])
+        copies[copy.source_rank, copy.target_rank] += 1
+    return Traffic(bytes_, copies)
+
+
+def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
+    return [
+        replace(
+            layout,
+            parameters={
+                name: parameter
+                for name, parameter in layout.parameters.items()
+                if name.startswith(LAYER) == is_layer
+            },
+        )
+        for layout in layouts
+    ]
+
+
+def _num_relayed(config: Config, architecture: Architecture) -> int:
+    """Copies from a replica to one like it: every box as it is."""
+    return sum(
+        len(layout.boxes)
+        for rank in range(config.generator.num_ranks)
+        for layout in weight_buffer(config, architecture, rank)[0].values()
+    )
+
+
+def _device(config: Config) -> Gpu:
+    return gpu(config.cluster.gpu) if config.generator.device == "cuda" else GPUS[CPU]
+
+
+def _transfer_s(config: Config, ways: Ways) -> float:
+    """The busiest card, link or memory at full speed; all work at once."""
+    device = _device(config)
+    over_host = 0
+    if config.weights.staging == "host" and config.generator.device == "cuda":
+        ends = [load.into for load in (ways.card, ways.link, ways.memory)]
+        devices = {device for into in ends for device in into}
+        over_host = max(
+            (sum(into.get(device, 0) for into in ends) for device in devices), default=0
+        )
+    return max(
+        ways.card.most / device.card_bytes_per_s,
+        ways.link.most / device.link_bytes_per_s,
+        2 * ways.memory.most / device.memory_bytes_per_s,  # read and written
+        over_host / device.host_link_bytes_per_s,
+    )
+
+
+def _lower_bound_s(config: Config, direct: Ways, relayed: Ways) -> float:
+    """The slower of both stages, for a stage may begin before the other has ended."""
+    return max(_transfer_s(config, direct), _transfer_s(config, relayed))
+
+
+def _seconds(
+    config: Config,
+    architecture: Architecture,
+    first: Traffic,
+    num_heads: int,
+    direct: Ways,
+    relayed: Ways,
+) -> float:
+    """Both stages one after the other, each with its messages, phases and readings."""
+    item = ITEM_BYTES[config.generator.dtype]
+    bucket_bytes = config.weights.bucket_bytes
+    num_buckets = 1
+    if config.weights.staging == "bucket":
+        parameters, _ = weight_buffer(config, architecture, 0)
+        num_buckets = len(buckets.cut_buckets(parameters, max(1, bucket_bytes // item)))
+    messages = np.ceil(first.num_bytes / bucket_bytes)
+    if config.weights.transport in ("shared_memory", "cuda_ipc"):
+        messages = first.num_copies
+    num_messages = max(num_heads * messages.sum(1).max(), messages.sum(0).max())
+    device = _device(config)
+    received = int(first.num_bytes.sum(0).max())
+    waiting_s = NUM_READINGS * received / (device.memory_bytes_per_s * EFFICIENCY)
+    if config.generator.device == "cpu":
+        waiting_s = received / CORE_FINGERPRINT_BYTES_PER_S
+    elif config.weights.staging == "host":
+        waiting_s = NUM_READINGS * received / (device.host_link_bytes_per_s * EFFICIENCY)
+    stage_s = num_buckets * NUM_PHASES * PHASE_S + waiting_s
+    seconds = _transfer_s(config, direct) / EFFICIENCY + num_messages * MESSAGE_S + stage_s
+    if relayed.link.most or relayed.memory.most or relayed.card.most:
+        seconds += _transfer_s(config, relayed) / EFFICIENCY + stage_s
+        seconds += _num_relayed(config, architecture) * MESSAGE_S
+    return float(seconds)

@@ -1,0 +1,216 @@
+"""A run without a model: the real controller on a virtual clock, with executors that only sleep.
+
+Owns: the assembly of a simulated run and what is read off it. Does not own: the loop (gate,
+dispatch, packing, log-prob check, publisher and placement are those of a run, wired by `build.py`),
+durations (`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equal arguments give
+equal times.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from llamarl.build import Executors, build_controller
+from llamarl.config import Config, rank_assignment
+from llamarl.config.run import CheckpointConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.experience.store import Store
+from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.span import Spans
+from llamarl.models.architecture import Architecture
+from llamarl.planner.forecast import StepForecast
+from llamarl.planner.simulation import clock, fraction
+from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.executors import (
+    ModelledGroup,
+    ModelledReference,
+    ModelledScorer,
+    ModelledStorage,
+    ModelledTrainer,
+    SilentRunLogger,
+)
+from llamarl.planner.simulation.replica import ModelledReplica, Partials
+from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.workload import Workload, make_workload
+from llamarl.recipe.inputs import Inputs
+
+
+def simulate(
+    config: Config,
+    architecture: Architecture,
+    costs: Costs,
+    *,
+    lengths: Sequence[int] | None = None,
+    equal_share: float = 0.0,
+    num_steps: int | None = None,
+    num_skipped: int | None = None,
+) -> StepForecast:
+    """The steady state of `num_steps` (default: plan.num_steps) steps of `config`, without the
+    first `num_skipped` (default: until the gate's run-ahead has passed through).
+
+    `lengths` (tokens of rollouts) and `equal_share` (of groups with equal rewards) default to what
+    config.plan assumes. Evaluation, checkpoints and export are left out. Of a large cluster a
+    fraction is simulated (`fraction.py`).
+    """
+    workload = make_workload(config, lengths=lengths, equal_share=equal_share)
+    steps = config.plan.num_steps if num_steps is None else num_steps
+    k = fraction.divisor(config, costs)
+    timeline = clock.run(run(*fraction.take(config, costs, k), architecture, workload, steps))
+    step = forecast(timeline, num_skipped or settling_steps(config, steps))
+    return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s, divisor=k)
+
+
+async def run(
+    config: Config, costs: Costs, architecture: Architecture, workload: Workload, num_steps: int
+) -> SimulatedTimeline:
+    """Run the controller with modelled executors on whatever clock the present loop has."""
+    timeline = SimulatedTimeline()
+    executors = model_executors(config, costs, workload, timeline)
+    run_logger = cast(RunLogger, SilentRunLogger(timeline))
+    await drive(config, architecture, executors, workload, num_steps, run_logger)
+    for group in executors.generators.values():
+        group.call_one.end_idle()
+    timeline.forget_last_step()
+    return timeline
+
+
+async def drive(
+    config: Config,
+    architecture: Architecture,
+    executors: Executors,
+    workload: Workload,
+    num_steps: int,
+    run_logger: RunLogger,
+) -> None:
+    """Run the controller with these executors.
+
+    One step more than asked for: the last one ends with a checkpoint, which is really written.
+    """
+    config = replace(
+        config,
+        num_steps=num_steps + 1,
+        checkpoint=CheckpointConfig(every_steps=0, export=False),
+        trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
+    )
+    inputs = Inputs(
+        checkpoint="",
+        tokenizer_folder="",
+        architecture=architecture,
+        tokenizer=cast(Tokenizer, NoTokenizer()),
+        prompts=workload.prompts(),
+        held_out=[],
+        task_source=None,
+        replay_lengths=[],
+    )
+    with tempfile.TemporaryDirectory() as run_dir:
+        controller, publisher, dispatch = build_controller(
+            config,
+            inputs,
+            executors,
+            run_dir=run_dir,
+            state={},
+            run_logger=run_logger,
+            spans=Spans("controller", None),
+        )
+        await publisher.connect()
+        try:
+            await controller.run()
+        finally:
+            await dispatch.close()
+            await publisher.close()
+
+
+def model_executors(
+    config: Config, costs: Costs, workload: Workload, timeline: SimulatedTimeline
+) -> Executors:
+    """All executors of `config`, on processors as `costs` says."""
+    cores = Cores(costs.num_cores, costs.shared_speed)
+    places = rank_assignment.assign(config)
+    hosts = {
+        name: tuple(dict.fromkeys(f"host {device.host}" for device in place))
+        for name, place in places.items()
+    }
+    unit = ModelledStorage(costs, cores, timeline)
+    partials: Partials = {}
+    generators = {
+        index: ModelledGroup(
+            f"generator-{index}",
+            ModelledReplica(
+                index,
+                config,
+                costs,
+                workload,
+                hosts=hosts[f"generator-{index}"],
+                cores=cores,
+                timeline=timeline,
+                partials=partials,
+                storage=unit,
+            ),
+        )
+        for index in range(config.generator.num_replicas)
+    }
+    # One GPU per trainer rank, which the reference computes on too: together each has half of it.
+    device = cores if costs.num_cores else Cores(config.trainer.num_ranks)
+    trainer = ModelledTrainer(
+        config, costs, unit, host=hosts["trainer"][0], cores=cores, device=device, timeline=timeline
+    )
+    scorer = ModelledScorer(config, costs, workload, cores, timeline)
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        modelled = ModelledReference(config, costs, unit, device=device, timeline=timeline)
+        reference = ModelledGroup("reference", modelled)
+    return Executors(
+        vital=[],
+        storage=Store([unit]),
+        generators={**generators},
+        scorer=ModelledGroup("scorer", scorer),
+        trainer=ModelledGroup("trainer", trainer),
+        reference=reference,
+    )
+
+
+def settling_steps(config: Config, num_steps: int) -> int:
+    """Steps before the steady state: until the gate's whole run-ahead has passed through. What is
+    left is a multiple of it where that is possible, for steps may end in bursts of so many."""
+    run_ahead = config.staleness.max_staleness + 1
+    left = num_steps - run_ahead - 1
+    return num_steps - max(left // run_ahead * run_ahead, 2)
+
+
+def fewest_steps(config: Config) -> int:
+    """So many that, once settled, one whole burst is left: for comparisons."""
+    return 2 * (config.staleness.max_staleness + 1) + 1
+
+
+def forecast(timeline: SimulatedTimeline, skipped: int) -> StepForecast:
+    """What happened from the end of step number `skipped` to the last one's end, per step."""
+    start_s, end_s = timeline.step_ends_s[skipped - 1], timeline.step_ends_s[-1]
+    num_steps = len(timeline.step_ends_s) - skipped
+    ages: Counter[int] = Counter()
+    for step in timeline.ages[skipped:]:
+        ages.update(step)
+    num_tokens = sum(timeline.num_tokens[skipped:])
+    busy, waits = timeline.shares(start_s, end_s)
+    publishes_s = timeline.publishes_s[-num_steps:]
+    return StepForecast(
+        step_s=(end_s - start_s) / num_steps,
+        busy_shares=busy,
+        wait_shares=waits,
+        mean_staleness=sum(age * n for age, n in ages.items()) / max(1, ages.total()),
+        max_staleness=max(ages, default=0),
+        trained_tokens_per_s=num_tokens / (end_s - start_s),
+        publish_s=sum(publishes_s) / max(1, len(publishes_s)),
+        timeline=timeline.drawn(),
+    )
+
+
+@dataclass(frozen=True)
+class NoTokenizer:
+    """Nothing is ever decoded, and rollouts end at their modelled length."""
+
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,106 @@
+"""The rollouts that one modelled replica decodes together, and how far they get.
+
+Owns: who runs, in the order of ending, and the tokens in their KV caches. Does not own: the clock
+or what is told of an end (`replica.py`). Invariant: `steps` and `context` are those of decode steps
+that have been done; planning a stretch of them changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from llamarl.planner.simulation.costs import Costs
+from llamarl.types import Request
+
+
+class Slot:
+    """A running rollout: it began at decode step `start`, with `context` tokens cached and `before`
+    tokens written; it stops at `total` response tokens, or is cut there."""
+
+    def __init__(self, request: Request, start: int, context: int, before: int) -> None:
+        self.request, self.start, self.context, self.before = request, start, context, before
+        self.prefix_group = request.prefix_group
+        self.total = 0
+        self.is_cut = False
+
+
+class Piece(NamedTuple):
+    """Decode steps of one batch size: `steps` are done when `done_s` of the stretch's work is."""
+
+    done_s: float
+    steps: int
+
+
+class Slots:
+    """Who runs. `steps`: decode steps done; `context`: tokens in the KV caches of who runs."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._ends: list[tuple[int, int, Slot]] = []  # sorted: (decode step, row id, rollout)
+        self.steps = 0
+        self.context = 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def contexts(self) -> list[int]:
+        """Tokens in the KV cache of each."""
+        return [slot.context + self.steps - slot.start for *_, slot in self._ends]
+
+    def add(self, slot: Slot) -> None:
+        """Let it run from now on."""
+        insort(self._ends, (self.steps + slot.total - slot.before, slot.request.row_id, slot))
+        self.context += slot.context
+
+    def remove(self, row_ids: set[int]) -> list[Slot]:
+        """Take these out before their end."""
+        removed = [end for end in self._ends if end[1] in row_ids]
+        self._ends = [end for end in self._ends if end[1] not in row_ids]
+        for *_, slot in removed:
+            self.context -= slot.context + self.steps - slot.start
+        return [slot for *_, slot in removed]
+
+    def plan(self, is_last: Callable[[Slot, int], bool]) -> list[Piece]:
+        """The steps up to the first end of which `is_last(rollout, number left)` says that others
+        care, one piece for each end on the way."""
+        pieces = []
+        done_s, steps, context, num_ended = 0.0, self.steps, self.context, 0
+        is_over = False
+        while not is_over and num_ended < len(self._ends):
+            rows = len(self._ends) - num_ended
+            num_steps = self._ends[num_ended][0] - steps
+            done_s += self._costs.decode_s(rows, context, num_steps)
+            steps += num_steps
+            context += num_steps * rows
+            while num_ended < len(self._ends) and self._ends[num_ended][0] <= steps:
+                slot = self._ends[num_ended][2]
+                context -= slot.context + steps - slot.start
+                num_ended += 1
+                is_over |= is_last(slot, len(self._ends) - num_ended)
+            pieces.append(Piece(done_s, steps))
+        return pieces
+
+    def cut(self, since_s: float, done_s: float, piece: Piece) -> Piece:
+        """So much of `piece` as has begun once `done_s` of the stretch are done; what `steps`
+        counts was done at `since_s`."""
+        rows, most = len(self._ends), piece.steps - self.steps
+        num_steps = self._costs.steps_within(rows, self.context, done_s - since_s, most)
+        seconds = self._costs.decode_s(rows, self.context, num_steps)
+        return Piece(since_s + seconds, self.steps + num_steps)
+
+    def advance(self, steps: int) -> Iterator[Slot]:
+        """Decode until so many steps are done in all; yields each rollout at its end."""
+        while self.steps < steps:
+            until = min(self._ends[0][0], steps) if self._ends else steps
+            self.context += (until - self.steps) * len(self._ends)
+            self.steps = until
+            num_ended = 0
+            while num_ended < len(self._ends) and self._ends[num_ended][0] <= until:
+                num_ended += 1
+            ended = self._ends[:num_ended]
+            del self._ends[:num_ended]
+            for *_, slot in ended:
+                self.context -= slot.context + until - slot.start
+                yield slot

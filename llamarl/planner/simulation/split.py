@@ -1,0 +1,172 @@
+"""How many GPUs for the trainer, how many for the generators.
+
+Owns: LlamaRL's argument about memory in a form that can be computed, and the search for the best
+split of a recipe. Does not own: times (`costs.py`, `simulation.py`) or memory (`memory.py`).
+Invariant: a split uses no more GPUs than the recipe.
+
+The argument: run in turns on the same GPUs, trainer and generator share one memory budget and one
+model-parallel degree m; apart, each has its own. With B samples per step, G GPUs of M bytes each, W
+bytes of weights, kappa W of trainer state, A bytes of activations and K bytes of keys and values
+per sample, eta_t(b) and eta_g(b) seconds per sample of one group of m ranks at batch b:
+
+    T_sync  = min over b_t, b_g, m of (B m / G) (eta_t(b_t) + eta_g(b_g))
+              with (kappa W + A b_t + W + K b_g) / m <= M
+    T_async = min over b_t, b_g, m_t, m_g, theta of
+              max(B m_t eta_t(b_t) / (theta G), B m_g eta_g(b_g) / ((1 - theta) G))
+              with (kappa W + A b_t) / m_t <= M and (W + K b_g) / m_g <= M
+
+For given a = m_t eta_t and c = m_g eta_g the trainer's best share is theta* = a / (a + c), and the
+step (B / G) (a + c): every synchronous point is an asynchronous one with room left in both budgets.
+The paper (arXiv 2505.24034) states the result; definitions and proof are our reconstruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from llamarl.config import Config
+from llamarl.models.architecture import Architecture
+from llamarl.planner.forecast import BestSplit, Split, StepForecast
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.run import fewest_steps, simulate
+
+CostsOf = Callable[[Config, Architecture], Costs]
+NUM_NEIGHBOURS = 2  # candidates on either side of theta*
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The quantities of the argument; `trainer_s` and `generator_s` are (per batch, per sample):
+    eta(b) = per batch / b + per sample, strictly falling in b. Sizes in bytes."""
+
+    num_samples: int
+    num_gpus: int
+    memory_bytes: float
+    weight_bytes: float
+    state_factor: float
+    activation_bytes: float
+    kv_bytes: float
+    trainer_s: tuple[float, float]
+    generator_s: tuple[float, float]
+    degrees: tuple[int, ...]
+
+    def sync_s(self) -> float:
+        """The best synchronous step; infinite if nothing fits."""
+        fixed = (self.state_factor + 1) * self.weight_bytes
+        times = [float("inf")]
+        for degree in self.degrees:
+            room = self.memory_bytes * degree - fixed
+            for num_trained in self._batches(room / self.activation_bytes):
+                rest = room - num_trained * self.activation_bytes
+                num_running = min(int(rest / self.kv_bytes), self.num_samples)
+                if num_running >= 1:
+                    times.append(
+                        degree
+                        * (_eta(self.trainer_s, num_trained) + _eta(self.generator_s, num_running))
+                    )
+        return min(times) * self.num_samples / self.num_gpus
+
+    def async_s(self) -> float:
+        """The best asynchronous step, at theta*; infinite if nothing fits."""
+        a = min(self._times(self.state_factor, self.activation_bytes, self.trainer_s))
+        c = min(self._times(1.0, self.kv_bytes, self.generator_s))
+        return (a + c) * self.num_samples / self.num_gpus
+
+    def best_share(self) -> float:
+        """theta*: the trainer's share of the GPUs."""
+        a = min(self._times(self.state_factor, self.activation_bytes, self.trainer_s))
+        c = min(self._times(1.0, self.kv_bytes, self.generator_s))
+        return a / (a + c)
+
+    def _times(
+        self, factor: float, sample_bytes: float, seconds: tuple[float, float]
+    ) -> Iterator[float]:
+        """m eta(b) of one role, at the largest batch that fits each degree."""
+        yield float("inf")
+        for degree in self.degrees:
+            room = self.memory_bytes * degree - factor * self.weight_bytes
+            batch = min(int(room / sample_bytes), self.num_samples)
+            if batch >= 1:
+                yield degree * _eta(seconds, batch)
+
+    def _batches(self, most: float) -> range:
+        """All batch sizes that fit, thinned out when there are many."""
+        most = min(int(most), self.num_samples)
+        return range(1, most + 1, max(1, most // 64))
+
+
+def best_split(
+    config: Config,
+    architecture: Architecture,
+    costs_of: CostsOf,
+    *,
+    fits: Callable[[Config], bool] = lambda config: True,
+    num_neighbours: int = NUM_NEIGHBOURS,
+) -> BestSplit:
+    """The best division of the recipe's GPUs, layouts of a trainer rank and a replica kept.
+
+    theta* and `num_neighbours` splits on either side of it are simulated with the real controller;
+    `fits` says which may be.
+    """
+    num_steps = fewest_steps(config)
+    forecast = simulate(config, architecture, costs_of(config, architecture), num_steps=num_steps)
+    num_generator_ranks = config.generator.num_replicas * config.generator.num_ranks
+    num_gpus = config.trainer.num_ranks + num_generator_ranks
+    a = forecast.busy_shares["trainer"] * config.trainer.num_ranks
+    c = forecast.busy_shares["generator"] * num_generator_ranks
+    share = a / (a + c)
+    found: list[tuple[Split, StepForecast]] = []
+    for candidate in nearby_splits(config, num_gpus, share, num_neighbours):
+        if candidate == config or fits(candidate):
+            step = forecast
+            if candidate != config:
+                costs = costs_of(candidate, architecture)
+                step = simulate(candidate, architecture, costs, num_steps=num_steps)
+            split = Split(
+                num_trainer_ranks=candidate.trainer.num_ranks,
+                num_replicas=candidate.generator.num_replicas,
+                step_s=step.step_s,
+            )
+            found.append((split, step))
+    found.sort(key=lambda pair: pair[1].step_s)
+    return BestSplit(
+        best_share=share,
+        candidates=tuple(split for split, _ in found),
+        step=found[0][1] if found else None,
+    )
+
+
+def nearby_splits(
+    config: Config, num_gpus: int, share: float, num_neighbours: int = NUM_NEIGHBOURS
+) -> list[Config]:
+    """The recipe's own split and those around `share` of the GPUs for the trainer, in the smallest
+    steps that keep whole hosts, whole replicas and the trainer's mesh."""
+    trainer, generator = config.trainer, config.generator
+    per_host = config.cluster.num_gpus_per_host if trainer.device == "cuda" else 1
+    unit = max(trainer.tensor_parallel * trainer.replicate, generator.num_ranks)
+    if num_gpus > 2 * per_host:
+        unit = max(unit, per_host)
+    step = max(1, num_gpus // unit // 16) * unit
+    middle = round(num_gpus * share / step) * step
+    wanted = {middle + i * step for i in range(-num_neighbours, num_neighbours + 1)}
+    found = []
+    for num_ranks in sorted(wanted | {trainer.num_ranks}):
+        num_replicas = (num_gpus - num_ranks) // generator.num_ranks
+        if num_ranks < 1 or num_replicas < 1 or num_ranks % trainer.tensor_parallel:
+            continue
+        if num_ranks % (trainer.tensor_parallel * trainer.replicate):
+            continue
+        found.append(
+            replace(
+                config,
+                trainer=replace(trainer, num_ranks=num_ranks),
+                generator=replace(generator, num_replicas=num_replicas),
+            )
+        )
+    return found
+
+
+def _eta(seconds: tuple[float, float], batch: int) -> float:
+    """Seconds per sample at this batch size."""
+    return seconds[0] / batch + seconds[1]

@@ -1,0 +1,85 @@
+"""What modelled executors did, from when to when, on the loop's clock.
+
+Owns: the bars and what is added up from them. Does not own: when anything happens. Invariant: bars
+of one executor do not overlap within a category, so shares are within 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from llamarl.planner.forecast import Activity
+
+JOINT_S = 1e-9  # bars of one name that are no further apart are one
+DRAWN_REPLICAS = 4  # the others look alike
+DRAWN_STEPS = 4
+
+
+@dataclass
+class SimulatedTimeline:
+    """Bars by executor ("generator-3"): (start, end, name, category), as `metrics/span.py` has."""
+
+    bars: dict[str, list[tuple[float, float, str, str]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    step_ends_s: list[float] = field(default_factory=list)
+    publishes_s: list[float] = field(default_factory=list)
+    offered_s: dict[int, float] = field(default_factory=dict)
+    """Version -> when the first replica was asked to receive it."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Response tokens trained in each step."""
+    ages: list[dict[int, int]] = field(default_factory=list)
+    """Of each step: staleness -> trained tokens."""
+
+    def record(
+        self, executor: str, name: str, start_s: float, end_s: float, cat: str = "busy"
+    ) -> None:
+        """Add a bar that has ended."""
+        if end_s <= start_s:
+            return
+        bars = self.bars[executor]
+        if bars and bars[-1][2:] == (name, cat) and start_s - bars[-1][1] <= JOINT_S:
+            start_s = bars.pop()[0]
+        bars.append((start_s, end_s, name, cat))
+
+    def forget_last_step(self) -> None:
+        """Tell nothing of the newest step, nor of its publish."""
+        for told in (self.step_ends_s, self.publishes_s, self.num_tokens, self.ages):
+            told.pop()
+
+    def shares(self, start_s: float, end_s: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Of this window: busy share by executor ("generator"), wait share by "executor reason"
+        ("generator requests"), both means over its members."""
+        members: dict[str, int] = defaultdict(int)
+        busy: dict[str, float] = defaultdict(float)
+        waits: dict[str, float] = defaultdict(float)
+        for executor, bars in self.bars.items():
+            kind = executor.partition("-")[0]
+            members[kind] += any(cat in ("busy", "wait") for *_, cat in bars)
+            for start, end, name, cat in bars:
+                inside = max(0.0, min(end, end_s) - max(start, start_s)) / (end_s - start_s)
+                if cat == "busy":
+                    busy[kind] += inside
+                elif cat == "wait":
+                    waits[f"{kind} {name}"] += inside
+        return (
+            {kind: busy[kind] / number for kind, number in members.items() if number},
+            {key: share / members[key.partition(" ")[0]] for key, share in waits.items()},
+        )
+
+    def drawn(self) -> tuple[Activity, ...]:
+        """The last steps of the first replicas and all others, for a picture."""
+        since_s = self.step_ends_s[-min(DRAWN_STEPS + 1, len(self.step_ends_s))]
+        until_s = self.step_ends_s[-1]
+        shown = []
+        for executor, bars in self.bars.items():
+            kind, _, number = executor.partition("-")
+            if kind == "generator" and int(number) >= DRAWN_REPLICAS:
+                continue
+            shown += [
+                Activity(executor=executor, name=name, start_s=start, end_s=min(end, until_s))
+                for start, end, name, cat in bars
+                if since_s <= start < until_s and cat != "wait"
+            ]
+        return tuple(sorted(shown, key=lambda bar: (bar.executor, bar.start_s)))

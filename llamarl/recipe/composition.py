@@ -1,0 +1,310 @@
+"""How a recipe's folder and the arguments become a checked `Config`.
+
+Owns: Hydra's groups and schemas, how its errors are worded. Does not own: fields and checks
+(`config/`) or commands (`main.py`). Invariant: the only place that knows Hydra; past `to_config` a
+config is plain dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from llamarl import config as schema
+from llamarl.config import Config
+from llamarl.recipe.config_reference import WANTED, KeyReference, did_you_mean
+
+VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
+SPECIFIC = (
+    OmegaConfBaseException,
+    OverrideParseException,
+    MissingConfigException,
+    yaml.YAMLError,
+)
+WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"
+PLAIN_FLAGS = {"--multirun", "-m", "--resolve"}
+CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
+
+SCHEMAS: dict[tuple[str | None, str], type] = {
+    (None, "schema"): Config,
+    ("algorithm", "aipo_schema"): schema.AIPOConfig,
+    ("algorithm", "reinforce_schema"): schema.ReinforceConfig,
+    ("algorithm", "rloo_schema"): schema.RLOOConfig,
+    ("algorithm", "ppo_schema"): schema.PPOConfig,
+    ("algorithm", "grpo_schema"): schema.GRPOConfig,
+    ("algorithm", "dr_grpo_schema"): schema.DrGRPOConfig,
+    ("algorithm", "dapo_schema"): schema.DAPOConfig,
+    ("algorithm", "cispo_schema"): schema.CISPOConfig,
+    ("algorithm", "gspo_schema"): schema.GSPOConfig,
+    ("model", "checkpoint_schema"): schema.ModelConfig,
+    ("data", "prompts_schema"): schema.DataConfig,
+    ("reward", "reward_schema"): schema.RewardConfig,
+    ("generator", "embedded_schema"): schema.EmbeddedConfig,
+    ("generator", "vllm_schema"): schema.VllmConfig,
+    ("trainer", "fsdp2_schema"): schema.TrainerConfig,
+    ("weights", "weights_schema"): schema.WeightsConfig,
+    ("placement", "placement_schema"): schema.PlacementConfig,
+    ("cluster", "cluster_schema"): schema.ClusterConfig,
+}
+
+
+def store_schemas() -> None:
+    """Make the dataclasses known to Hydra under the names that `conf/` calls them by."""
+    for (group, name), node in SCHEMAS.items():
+        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+
+
+def for_each_config(
+    program: str, arguments: list[str], work: Callable[[DictConfig, str], None]
+) -> None:
+    """Call `work` with the composed recipe and its run folder; once per combination of a multirun.
+
+    `program` is the command that the arguments follow. ValueError for a recipe or arguments that
+    do not compose, OSError for a run folder that cannot be made.
+    """
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, not to Hydra's printer
+    store_schemas()
+    flags, overrides = _divide(arguments)
+    recipe = _recipe(flags)
+    folder = str(recipe.parent.resolve()).replace("'", "\\'")
+    sys.argv = [program, *flags, f"recipe_dir='{folder}'", *overrides]
+    warnings.filterwarnings("ignore", message=".*missing `_self_`")  # then its own values win
+    entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
+    try:
+        _check_groups(overrides)
+        entry(lambda composed: work(composed, _run_dir()))()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(_explain(error, recipe)) from error
+
+
+@cache
+def reference() -> KeyReference:
+    """Every key and group of a recipe."""
+    return KeyReference(CONF_FOLDER, SCHEMAS)
+
+
+def _run_dir() -> str:
+    return os.path.abspath(HydraConfig.get().runtime.output_dir)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The dataclasses of a composed recipe, all checks run; ValueError for one that fails."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error, None)) from error
+    if not isinstance(config, Config):
+        raise ValueError(WITHOUT_CONFIG)
+    for key, section in [("", config), *vars(config).items()]:
+        if dataclasses.is_dataclass(section):  # Hydra's "+key=value" adds any key
+            unknown = vars(section).keys() - {field.name for field in dataclasses.fields(section)}
+            for name in sorted(unknown):
+                raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
+    return config
+
+
+def to_yaml(composed: DictConfig) -> str:
+    """The composed recipe as one YAML document, every value spelt out."""
+    return OmegaConf.to_yaml(composed, resolve=True)
+
+
+def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and overrides: Hydra's parser wants them one after the other.
+
+    ValueError for a flag that there is not.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
+    previous = ""
+    for argument in arguments:
+        is_value = previous in VALUE_FLAGS
+        is_flag = argument.startswith("-") and not is_value
+        if is_flag and argument.partition("=")[0] not in VALUE_FLAGS | PLAIN_FLAGS:
+            known = sorted(flag for flag in VALUE_FLAGS | PLAIN_FLAGS if flag.startswith("--"))
+            raise ValueError(f"an option must be one of {', '.join(known)}, got {argument!r}")
+        (flags if is_flag or is_value else overrides).append(argument)
+        previous = "" if is_value else argument
+    if previous in VALUE_FLAGS:
+        raise ValueError(f"{previous} must come with a value, got none")
+    return flags, overrides
+
+
+def _recipe(flags: list[str]) -> Path:
+    """The file that --config-dir and --config-name lead to; ValueError unless it is YAML."""
+    folder = next((Path(v) for f, v in _flag_values(flags) if f in ("--config-dir", "-cd")), None)
+    if folder is None:
+        raise ValueError("--config-dir must name a recipe's folder, such as recipes/quickstart")
+    if not folder.is_dir():
+        raise ValueError(f"--config-dir must be a recipe's folder, got {str(folder)!r}")
+    names = [v for f, v in _flag_values(flags) if f in ("--config-name", "-cn")]
+    recipe = folder / f"{(names or ['run'])[-1].removesuffix('.yaml')}.yaml"
+    if not recipe.is_file():
+        raise ValueError(f"--config-dir must hold {recipe.name}, got {str(folder)!r} without")
+    try:
+        node = yaml.compose(recipe.read_text("utf-8"), yaml.SafeLoader)
+    except OSError as error:
+        raise ValueError(f"{recipe} must be a file that can be read, got {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{recipe} must be UTF-8 text, got {error}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(_syntax_error(error, str(recipe))) from error
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError(f"{recipe} must hold keys with their values, got none")
+    return recipe
+
+
+def _flag_values(flags: list[str]) -> list[tuple[str, str]]:
+    """`--config-dir=x` and `--config-dir x` alike."""
+    joined = [flag.partition("=") for flag in flags if "=" in flag]
+    return [(flag, value) for flag, _, value in joined] + list(pairwise(flags))
+
+
+def _check_groups(overrides: list[str]) -> None:
+    """ValueError for an argument without a key, or a group that is not set to a name."""
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if not override.key_or_group:
+            raise ValueError(f"an argument must be KEY=VALUE, got {override.input_line!r}")
+        if override.key_or_group in reference().groups and not override.is_sweep_override():
+            value = override.value()
+            if not (isinstance(value, str | dict) or override.is_delete()):
+                raise ValueError(_wrong_choice(override.key_or_group, value))
+
+
+def _explain(error: BaseException, recipe: Path | None) -> str:
+    """One line that names the key, what it must be and what it got, out of Hydra's several lines.
+
+    `recipe` is the file whose lines may be named.
+    """
+    words = str(error)
+    while not isinstance(error, SPECIFIC) and (below := error.__cause__ or error.__context__):
+        error = below
+    full_key = str(getattr(error, "full_key", None) or "")
+    is_in_file = recipe is not None and words.startswith("In '")
+    place = _place(recipe, full_key) if is_in_file and recipe is not None else ""
+    match error:
+        case yaml.YAMLError():
+            return _syntax_error(error, "the recipe")
+        case OverrideParseException():
+            return (
+                "an argument must be KEY=VALUE, where text with special characters is quoted twice "
+                f"""("data.system='a, b'"), got {error.override!r}"""
+            )
+        case MissingConfigException(missing_cfg_file=str(name)):
+            group, _, choice = name.rpartition("/")
+            if group in reference().groups:
+                return _line_with(recipe, choice) + _wrong_choice(group, choice)
+            return f"{_line_with(recipe, name)}defaults must name files, got {name!r}"
+        case ConfigKeyError() | ConfigAttributeError():
+            return place + _unknown_key(full_key, error.object_type_str or "")
+        case ValidationError() if full_key:
+            return place + _wrong_type(full_key, error)
+        case MissingMandatoryValue() if full_key:
+            return f"{full_key} must be given, got ???"
+    if merge := re.search(r"is not a subclass of (\w+)\. value: (.*)", words):
+        sections = reference().sections.items()
+        kinds = {each.section.__name__: name for name, all_ in sections for each in all_.values()}
+        key = kinds.get(merge[1], merge[1])
+        return f"{_place(recipe, key) if recipe else ''}{key} must be a section, got {merge[2]}"
+    if ambiguous := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", words):
+        key, value = ambiguous.groups()
+        return f"{key} must be one value, a list as [{value}], or come with --multirun, got {value}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    technical = ("full_key", "object_type", "reference_type", "See https", "Config search path")
+    said = " ".join(line for line in lines if not line.startswith(technical))
+    return said + (f" (key {full_key})" if full_key and full_key not in said else "")
+
+
+def _syntax_error(error: yaml.YAMLError, name: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{name} must be YAML, got {' '.join(str(error).split())}"
+    path = mark.name if Path(mark.name).is_file() else name
+    mistake = f"a mistake at column {mark.column + 1}: {getattr(error, 'problem', '')}"
+    return f"{path}:{mark.line + 1}: must be YAML, got {mistake}"
+
+
+def _wrong_choice(group: str, got: object) -> str:
+    choices = reference().groups[group]
+    meant = difflib.get_close_matches(str(got), choices, n=1)
+    return f"{group} must be one of {', '.join(choices)}, got {got!r}{did_you_mean(meant)}"
+
+
+def _unknown_key(key: str, section: str) -> str:
+    """`section` is the name of the dataclass that does not have the key."""
+    known = reference().keys.get(key)
+    if known is not None and known.is_everywhere:
+        return WITHOUT_CONFIG
+    if known is not None:
+        group = key.partition(".")[0]
+        choices = reference().groups[group].items()
+        chosen = [choice for choice, each in choices if each.section.__name__ == section]
+        wanted = "|".join(known.choices)
+        return f"{key} must come with {group}={wanted}, got it with {group}={'|'.join(chosen)}"
+    return f"{key} must be a known key, got a new one{did_you_mean(reference().meant_by(key))}"
+
+
+def _wrong_type(key: str, error: ValidationError) -> str:
+    name = key.partition("[")[0]
+    known = reference().keys.get(name)
+    wanted = WANTED[known.type] if known is not None else "keys with their values"
+    shown = re.match(r"Value '(.*)' (?:of type|is not)", error.msg or "", re.DOTALL)
+    got = repr(error.value) if shown is None or shown[1] == error.value else shown[1]
+    return f"{name} must be {wanted}, got {got}"
+
+
+def _place(recipe: Path, key: str) -> str:
+    """`FILE:LINE: ` of a key in the files of a recipe's folder; nothing if none has it."""
+    others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
+    for path in (recipe, *others):
+        group = path.relative_to(recipe.parent).parent.parts
+        parts = [part.partition("[")[0] for part in key.split(".")]
+        if tuple(parts[: len(group)]) == group and (line := _line_of(path, parts[len(group) :])):
+            return f"{path}:{line}: "
+    return ""
+
+
+def _line_of(path: Path, keys: list[str]) -> int | None:
+    """Line, from 1, of the nested `keys` in a YAML file."""
+    try:
+        node: yaml.Node | None = yaml.compose(path.read_text("utf-8"), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # not the file that Hydra read
+        return None
+    line = None
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(name, value) for name, value in pairs if name.value == key]
+        if not found:
+            return None
+        name, node = found[-1]
+        line = name.start_mark.line + 1
+    return line
+
+
+def _line_with(recipe: Path | None, word: str) -> str:
+    """`FILE:LINE: ` of the first line of the recipe with this word; nothing if none has it."""
+    lines = recipe.read_text("utf-8").splitlines() if recipe is not None else []
+    found = [i for i, line in enumerate(lines, 1) if re.search(rf"\b{re.escape(word)}\b", line)]
+    return f"{recipe}:{found[0]}: " if found else ""

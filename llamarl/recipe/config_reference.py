@@ -1,0 +1,367 @@
+"""The reference of the config: every key with its type, default, limits and meaning.
+
+Owns: how the fields of `config/` read to a user, and which key an unknown name probably stands for.
+Does not own: fields, defaults or meanings, which are taken from the dataclasses and from the texts
+under their fields. Invariant: standard library and YAML only, so help costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import shutil
+import textwrap
+import typing
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import yaml
+
+from llamarl import config
+from llamarl.config.check import limits_of
+
+ELSEWHERE = {
+    "run_dir": "output_dir default_local_dir logging_dir",
+    "num_steps": "max_steps total_training_steps num_train_steps train_steps",
+    "model.checkpoint": "model_name_or_path model_path model_id pretrained path",
+    "model.tokenizer": "tokenizer_path tokenizer_name_or_path",
+    "data.prompts": "train_files train_file train_dataset dataset dataset_name",
+    "data.held_out": "val_files eval_dataset eval_file test_files",
+    "data.prompt_field": "prompt_key prompt_column",
+    "data.chat": "apply_chat_template chat_template",
+    "data.system": "system_prompt",
+    "data.max_prompt_tokens": "max_prompt_length max_prompt_len",
+    "reward": "reward_funcs reward_fn custom_reward_function reward_function",
+    "reward.weights": "reward_weights",
+    "algorithm": "loss_type adv_estimator policy_loss loss_mode",
+    "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.normalization": "loss_agg_mode loss_reduction",
+    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty",
+    "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
+    "algorithm.drop_equal_rewards": "filter_groups dynamic_sampling",
+    "algorithm.overlong_penalty_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
+    "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
+    "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
+    "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
+    "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "sampling.rollouts_per_prompt": "num_generations n n_samples_per_prompt group_size num_samples",
+    "sampling.max_tokens": "max_completion_length max_response_length max_new_tokens",
+    "sampling.stop_strings": "stop stop_words",
+    "generator": "use_vllm rollout_backend inference_engine",
+    "generator.num_ranks": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "generator.num_replicas": "num_engines rollout_num_engines vllm_num_engines",
+    "generator.max_num_seqs": "max_running_requests",
+    "generator.max_model_len": "vllm_max_model_length max_seq_len",
+    "generator.kv_cache_bytes": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "trainer.groups_per_step": "train_batch_size batch_size rollout_batch_size ppo_mini_batch_size "
+    "per_device_train_batch_size generation_batch_size global_batch_size",
+    "trainer.tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_tokens_per_gpu "
+    "ppo_micro_batch_size_per_gpu micro_batch_size gradient_accumulation_steps",
+    "trainer.compute_dtype": "bf16 mixed_precision param_dtype torch_dtype",
+    "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "trainer.lr": "learning_rate actor_lr",
+    "trainer.betas": "adam_beta1 adam_beta2",
+    "trainer.eps": "adam_epsilon adam_eps",
+    "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style",
+    "trainer.min_lr_share": "min_lr_ratio",
+    "trainer.max_grad_norm": "grad_clip clip_grad clip_grad_norm",
+    "trainer.replicate": "dp_replicate hsdp_replicate",
+    "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
+    "max_async_level",
+    "placement.colocated": "colocate vllm_mode colocate_all hybrid_engine",
+    "cluster.num_hosts": "nnodes num_nodes",
+    "cluster.num_gpus_per_host": "n_gpus_per_node num_gpus_per_node gpus_per_node",
+    "evaluation.every_steps": "eval_steps test_freq eval_interval",
+    "checkpoint.every_steps": "save_steps save_freq save_interval",
+    "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
+    "checkpoint.resume": "resume_from_checkpoint resume_mode",
+    "metrics.sample_rollouts": "log_completions num_completions_to_print",
+}
+"""Keys and groups here, and what TRL, verl and others call the same."""
+
+TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
+WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "bool|null": "true, false or null",
+    "str|null": "text or null",
+    "list[str]": "a list of texts",
+    "list[float]": "a list of numbers",
+}
+"""What a value of each type is called in an error."""
+WIDTH = 100
+INDENT = "    "
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One value of a group: the dataclass it selects, and the fields that it sets."""
+
+    section: type
+    values: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a recipe; `choices` of its group have it, and `defaults` may differ among them."""
+
+    name: str
+    type: str
+    limits: str
+    meaning: str
+    defaults: Mapping[str, str]
+    choices: tuple[str, ...]
+    is_everywhere: bool
+
+    @property
+    def default(self) -> str:
+        """The default, of the first choice that has it."""
+        return next(iter(self.defaults.values()))
+
+    def line(self) -> str:
+        """Key, type, default and first sentence, each in its column."""
+        sentence = self.meaning.partition(". ")[0].rstrip(".:") + "."
+        return f"{self.name:<36}{self.type:<12}{self.default:<14} {sentence}"
+
+    def text(self) -> str:
+        """All that is known of it, as an indented paragraph under its name."""
+        others: dict[str, list[str]] = {}
+        for choice, value in self.defaults.items():
+            if value != self.default:
+                others.setdefault(value, []).append(choice)
+        facts = f"{self.type}{self.limits}, default {self.default}"
+        if others:
+            differing = [f"{', '.join(names)}: {value}" for value, names in others.items()]
+            facts += f" ({'; '.join(differing)})"
+        if not self.is_everywhere:
+            facts += f"; only with {self.name.partition('.')[0]}={'|'.join(self.choices)}"
+        paragraphs = [facts, self.meaning]
+        if self.name in ELSEWHERE:
+            paragraphs.append("elsewhere: " + ", ".join(ELSEWHERE[self.name].split()))
+        return "\n".join([self.name, *(_indented(each) for each in paragraphs)])
+
+
+class KeyReference:
+    """All sections, groups and keys of a recipe."""
+
+    def __init__(self, conf: Path, schemas: Mapping[tuple[str | None, str], type]) -> None:
+        """`conf` is the folder of the groups; `schemas` the classes that its files name."""
+        hints: dict[str, Any] = typing.get_type_hints(config.Config)
+        sections: dict[str, Any] = {
+            name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
+        }
+        self._documents = _documents(Path(config.__file__).parent)
+        self._scalars = [name for name in hints if name not in sections]
+        folders = [folder for folder in sorted(conf.iterdir()) if folder.is_dir()]
+        self.groups = {folder.name: _choices(folder, schemas) for folder in folders}
+        self._composed = yaml.safe_load((conf / "config.yaml").read_text())
+        for name, selected in _selected(self._composed["defaults"]).items():
+            choices = self.groups[name]
+            self.groups[name] = {selected: choices[selected], **choices}  # the default first
+        self.sections: dict[str, dict[str, Choice]] = {
+            name: self.groups.get(name, {"": Choice(kind, {})}) for name, kind in sections.items()
+        }
+
+    @cached_property
+    def keys(self) -> dict[str, Key]:
+        """Every key by its name, in the order of the dataclasses."""
+        root = {"": Choice(config.Config, {})}
+        found = {name: self._key("", name, root) for name in self._scalars}
+        for section, choices in self.sections.items():
+            names = [name for each in choices.values() for name in _fields(each.section)]
+            for name in dict.fromkeys(names):
+                key = self._key(section, name, choices)
+                found[key.name] = key
+        return found
+
+    def _key(self, section: str, name: str, choices: Mapping[str, Choice]) -> Key:
+        having = {c: each for c, each in choices.items() if name in _fields(each.section)}
+        kind = next(iter(having.values())).section
+        fields = {choice: _fields(each.section)[name] for choice, each in having.items()}
+        defaults = {choice: _as_yaml(_default(field)) for choice, field in fields.items()}
+        if not section:
+            defaults = {"": self._composed.get(name, defaults[""])}
+        return Key(
+            name=f"{section}.{name}".lstrip("."),
+            type=_type_words(typing.get_type_hints(kind)[name]),
+            limits=_limit_words(kind, name),
+            meaning=self._meaning(kind, name),
+            defaults=defaults,
+            choices=tuple(having),
+            is_everywhere=len(having) == len(choices),
+        )
+
+    def _meaning(self, kind: type, name: str) -> str:
+        texts = (self._documents.get(each.__name__, {}).get(name) for each in kind.__mro__)
+        return next((text for text in texts if text), "")
+
+    def overview(self, width: int | None = None) -> str:
+        """One line per key, then what others call them; at most `width` characters in each."""
+        lines = [key.line() for key in self.keys.values()]
+        lines += ["", "groups, chosen by GROUP=CHOICE (the first is the default):"]
+        lines += [f"{name:<14}{' | '.join(choices)}" for name, choices in self.groups.items()]
+        lines += ["", "names elsewhere (TRL, verl and others), and the key that means the same:"]
+        for key, names in ELSEWHERE.items():
+            lines += [f"{name:<36}{key}" for name in names.split()]
+        lines += [
+            "",
+            f"A step trains {ELSEWHERE_BATCH}, which is what a batch size in completions counts.",
+            "llamarl config KEY says all about a key or a section.",
+        ]
+        return "".join(f"{line[:width]}\n" for line in lines)
+
+    def everything(self) -> str:
+        """The whole text of all groups, sections and keys."""
+        rows = [f"  {name:<12}{' | '.join(choices)}" for name, choices in self.groups.items()]
+        scalars = [self.keys[name].text() for name in self._scalars]
+        return (
+            "\n\n".join(
+                [
+                    "groups, chosen by GROUP=CHOICE (the first is the default):\n"
+                    + "\n".join(rows),
+                    "keys, set by KEY=VALUE:",
+                    *scalars,
+                    *map(self._section_text, self.sections),
+                ]
+            )
+            + "\n"
+        )
+
+    def about(self, name: str) -> str:
+        """The text of a key, a section or a name from elsewhere; ValueError for any other."""
+        if name in self.keys:
+            return self.keys[name].text()
+        if name in self.sections:
+            return self._section_text(name)
+        meant = self.meant_by(name)
+        if len(meant) == 1 and name in ELSEWHERE.get(meant[0], "").split():
+            return self.about(meant[0])
+        must = "KEY must be one that `llamarl config` lists"
+        raise ValueError(f"{must}, got {name!r}{did_you_mean(meant)}")
+
+    def _section_text(self, name: str) -> str:
+        choices = self.sections[name]
+        base = typing.get_type_hints(config.Config)[name]
+        parts = [f"== {name}: {_summary(base)}"]
+        for choice, each in choices.items() if name in self.groups else ():
+            sets = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in each.values.items())
+            said = _summary(each.section) if each.section is not base else ""
+            words = f"{name}={choice}  {said}{f' Sets {sets}.' if sets else ''}"
+            parts.append(_indented(words.strip()))
+        head = "\n".join(parts)
+        keys = [key.text() for key in self.keys.values() if key.name.startswith(f"{name}.")]
+        return "\n\n".join([head, *keys])
+
+    def meant_by(self, name: str) -> list[str]:
+        """The keys or groups that `name`, which is none, may stand for, likeliest first."""
+        leaf = name.rpartition(".")[2]
+        for words in (name, leaf):
+            known = [key for key, names in ELSEWHERE.items() if words in names.split()]
+            if known:
+                return known
+        same = [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]
+        if same:
+            return same[:3]
+        close = difflib.get_close_matches(name, [*self.keys, *self.sections], n=1, cutoff=0.8)
+        leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
+        near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+        return close or [leaves[each] for each in near]
+
+
+ELSEWHERE_BATCH = "trainer.groups_per_step x sampling.rollouts_per_prompt rollouts"
+
+
+def did_you_mean(names: list[str]) -> str:
+    """`` (did you mean a or b?)``, or nothing."""
+    return f" (did you mean {' or '.join(names)}?)" if names else ""
+
+
+def _documents(folder: Path) -> dict[str, dict[str, str]]:
+    """Class -> field -> the text under it, as one line, of all classes in the files of `folder`."""
+    found: dict[str, dict[str, str]] = {}
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = _field_texts(node.body)
+    return found
+
+
+def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
+    texts = {}
+    for item, after in pairwise(body):
+        match item, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                texts[name] = " ".join(str(text).split())
+    return texts
+
+
+def _choices(folder: Path, schemas: Mapping[tuple[str | None, str], type]) -> dict[str, Choice]:
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        values = yaml.safe_load(path.read_text())
+        (schema,) = values.pop("defaults")
+        found[path.stem] = Choice(schemas[folder.name, schema], values)
+    return found
+
+
+def _selected(entries: list[Any]) -> dict[str, str]:
+    """The choice of each group in a list of Hydra's defaults."""
+    pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
+    return {name: choice for name, choice in pairs if not name.startswith("override ")}
+
+
+def _fields(section: type) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(section)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _as_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _type_words(hint: Any) -> str:
+    if typing.get_origin(hint) is UnionType:
+        return "|".join(map(_type_words, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"list[{_type_words(typing.get_args(hint)[0])}]"
+    return TYPES[hint]
+
+
+def _limit_words(section: type, name: str) -> str:
+    limits = limits_of(section, name)
+    if not limits:
+        return ""
+    words = "from" if "least" in limits else "above"
+    lowest = limits.get("least", limits.get("above"))
+    return f" {words} {lowest:.15g} to {limits['most']:.15g}"
+
+
+def _summary(section: type) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+def _indented(text: str) -> str:
+    width = min(WIDTH, max(40, shutil.get_terminal_size((WIDTH, 24)).columns))
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,297 @@
+"""What a run reads: checkpoint, tokenizer, prompts and task.py, checked.
+
+Owns: finding, reading and checking them, and how training and held-out rollouts are drawn. Does not
+own: objects of the run (`build.py`). Invariant: `read_inputs` finds whatever can be known to be
+wrong before any process starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamarl.checkpoints import manifest
+from llamarl.config import Config, VllmConfig
+from llamarl.config.check import require
+from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from llamarl.environments.prompts import PromptStream, read_prompts
+from llamarl.environments.requests import read_lengths
+from llamarl.environments.resumable_prompts import ResumablePrompts
+from llamarl.environments.rewards.functions import check_answers, check_rewards
+from llamarl.generation.vllm.installed import check_installed
+from llamarl.generation.vllm.limits import check_limits, check_temperature
+from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.models.divisibility import check_parallel
+from llamarl.models.inventory import check_checkpoint
+from llamarl.types import Prompt, Sampling
+
+EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
+PROMPTS = "data.prompts"
+GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # an old name and a new one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute."""
+
+    checkpoint: str
+    tokenizer_folder: str
+    architecture: Architecture
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    task_source: str | None
+    replay_lengths: list[int]
+
+
+def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
+    """Read and check checkpoint, tokenizer, prompts and task.py; ValueError says what to change."""
+    _check_devices(config)
+    if isinstance(config.generator, VllmConfig):
+        check_installed()
+    _check_allocator(config)
+    checkpoint = _resolve(config, config.model.checkpoint)
+    tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
+    architecture = check_checkpoint(checkpoint)
+    _check_planned(config, architecture)
+    _check_architecture(config, architecture)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    check_tokenizer(tokenizer, architecture.vocab_size)
+    task_source = _task_source(config)
+    check_rewards(config.reward, task_source, str(Path(config.recipe_dir) / "task.py"))
+    prompts, held_out = [], []
+    if needs_prompts:
+        prompts = _read_prompts(config, config.data.prompts, tokenizer)
+    if config.data.held_out is not None:
+        held_out = _read_prompts(config, config.data.held_out, tokenizer)
+        held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
+    _check_lengths(config, prompts, held_out)
+    replay_lengths = _replay_lengths(config)
+    for folder in {checkpoint, tokenizer_folder}:  # last, for it reads every byte
+        manifest.verify_if_listed(Path(folder))
+    return Inputs(
+        checkpoint=checkpoint,
+        tokenizer_folder=tokenizer_folder,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        task_source=task_source,
+        replay_lengths=replay_lengths,
+    )
+
+
+def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """What a resumed run must have in common with the one that was saved, by config key; JSON.
+
+    Whatever would be wrong in silence otherwise: the prompts and their order (a position in it and
+    the open prompts mean others), the optimizer, and what of the model its tensors do not show.
+    """
+    sizes = {name: value for name, value in asdict(inputs.architecture).items() if name != EOS}
+    return {
+        "seed": config.seed,
+        "data.shuffle": config.data.shuffle,
+        "trainer.optimizer": config.trainer.optimizer,
+        PROMPTS: _digest(inputs.prompts),
+        **{f"{name} of model.checkpoint": value for name, value in sizes.items()},
+    }
+
+
+def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """ValueError, naming the first difference, unless a run of identity `found` may go on from a
+    checkpoint of identity `saved`."""
+    for key, value in found.items():
+        if key not in saved:
+            raise ValueError(f"the checkpoint must say what {key} was, got one that does not")
+        if saved[key] == value:
+            continue
+        if key == PROMPTS:
+            raise ValueError(
+                "data.prompts, data.chat and the tokenizer must give the same prompts as when the "
+                "checkpoint was saved, got others: resume with those, or start a new run from "
+                "the export"
+            )
+        was = json.dumps(saved[key])
+        raise ValueError(f"{key} must be {was}, as in the checkpoint, got {json.dumps(value)}")
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Stands for all prompts: their numbers and token ids, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        ids = np.array([prompt.prompt_id, len(prompt.token_ids), *prompt.token_ids], dtype="<i8")
+        digest.update(ids.tobytes())
+    return digest.hexdigest()
+
+
+def read_planned_architecture(config: Config) -> Architecture:
+    """What a forecast reckons with: the checkpoint's architecture or, where no checkpoint is, that
+    of `model.architecture`. ValueError as for a run."""
+    folder = _resolve(config, config.model.checkpoint)
+    if config.model.architecture is not None and not Path(folder).is_dir():
+        architecture = read_architecture(_resolve(config, config.model.architecture))
+    else:
+        architecture = read_architecture(folder)
+        _check_planned(config, architecture)
+    _check_architecture(config, architecture)
+    return architecture
+
+
+def train_sampling(config: Config, inputs: Inputs) -> Sampling:
+    """How training rollouts are drawn."""
+    return Sampling(
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        max_tokens=config.sampling.max_tokens,
+        stop_token_ids=stop_token_ids(inputs),
+        stop_strings=tuple(config.sampling.stop_strings),
+    )
+
+
+def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
+    """How held-out rollouts are drawn."""
+    return Sampling(
+        temperature=config.evaluation.temperature,
+        top_p=config.evaluation.top_p,
+        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+        stop_token_ids=stop_token_ids(inputs),
+        stop_strings=tuple(config.sampling.stop_strings),
+    )
+
+
+def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's ids and those of the model's config."""
+    ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
+    return tuple(dict.fromkeys(ids))
+
+
+def _check_devices(config: Config) -> None:
+    """ValueError for a GPU where this machine has no driver; `cluster.hosts` check their own."""
+    has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
+    for section, device in (
+        ("generator", config.generator.device),
+        ("trainer", config.trainer.device),
+    ):
+        require(
+            device == "cpu" or has_driver or bool(config.cluster.hosts),
+            f"{section}.device",
+            "be cpu on a machine without a GPU",
+            device,
+        )
+
+
+def _check_allocator(config: Config) -> None:
+    """ValueError if torch's allocator makes GPU memory that others cannot map by its handle: they
+    would need a system call, pidfd_getfd, that containers forbid. cuda_ipc has one host, so all
+    processes have this environment."""
+    for name in ALLOCATOR_VARIABLES if config.weights.transport == "cuda_ipc" else ():
+        settings = os.environ.get(name, "")
+        require(
+            "expandable_segments:true" not in settings.lower().replace(" ", ""),
+            name,
+            "not have expandable_segments:True with weights.transport=cuda_ipc",
+            settings,
+        )
+
+
+def _check_planned(config: Config, architecture: Architecture) -> None:
+    """ValueError, naming the first difference, unless the checkpoint is what was planned.
+
+    Ids that end a completion may differ: they change no tensor, and the checkpoint's own are used.
+    """
+    if config.model.architecture is None:
+        return
+    folder = _resolve(config, config.model.architecture)
+    planned = read_architecture(folder)
+    for name in (field.name for field in fields(Architecture) if field.name != EOS):
+        expected, found = getattr(planned, name), getattr(architecture, name)
+        require(
+            found == expected,
+            f"{name} of the checkpoint {_resolve(config, config.model.checkpoint)}",
+            f"be {expected} as in {folder}, which the recipe was planned with",
+            found,
+        )
+
+
+def _check_architecture(config: Config, architecture: Architecture) -> None:
+    """ValueError for what config and architecture alone tell to be impossible."""
+    check_parallel(architecture, config.trainer, config.generator)
+    if isinstance(config.generator, VllmConfig):
+        check_limits(config.generator, architecture)
+        check_temperature("sampling.temperature", config.sampling.temperature)
+        check_temperature("evaluation.temperature", config.evaluation.temperature)
+    positions = architecture.max_positions
+    require(
+        config.generator.max_model_len <= positions,
+        "generator.max_model_len",
+        f"be at most the checkpoint's {positions} positions",
+        config.generator.max_model_len,
+    )
+
+
+def _resolve(config: Config, path: str) -> str:
+    return os.path.abspath(Path(config.recipe_dir, path))
+
+
+def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Prompt]:
+    resolved = _resolve(config, path)
+    prompts = read_prompts(resolved, config.data, tokenizer)
+    check_answers(config.reward, prompts, resolved)
+    return prompts
+
+
+def _replay_lengths(config: Config) -> list[int]:
+    if config.sampling.replay_lengths is None:
+        return []
+    path = _resolve(config, config.sampling.replay_lengths)
+    return read_lengths(path, config.sampling.max_tokens)
+
+
+def _task_source(config: Config) -> str | None:
+    if "task" not in config.reward.functions:
+        return None
+    path = Path(config.recipe_dir) / "task.py"
+    require(path.is_file(), "reward.functions", f"not name task without a {path}", "task")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} must be a file that can be read, got {error}") from error
+
+
+def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+    context = config.generator.max_model_len
+    for name, some, max_tokens in (
+        ("sampling", prompts, config.sampling.max_tokens),
+        ("evaluation", held_out, config.evaluation.max_tokens or config.sampling.max_tokens),
+    ):
+        longest = max((len(prompt.token_ids) for prompt in some), default=0)
+        require(
+            longest + max_tokens <= context,
+            f"{name}.max_tokens",
+            f"leave room for the longest prompt ({longest} tokens) in "
+            f"generator.max_model_len ({context})",
+            max_tokens,
+        )
+
+
+def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> ResumablePrompts:
+    """The prompts to come, going on from `state`."""
+    stream = PromptStream(
+        inputs.prompts,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        position=state.get("position", 0),
+    )
+    first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
+    return ResumablePrompts(stream, inputs.prompts, first, identity(config, inputs))

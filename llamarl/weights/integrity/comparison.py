@@ -1,0 +1,80 @@
+"""The comparison of fingerprints: what was written against what was found.
+
+Owns: adding up what ranks computed, and the error that names what differs. Does not own: computing
+fingerprints (`fingerprint.py`). Invariant: standard library only, because the controller compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from llamarl.errors import FingerprintMismatch
+
+MODULUS = 1 << 64  # of fingerprints
+MAX_NAMED = 8  # parameters that an error lists
+
+
+class Fingerprints(dict[str, int]):
+    """Partial fingerprints by parameter. They are small when pickled, and those of several ranks
+    merge on the way (cluster.group.Mergeable), so that a replica and version cost the controller
+    two of them however many ranks there are."""
+
+    def merge(self, other: dict[str, int]) -> None:
+        """Add another rank's, modulo MODULUS."""
+        if not self:
+            return self.update(other)
+        for name, value in other.items():
+            self[name] = (self.get(name, 0) + value) % MODULUS
+
+    def __reduce__(self) -> Any:
+        return _unpack, (_packed(tuple(self)), array("Q", self.values()))
+
+
+def _unpack(names: bytes, values: array[int]) -> Fingerprints:
+    return Fingerprints(zip(_unpacked(names), values, strict=True) if values else ())
+
+
+@functools.lru_cache(maxsize=64)  # all replicas have the same names, and those are much alike
+def _packed(names: tuple[str, ...]) -> bytes:
+    return zlib.compress("\n".join(names).encode())
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(names: bytes) -> tuple[str, ...]:
+    return tuple(zlib.decompress(names).decode().split("\n"))
+
+
+def compare(
+    written: dict[str, int], found: dict[str, int], replica: int, version: int, way: str = ""
+) -> None:
+    """FingerprintMismatch, naming the parameters, unless both fingerprints are equal.
+
+    `way` says how they came to the replica, such as " from generator-0".
+    """
+    if written == found:
+        return
+    wrong = sorted(
+        name for name in written.keys() | found.keys() if written.get(name) != found.get(name)
+    )
+    names = ", ".join(wrong[:MAX_NAMED])
+    more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+    raise FingerprintMismatch(
+        f"publish of version {version} to generator {replica}{way}: {names}{more} must arrive "
+        f"as written, fingerprint {_hex(written, wrong[0])}, got {_hex(found, wrong[0])}"
+    )
+
+
+def add_up(ranks: Iterable[dict[str, int]]) -> Fingerprints:
+    """Partial fingerprints of all ranks, added up modulo MODULUS."""
+    total = Fingerprints()
+    for fingerprints in ranks:
+        total.merge(fingerprints)
+    return total
+
+
+def _hex(fingerprints: dict[str, int], name: str) -> str:
+    return f"{fingerprints[name]:016x}" if name in fingerprints else "none"

@@ -1,0 +1,114 @@
+"""Layouts: which rank holds which box of which parameter, and where in its memory.
+
+Owns: the records that describe both ends of a publish. Does not own: planning (`reshard.py`) or
+moving bytes. Invariant: a layout is data; fused, padded and sharded parameters differ only in
+`offset` and `strides`.
+
+Parameters go by their Hugging Face names on both sides. Example: `q_proj.weight` of global shape
+(256, 256), the first 256 rows of a generator's fused (512, 256) qkv tensor that begins 4096
+elements into its weight buffer, is `Box(start=(0, 0), stop=(256, 256), buffer="weight buffer",
+offset=4096, strides=(256, 1))`; rows 128:256 of it on trainer rank 1 of 2 are `Box(start=(128, 0),
+stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A rectangle of one parameter: global index ranges, and its place in a rank's memory.
+
+    `offset` and `strides` count elements of the parameter's dtype, from the start of `buffer`.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    buffer: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """One parameter on one rank: global `shape`, `dtype` ("float32", "bfloat16"), boxes held."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """All parameters of one rank; `host` says whose memory it is.
+
+    `parts` are the names of the parameters that a target staging handles, receives and commits
+    together, in order; every parameter stands in one of them, and all ranks of a replica have equal
+    parts. A source has one part. Boxes of different parts may lie over each other in memory.
+    """
+
+    rank: int
+    host: str
+    parameters: dict[str, ParameterLayout]
+    buckets: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One strided copy of `shape` elements of parameter `name` from a source rank to a target rank.
+
+    `start` is the box's global index, which the fingerprint needs. Strides and offsets count
+    elements of the respective dtype.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    source_rank: int
+    source_buffer: str
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_rank: int
+    target_buffer: str
+    target_offset: int
+    target_strides: tuple[int, ...]
+    target_dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the bytes of one source executor reach one replica: all `copies`, and what carries them.
+
+    `source` names the executor ("trainer", or "generator-0" that passes on what it received).
+    `rendezvous` is where the ranks of the plan meet (collective: a file path that no other route
+    uses; else ""). `bucket_bytes` is the largest message of a packed transport.
+    """
+
+    source: str
+    replica: int
+    transport: str
+    copies: tuple[Copy, ...]
+    rendezvous: str = ""
+    bucket_bytes: int = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingHandle:
+    """Memory of one generator rank, open for writing part `part` of `version`.
+
+    `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
+    (cuda_ipc), handles by source rank (rdma), or None (collective: the rank receives by itself).
+    `names` are the parameters of the part; () stands for all. If `may_be_freed`, the owner may
+    free the memory between two writes, when others need the device: who mapped it unmaps it.
+    """
+
+    version: int
+    bucket: int
+    replica: int
+    rank: int
+    host: str
+    address: object
+    num_bytes: int
+    names: tuple[str, ...] = ()
+    may_be_freed: bool = False

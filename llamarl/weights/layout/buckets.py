@@ -1,0 +1,107 @@
+"""Parts: what of a weight buffer is offered, written and committed together.
+
+Owns: where a parameter lies in flat memory, and the cut into parts. Does not own: memory
+(`weight buffer.py`). Invariant: every parameter is in exactly one part, and parameters whose
+extents in memory overlap (fused q, k, v) are in the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from llamarl.weights.layout.boxes import Box, ParameterLayout
+
+BUFFER = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters `names` and the elements [begin, end) of the weight buffer that they lie in.
+
+    `is_dense`: nothing lies in between that a buffer would have to keep.
+    """
+
+    names: tuple[str, ...]
+    begin: int
+    end: int
+    is_dense: bool
+
+
+def whole(parameters: Mapping[str, ParameterLayout], num_elements: int) -> Bucket:
+    """Everything in one part, written into memory of the same shape."""
+    return Bucket(tuple(parameters), 0, num_elements, is_dense=True)
+
+
+def cut_buckets(parameters: Mapping[str, ParameterLayout], max_elements: int) -> list[Bucket]:
+    """Consecutive ranges of the weight buffer of at most `max_elements`, or one set of fused
+    parameters.
+
+    In the order of memory. A parameter without elements here goes with the first part.
+    """
+    clusters: list[tuple[list[str], int, int]] = []
+    for name in sorted(parameters, key=lambda name: (_extent(parameters[name]), name)):
+        begin, end = _extent(parameters[name])
+        if clusters and (begin < clusters[-1][2] or end == 0):
+            names, first, last = clusters[-1]
+            clusters[-1] = [*names, name], first, max(last, end)
+        else:
+            clusters.append(([name], begin, end))
+    joined: list[tuple[list[str], int, int]] = []
+    for names, begin, end in clusters:
+        if joined and (end - joined[-1][1] <= max_elements or joined[-1][2] == 0):
+            joined[-1] = [*joined[-1][0], *names], joined[-1][1], end
+        else:
+            joined.append((names, begin, end))
+    return [
+        Bucket(tuple(names), begin, end, _num_elements(parameters, names) == end - begin)
+        for names, begin, end in joined
+    ]
+
+
+def moved(layout: ParameterLayout, offset: int) -> ParameterLayout:
+    """The parameter as it lies in memory that begins at element `offset`."""
+    boxes = tuple(replace(box, offset=box.offset - offset) for box in layout.boxes)
+    return replace(layout, boxes=boxes)
+
+
+def check(name: str, layout: ParameterLayout, num_elements: int, dtype: torch.dtype) -> None:
+    """ValueError unless all boxes of the parameter lie in a weight buffer of this size and
+    dtype."""
+    if layout.dtype != str(dtype).removeprefix("torch."):
+        raise ValueError(f"dtype of {name} must be the weight buffer's {dtype}, got {layout.dtype}")
+    for box in layout.boxes:
+        if box.buffer != BUFFER:
+            raise ValueError(f"buffer of {name} must be {BUFFER!r}, got {box.buffer!r}")
+        begin, end = _box_extent(box)
+        if end and (begin < 0 or min(box.strides, default=0) < 0 or end > num_elements):
+            raise ValueError(
+                f"{name} must lie within the weight buffer's {num_elements} elements, "
+                f"got elements {begin} to {end - 1}"
+            )
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in zip(box.start, box.stop, strict=True))
+
+
+def _box_extent(box: Box) -> tuple[int, int]:
+    """First element and the one behind the last; (0, 0) for an empty box."""
+    shape = extents(box)
+    if 0 in shape:
+        return 0, 0
+    steps = zip(shape, box.strides, strict=True)
+    return box.offset, box.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
+
+
+def _extent(layout: ParameterLayout) -> tuple[int, int]:
+    found = [extent for extent in map(_box_extent, layout.boxes) if extent[1]]
+    return (min(a for a, _ in found), max(b for _, b in found)) if found else (0, 0)
+
+
+def _num_elements(parameters: Mapping[str, ParameterLayout], names: list[str]) -> int:
+    shapes = [extents(box) for name in names for box in parameters[name].boxes]
+    return sum(torch.Size(shape).numel() for shape in shapes)

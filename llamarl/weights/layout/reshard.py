@@ -1,0 +1,359 @@
+"""The planner: the copies that turn a source's layout into a generator replica's.
+
+The source is the trainer, or a replica that passes on what it received; errors call it trainer.
+
+Owns: who sends which box to whom. Does not own: moving bytes (`writer.py`) or when
+(`publisher.py`). Invariant: pure; on every target rank each element the rank holds is written by
+exactly one copy. Standard library only, because the controller process plans.
+
+Layers are alike: parameters whose boxes have the same places on all ranks share a pattern, which is
+cut and joined once; each of them then costs only its copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout, RankLayout
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MIN_SPLIT_ELEMENTS = 16384  # a smaller box is not worth two copies: it goes to one source whole
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""Global (start, stop) of a rectangle."""
+
+
+Held = dict[int, ParameterLayout]
+"""One parameter on one side: rank -> layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of box `target_box` (its number) of a target rank.
+
+    Any of `holders` (source rank, number of its box) can send it.
+    """
+
+    region: Region
+    holders: list[tuple[int, int]]
+    target_rank: int
+    target_box: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Parameters that lie alike on all ranks, as those of all layers do.
+
+    `copies` are those of parameter `name` that only one source can send, or that are shared out
+    in slabs; any of several sources can send one of the `free` pieces.
+    """
+
+    name: str
+    copies: list[Copy]
+    free: list[_Piece]
+
+
+def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
+    """Copies that fill every box of `target` (one replica) from the boxes of `source`.
+
+    Where several source ranks hold the same box, the bytes are evened out over them. The result
+    does not depend on the order of the ranks. ValueError, naming the parameter, if it is missing
+    on one side, shapes differ, a box lies outside its parameter, the source does not cover a
+    target box, or the target ranks together do not hold all of the parameter.
+    """
+    sources, targets = _by_name(source, "trainer"), _by_name(target, "generator")
+    for name in sorted(sources.keys() ^ targets.keys()):
+        side = "generator" if name in sources else "trainer"
+        raise ValueError(f"parameter {name} must be on both sides, but the {side} does not have it")
+    patterns: dict[object, _Pattern] = {}
+    fixed: dict[str, list[Copy]] = {}
+    free: list[tuple[str, _Piece]] = []
+    for name, held in targets.items():
+        key = _places(name, sources[name]), _places(name, held)
+        if key not in patterns:
+            patterns[key] = _pattern(name, sources[name], held)
+        pattern = patterns[key]
+        model = sources[pattern.name], targets[pattern.name]
+        fixed[name] = _repeated(pattern.copies, name, model, (sources[name], held))
+        free += [(name, piece) for piece in pattern.free]
+    sent_bytes = dict.fromkeys(sorted(layout.rank for layout in source), 0)
+    for copy in itertools.chain.from_iterable(fixed.values()):
+        sent_bytes[copy.source_rank] += math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype]
+    for name, copies in _assign(free, sources, targets, sent_bytes).items():
+        fixed[name] = _coalesce(copies + fixed[name])
+    return sorted(itertools.chain.from_iterable(fixed.values()), key=functools.partial(_order, 0))
+
+
+def num_bytes(copies: Iterable[Copy]) -> int:
+    """Bytes that these copies write into target memory."""
+    return sum(math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype] for copy in copies)
+
+
+def _by_name(layouts: list[RankLayout], side: str) -> dict[str, dict[int, ParameterLayout]]:
+    """Parameter name -> rank -> layout, with every layout checked on its own."""
+    ranks = [layout.rank for layout in layouts]
+    if len(set(ranks)) != len(ranks) or not ranks:
+        raise ValueError(f"{side} ranks must be distinct and at least one, got {ranks}")
+    by_name: dict[str, dict[int, ParameterLayout]] = {}
+    for layout in sorted(layouts, key=lambda layout: layout.rank):
+        for name, parameter in layout.parameters.items():
+            if parameter.dtype not in DTYPE_BYTES:
+                known = ", ".join(DTYPE_BYTES)
+                raise ValueError(
+                    f"dtype of parameter {name} must be one of {known}, got {parameter.dtype}"
+                )
+            for box in parameter.boxes:
+                _check_box(name, parameter.shape, box)
+            by_name.setdefault(name, {})[layout.rank] = parameter
+    return by_name
+
+
+def _check_box(name: str, shape: tuple[int, ...], box: Box) -> None:
+    if not len(shape) == len(box.start) == len(box.stop) == len(box.strides):
+        raise ValueError(
+            f"a box of parameter {name} must have {len(shape)} dimensions like its shape {shape}, "
+            f"got start {box.start}, stop {box.stop}, strides {box.strides}"
+        )
+    if not all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
+        raise ValueError(
+            f"a box of parameter {name} must lie within its shape {shape}, "
+            f"got start {box.start}, stop {box.stop}"
+        )
+
+
+def _places(name: str, held: Held) -> object:
+    """What decides on pieces and their joints: equal for parameters of one pattern."""
+    places = []
+    for rank, layout in held.items():
+        first = layout.boxes[0] if layout.boxes else None
+        boxes = tuple(
+            (box.start, box.stop, box.strides, box.offset - first.offset)
+            for box in layout.boxes
+            if first
+        )
+        is_one = len({box.buffer for box in layout.boxes}) < 2
+        places.append((rank, layout.shape, layout.dtype, boxes, "" if is_one else name))
+    return tuple(places)
+
+
+def _pattern(name: str, sources: Held, targets: Held) -> _Pattern:
+    """The pattern of one parameter: its copies, and what several sources could send."""
+    copies, free = [], []
+    for piece in _pieces(name, sources, targets):
+        if len(piece.holders) > 1:
+            free.append(piece)
+        else:
+            copies.append(_copy(name, piece, piece.holders[0], sources, targets))
+    return _Pattern(name, _coalesce(copies), free)
+
+
+def _repeated(
+    copies: list[Copy], name: str, model: tuple[Held, Held], own: tuple[Held, Held]
+) -> list[Copy]:
+    """The copies of a pattern's `model`, of parameter `name` instead: other buffers, offsets."""
+    moves = [
+        {
+            rank: (here.boxes[0].buffer, here.boxes[0].offset - there[rank].boxes[0].offset)
+            for rank, here in held.items()
+            if here.boxes
+        }
+        for there, held in zip(model, own, strict=True)
+    ]
+    if copies and copies[0].name == name:
+        return copies
+    repeated = []
+    for copy in copies:
+        source_buffer, source_move = moves[0][copy.source_rank]
+        target_buffer, target_move = moves[1][copy.target_rank]
+        repeated.append(
+            Copy(
+                name=name,
+                start=copy.start,
+                shape=copy.shape,
+                source_rank=copy.source_rank,
+                source_buffer=source_buffer,
+                source_offset=copy.source_offset + source_move,
+                source_strides=copy.source_strides,
+                target_rank=copy.target_rank,
+                target_buffer=target_buffer,
+                target_offset=copy.target_offset + target_move,
+                target_strides=copy.target_strides,
+                target_dtype=copy.target_dtype,
+            )
+        )
+    return repeated
+
+
+def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
+    """Cut all target boxes of one parameter along the borders of the source boxes.
+
+    Of a large box that several sources hold each gets a slab.
+    """
+    shapes = {layout.shape for layout in (*sources.values(), *targets.values())}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"shape of parameter {name} must be equal on trainer and generator ranks, "
+            f"got {' and '.join(map(str, sorted(shapes)))}"
+        )
+    held: dict[Region, list[tuple[int, int]]] = {}
+    for rank, layout in sources.items():
+        for number, box in enumerate(layout.boxes):
+            held.setdefault((box.start, box.stop), []).append((rank, number))
+    shape = shapes.pop()
+    missing: list[Region] = [((0,) * len(shape), shape)]
+    for rank, layout in targets.items():
+        for number, box in enumerate(layout.boxes):
+            rest: list[Region] = [(box.start, box.stop)]
+            missing = _subtract(missing, rest[0])
+            for region, holders in held.items():
+                buckets = _overlaps(rest, region)
+                for bucket in buckets:
+                    slabs = _split(bucket, len(holders))
+                    for i, slab in enumerate(slabs):
+                        senders = [holders[i]] if len(slabs) == len(holders) else holders
+                        yield _Piece(slab, senders, rank, number)
+                if buckets:
+                    rest = _subtract(rest, region)
+            _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
+    _require_none(missing, f"parameter {name}: the generator ranks must hold all of")
+
+
+def _require_none(regions: list[Region], sentence: str) -> None:
+    left = [region for region in regions if _num_elements(region)]
+    if left:
+        start, stop = left[0]
+        box = ", ".join(f"{a}:{b}" for a, b in zip(start, stop, strict=True))
+        raise ValueError(f"{sentence} it, but none holds [{box}]")
+
+
+def _num_elements(region: Region) -> int:
+    return math.prod(b - a for a, b in zip(*region, strict=True))
+
+
+def _overlap(a: Region, b: Region) -> Region:
+    """The common part; its stop is nowhere below its start, so an empty one has 0 elements."""
+    start = tuple(map(max, a[0], b[0]))
+    return start, tuple(max(x, min(y, z)) for x, y, z in zip(start, a[1], b[1], strict=True))
+
+
+def _overlaps(regions: list[Region], region: Region) -> list[Region]:
+    buckets = [_overlap(each, region) for each in regions]
+    return [bucket for bucket in buckets if _num_elements(bucket)]
+
+
+def _subtract(regions: list[Region], hole: Region) -> list[Region]:
+    """What is left of `regions` outside `hole`: up to two slabs per dimension and region."""
+    left: list[Region] = []
+    for region in regions:
+        start, stop = _overlap(region, hole)
+        if not _num_elements((start, stop)):
+            left.append(region)
+            continue
+        low, high = list(region[0]), list(region[1])
+        for dim in range(len(low)):
+            for a, b in ((low[dim], start[dim]), (stop[dim], high[dim])):
+                if a < b:
+                    cut = (*low[:dim], a, *low[dim + 1 :]), (*high[:dim], b, *high[dim + 1 :])
+                    left.append(cut)
+            low[dim], high[dim] = start[dim], stop[dim]
+    return left
+
+
+def _split(region: Region, num_buckets: int) -> list[Region]:
+    """Cut into `num_parts` nearly equal slabs along the first dimension that is long enough."""
+    start, stop = region
+    if num_buckets == 1 or _num_elements(region) < max(MIN_SPLIT_ELEMENTS, 2):
+        return [region]
+    extents = [b - a for a, b in zip(start, stop, strict=True)]
+    long = [dim for dim, extent in enumerate(extents) if extent >= num_buckets]
+    dim = long[0] if long else extents.index(max(extents))
+    num_buckets = min(num_buckets, extents[dim])
+    cuts = [start[dim] + extents[dim] * bucket // num_buckets for bucket in range(num_buckets + 1)]
+    return [
+        ((*start[:dim], a, *start[dim + 1 :]), (*stop[:dim], b, *stop[dim + 1 :]))
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def _assign(
+    pieces: list[tuple[str, _Piece]],
+    sources: dict[str, Held],
+    targets: dict[str, Held],
+    sent_bytes: dict[int, int],
+) -> dict[str, list[Copy]]:
+    """Largest first, each piece to the holder that sends the fewest bytes so far."""
+    copies: dict[str, list[Copy]] = {}
+    for name, piece in sorted(pieces, key=lambda each: -_num_elements(each[1].region)):
+        holder = min(piece.holders, key=lambda holder: (sent_bytes[holder[0]], holder))
+        copy = _copy(name, piece, holder, sources[name], targets[name])
+        sent_bytes[holder[0]] += num_bytes([copy])
+        copies.setdefault(name, []).append(copy)
+    return copies
+
+
+def _copy(name: str, piece: _Piece, holder: tuple[int, int], sources: Held, targets: Held) -> Copy:
+    start, stop = piece.region
+    box = sources[holder[0]].boxes[holder[1]]
+    layout = targets[piece.target_rank]
+    target = layout.boxes[piece.target_box]
+    return Copy(
+        name=name,
+        start=start,
+        shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
+        source_rank=holder[0],
+        source_buffer=box.buffer,
+        source_offset=box_offset(box, start),
+        source_strides=box.strides,
+        target_rank=piece.target_rank,
+        target_buffer=target.buffer,
+        target_offset=box_offset(target, start),
+        target_strides=target.strides,
+        target_dtype=layout.dtype,
+    )
+
+
+def box_offset(box: Box, start: tuple[int, ...]) -> int:
+    """Where global index `start` lies in the box's buffer, in elements."""
+    steps = (a - b for a, b in zip(start, box.start, strict=True))
+    return box.offset + sum(map(operator.mul, steps, box.strides))
+
+
+def _coalesce(copies: list[Copy]) -> list[Copy]:
+    """Join copies that continue each other in both memories; sorted by ranks, name and place."""
+    for dim in range(max((len(copy.shape) for copy in copies), default=0)):
+        joined: list[Copy] = []
+        for copy in sorted(copies, key=functools.partial(_order, dim)):
+            last = joined[-1] if joined else None
+            if last is not None and _continues(last, copy, dim):
+                length = last.shape[dim] + copy.shape[dim]
+                shape = (*last.shape[:dim], length, *last.shape[dim + 1 :])
+                joined[-1] = replace(last, shape=shape)
+            else:
+                joined.append(copy)
+        copies = joined
+    return sorted(copies, key=lambda copy: _order(0, copy))
+
+
+def _order(dim: int, copy: Copy) -> tuple[int, int, str, tuple[int, ...], tuple[int, ...]]:
+    others = (*copy.start[:dim], *copy.start[dim + 1 :])
+    return copy.source_rank, copy.target_rank, copy.name, others, copy.start[dim : dim + 1]
+
+
+def _continues(first: Copy, second: Copy, dim: int) -> bool:
+    """Whether `second` begins in both memories and globally where `first` ends along `dim`."""
+    if first.name != second.name or dim >= len(first.shape):
+        return False
+    length = first.shape[dim]
+    moved = replace(
+        first,
+        start=(*first.start[:dim], first.start[dim] + length, *first.start[dim + 1 :]),
+        shape=(*first.shape[:dim], second.shape[dim], *first.shape[dim + 1 :]),
+        source_offset=first.source_offset + length * first.source_strides[dim],
+        target_offset=first.target_offset + length * first.target_strides[dim],
+    )
+    return moved == second

@@ -1,0 +1,107 @@
+"""Routes: what carries the bytes from a source to a replica, and which copies.
+
+Owns: the choice of transport, the check of hosts and parts, rendezvous paths. Does not own: which
+source feeds which replica (`publisher.py`), copies (`reshard.py`). Invariant: shared memory and
+CUDA IPC never leave a host, and no two routes meet at the same path.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from itertools import chain
+
+from llamarl.config import WeightsConfig
+from llamarl.weights.layout.boxes import Copy, RankLayout, Route
+from llamarl.weights.layout.reshard import plan
+
+MAPPED = ("shared_memory", "cuda_ipc")  # transports that map the target's memory: one host
+
+
+class Routes:
+    """Makes routes for one run; `rendezvous_folder` is created when a route needs it."""
+
+    def __init__(
+        self, config: WeightsConfig, *, rendezvous_folder: str, generator_device: str
+    ) -> None:
+        self._config = config
+        self._rendezvous_folder = rendezvous_folder
+        is_cuda = config.transport == "cuda_ipc" or generator_device == "cuda"
+        self._relay_transport = "cuda_ipc" if is_cuda else "shared_memory"
+        self._planned: tuple[list[RankLayout], list[RankLayout], list[Copy]] = [], [], []
+
+    def make(
+        self,
+        source: str,
+        source_layout: list[RankLayout],
+        replica: int,
+        target: list[RankLayout],
+        *,
+        is_relay: bool,
+    ) -> Route:
+        """The route to `replica`; a relay is one from another replica of its host.
+
+        ValueError if the layouts do not fit each other or the transport.
+        """
+        transport = self._relay_transport if is_relay else self._config.transport
+        if transport in MAPPED:
+            _check_hosts(transport, source, source_layout, replica, target)
+        if self._planned[:2] != (source_layout, target):  # replicas mostly look alike
+            self._planned = source_layout, target, plan(source_layout, target)
+        rendezvous = ""
+        if transport == "collective":
+            os.makedirs(self._rendezvous_folder, exist_ok=True)
+            name = f"{source}-generator-{replica}-{uuid.uuid4().hex}"
+            rendezvous = os.path.join(self._rendezvous_folder, name)
+        return Route(
+            source=source,
+            replica=replica,
+            transport=transport,
+            copies=tuple(self._planned[2]),
+            rendezvous=rendezvous,
+            bucket_bytes=self._config.bucket_bytes,
+        )
+
+
+def parts_of(replica: int, target: list[RankLayout]) -> tuple[tuple[str, ...], ...]:
+    """The parts of a replica; ValueError unless its ranks agree and each parameter is in one."""
+    buckets = target[0].buckets if target else ()
+    for layout in target:
+        if layout.buckets != buckets:
+            raise ValueError(
+                f"parts must be equal on all ranks of generator {replica}, got others on rank "
+                f"{layout.rank} than on rank {target[0].rank}"
+            )
+    named = sorted(chain.from_iterable(buckets))
+    held = sorted({name for layout in target for name in layout.parameters})
+    if named != held:
+        odd = sorted(set(named) ^ set(held)) or sorted(
+            name for name in held if named.count(name) > 1
+        )
+        raise ValueError(
+            f"each parameter of generator {replica} must be in exactly one part, got {odd[0]} in "
+            f"{named.count(odd[0])}" + ("" if odd[0] in held else ", which no rank holds")
+        )
+    return buckets
+
+
+def place_of(replica: int, target: list[RankLayout]) -> tuple[str | int, ...]:
+    """Replicas of equal place can pass weights on: the host, or the replica if it has several."""
+    hosts = sorted({layout.host for layout in target})
+    return (hosts[0],) if len(hosts) == 1 else (replica, *hosts)
+
+
+def _check_hosts(
+    transport: str,
+    source: str,
+    source_layout: list[RankLayout],
+    replica: int,
+    target: list[RankLayout],
+) -> None:
+    here = sorted({layout.host for layout in source_layout})
+    there = sorted({layout.host for layout in target})
+    if len({*here, *there}) > 1:
+        raise ValueError(
+            f"weights.transport must be collective or rdma between hosts, got {transport} from "
+            f"{source} on {', '.join(here)} to generator {replica} on {', '.join(there)}"
+        )

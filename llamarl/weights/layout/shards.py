@@ -1,0 +1,42 @@
+"""Which boxes of the parameters this rank's shards hold.
+
+Owns: the translation from DTensors to a layout. Does not own: how a model is sharded. Invariant:
+offsets come from torch's own computation, never from rank arithmetic: uneven and strided shards
+(FSDP2 over tensor parallel) do not follow the obvious formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llamarl.weights.layout.boxes import Box, ParameterLayout
+
+
+def shard_boxes(
+    parameters: Mapping[str, DTensor],
+) -> tuple[dict[str, Tensor], dict[str, ParameterLayout]]:
+    """(this rank's memory by parameter name, its layout); a rank may hold no box of a parameter.
+
+    The tensors share the shards' memory. Buffers carry the parameters' names.
+    """
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[str, ParameterLayout] = {}
+    for name, parameter in parameters.items():
+        local = parameter.to_local().detach()
+        shape, start = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
+        stop = tuple(first + size for first, size in zip(start, shape, strict=True))
+        box = Box(start=tuple(start), stop=stop, buffer=name, offset=0, strides=local.stride())
+        tensors[name] = local
+        layouts[name] = ParameterLayout(
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            boxes=(box,) if local.numel() else (),
+        )
+    return tensors, layouts

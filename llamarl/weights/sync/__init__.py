@@ -1,0 +1,1 @@
+"""The two-phase publish: prepare, write, verify, commit or abort."""

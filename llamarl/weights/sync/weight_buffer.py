@@ -1,0 +1,322 @@
+"""The weight buffer: a generator rank's weights, live (in use), and the staging buffer that a
+publish writes.
+
+Owns: these memories, which version lies in which, and the order of calls. Does not own: the model
+over them or the protocol (`publisher.py`). Invariant: the live memory changes only in `commit`, and
+only to what was completely offered.
+
+What the staging buffer is, by `weights.staging`:
+
+    full    a second memory like the live one. On the CPU a commit swaps the two; on a GPU it
+    copies,
+            because CUDA graphs have captured the addresses of the live one.
+    host    the same in host memory (pinned for a GPU); a commit copies.
+    bucket  a small buffer. Parts of at most `bucket_bytes` are offered and committed one by one;
+    once
+            one was committed, the way back is gone: a discard then ends the weight buffer.
+
+A staged engine makes its own weights from the weight buffer at a commit and never reads it
+otherwise, so there is one memory only, which is staging and live in turn; it keeps its content
+until the next offer. The CPU's memories are shared segments, so that siblings of this host can map
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
+from llamarl.weights.integrity.fingerprint import fingerprint
+from llamarl.weights.layout import buckets
+from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.layout.buckets import Bucket
+from llamarl.weights.transports.collective import CollectiveReceiver
+from llamarl.weights.transports.mapped import MappedBlock
+from llamarl.weights.transports.packed import target_ranks
+from llamarl.weights.transports.protocol import Rdma, TransportReceiver
+from llamarl.weights.transports.rdma import RdmaReceiver
+from llamarl.weights.transports.shared_memory import require_memory, this_host
+
+
+class WeightBuffer:
+    """Memory for `num_elements` elements of `dtype`, and its staging.
+
+    `parameters` says where each parameter lies: boxes with buffer "weight buffer" and this dtype.
+    What the boxes leave out (padding) is never written by a source; all memory starts as zeros.
+    Before the first commit the owner fills `live` itself, and labels it with `version`.
+
+    With `is_offloaded` its owner moves it off the device between publishes (`movable`).
+
+    `before_overwrite(version)` is called before memory that holds `version` is offered or copied
+    over: an owner who passes the weights on sets it to its Writer's `retire`.
+
+    ValueError if a box does not fit or there is too little memory; nothing is created then.
+    RuntimeError if calls come in another order than offer, [fingerprint,] commit or discard, part
+    by part. `commit` belongs on the executor's compute thread; the other methods may run beside
+    decoding on other threads, one at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: dict[str, ParameterLayout],
+        num_elements: int,
+        dtype: torch.dtype,
+        is_staged: bool = False,
+        replica: int,
+        rank: int,
+        run_id: str,
+        staging: str = "double_buffer",
+        bucket_bytes: int = 1 << 25,
+        device: torch.device | str = "cpu",
+        host: str | None = None,
+        rdma: Rdma | None = None,
+        timeout_s: float = 60.0,
+        is_offloaded: bool = False,
+    ) -> None:
+        device = torch.empty(0, device=device).device  # with its index
+        if num_elements < 1:
+            raise ValueError(f"num_elements must be at least 1, got {num_elements}")
+        if is_staged and staging == "bucket":
+            raise ValueError(
+                "weights.staging must be full or host for an engine with weights of its own "
+                "(quantised or packed ones, or captured graphs), got 'bucket'"
+            )
+        for name, layout in parameters.items():
+            buckets.check(name, layout, num_elements, dtype)
+        self.version = -1  # of `live`; -1: nothing published yet
+        self.before_overwrite: Callable[[int], None] = lambda version: None
+        self._parameters, self._num_elements = parameters, num_elements
+        self._replica, self._rank, self._host = replica, rank, host or this_host()
+        self._rdma, self._timeout_s, self._device = rdma, timeout_s, device
+        self._is_offloaded = is_offloaded
+        self._is_staged, self._is_swapped = (
+            is_staged,
+            staging == "double_buffer" and device.type == "cpu",
+        )
+        self._buckets = [buckets.whole(parameters, num_elements)]
+        if staging == "bucket":
+            self._buckets = buckets.cut_buckets(parameters, max(1, bucket_bytes // dtype.itemsize))
+        self._staging_version = -1
+        self._prepared: tuple[int, int] | None = None  # version, part
+        self._num_committed = 0  # parts of the version that is being taken over
+        self._taking = -1  # that version
+        self._death: str | None = None
+        self._receiver: TransportReceiver | None = None
+        self._blocks: list[MappedBlock] = []
+        self._allocate(f"llamarl-{run_id}-generator-{replica}-{rank}", dtype, staging)
+
+    def _allocate(self, label: str, dtype: torch.dtype, staging: str) -> None:
+        """Live and staging; one for both if staged."""
+        bucket = max((bucket.end - bucket.begin for bucket in self._buckets), default=1)
+        wanted = [("a", self._num_elements, False), ("b", bucket, staging == "host")]
+        if self._is_staged:
+            wanted = [("a", self._num_elements, staging == "host")]
+        in_host = [size for _, size, is_host in wanted if is_host or self._device.type == "cpu"]
+        require_memory(
+            f"{'one copy' if len(in_host) == 1 else 'two copies'} of the weights of generator "
+            f"{self._replica} rank {self._rank}",
+            sum(in_host) * dtype.itemsize,
+        )
+        try:
+            for side, size, is_host in wanted:
+                self._blocks.append(
+                    MappedBlock(f"{label}-{side}", size, dtype, self._device, is_host)
+                )
+        except ValueError:
+            self.close()
+            raise
+        self._live, self._staging = self._blocks[0], self._blocks[-1]
+
+    @property
+    def active(self) -> Tensor:
+        """The flat memory [num_elements] that the engine reads."""
+        return self._live.flat
+
+    @property
+    def staging(self) -> Tensor:
+        """The flat memory that a publish writes: [num_elements], or the bucket."""
+        return self._staging.flat
+
+    def layout(self) -> RankLayout:
+        """Where this rank wants its boxes: offsets within what is offered."""
+        by_name = {
+            name: buckets.moved(self._parameters[name], bucket.begin)
+            for bucket in self._buckets
+            for name in bucket.names
+        }
+        parameters = {name: by_name[name] for name in self._parameters}
+        names = tuple(bucket.names for bucket in self._buckets)
+        return RankLayout(rank=self._rank, host=self._host, parameters=parameters, buckets=names)
+
+    def connect(self, route: Route) -> None:
+        """Receive over `route` from now on. Waits for the other ranks of a collective route.
+
+        RuntimeError if they do not come, or while a version is open.
+        """
+        self._require_alive()
+        if self._prepared is not None:
+            raise RuntimeError(f"a route came while version {self._prepared[0]} is still open")
+        self._disconnect()
+        if self._rank not in target_ranks(route):
+            return
+        names = [bucket.names for bucket in self._buckets]
+        if route.transport == "collective":
+            self._receiver = CollectiveReceiver(
+                route, self._rank, names, self._device, self._timeout_s
+            )
+        elif route.transport == "rdma":
+            if self._rdma is None:
+                raise ValueError("weights.transport must not be rdma without Monarch")
+            self._receiver = RdmaReceiver(route, self._rank, names, self._rdma)
+
+    def prepare(self, version: int, bucket: int) -> StagingHandle:
+        """Open the staging buffer for one part of `version`, which must be newer than the live
+        one."""
+        self._require_alive()
+        if self._prepared is not None:
+            raise RuntimeError(
+                f"version {version} offered while version {self._prepared[0]} is still open"
+            )
+        if version <= self.version:
+            raise RuntimeError(f"version {version} offered, but {self.version} is already live")
+        if self._num_committed and version != self._taking:
+            raise RuntimeError(
+                f"version {version} offered after part {self._num_committed - 1} of version "
+                f"{self._taking} was committed"
+            )
+        if bucket != self._num_committed or bucket >= len(self._buckets):
+            raise RuntimeError(
+                f"bucket {bucket} prepared, the next one of {len(self._buckets)} is "
+                f"{self._num_committed}"
+            )
+        if bucket == 0:
+            self.before_overwrite(self.version if self._is_staged else self._staging_version)
+        cut = self._buckets[bucket]
+        if not cut.is_dense:
+            self.staging[: cut.end - cut.begin].copy_(self.active[cut.begin : cut.end])
+        self._synchronize()  # also with what an engine still derives from the version before
+        address = (
+            self._receiver.open(version, bucket, self.staging)
+            if self._receiver
+            else self._staging.address
+        )
+        self._prepared, self._staging_version = (version, bucket), -1
+        return StagingHandle(
+            version=version,
+            bucket=bucket,
+            replica=self._replica,
+            rank=self._rank,
+            host=self._host,
+            address=address,
+            num_bytes=self._staging.num_bytes,
+            names=cut.names if len(self._buckets) > 1 else (),
+            may_be_freed=self._is_offloaded and self._staging.is_freed_by_offload,
+        )
+
+    def verify(self, version: int, bucket: int) -> Fingerprints:
+        """Fingerprint of each of the part's parameters in the staging buffer: all that this rank
+        holds.
+
+        Waits until the part has arrived; RuntimeError if it cannot any more.
+        """
+        cut = self._require_offered(version, bucket)
+        if self._receiver is not None:
+            self._receiver.arrive(version, bucket)
+        return Fingerprints(
+            (name, self._fingerprint(name, buckets.moved(self._parameters[name], cut.begin)))
+            for name in cut.names
+        )
+
+    def commit(self, version: int, bucket: int) -> Tensor | None:
+        """Take over a part; with the last one, returns the memory that now holds `version`.
+
+        None while parts are missing.
+        """
+        cut = self._require_offered(version, bucket)
+        if not self._is_staged and not self._is_swapped:
+            if bucket == 0:
+                self.before_overwrite(self.version)
+            self.active[cut.begin : cut.end].copy_(self.staging[: cut.end - cut.begin])
+            self._synchronize()
+        self._prepared, self._taking = None, version
+        self._num_committed += 1
+        if self._num_committed < len(self._buckets):
+            return None
+        if self._is_swapped and not self._is_staged:
+            self._live, self._staging = self._staging, self._live
+            self._staging_version = self.version
+        self._num_committed, self.version = 0, version
+        return self.active
+
+    def abort(self, version: int) -> None:
+        """Forget what was written for `version`; the live memory and its version stay.
+
+        RuntimeError if a part of it was committed already: then every later call raises too.
+        """
+        self._require_alive()
+        if self._num_committed and version == self._taking:
+            self._death = (
+                f"the weights of generator {self._replica} rank {self._rank} are of two versions: "
+                f"{self._num_committed} of {len(self._buckets)} buckets of version {version} were "
+                "committed"
+            )
+            self._stop_receiving()
+            self._require_alive()
+        self._require_offered(version, self._prepared[1] if self._prepared else 0)
+        self._stop_receiving()
+        self._prepared = None
+
+    def movable(self) -> list[Tensor]:
+        """Memory that may leave the device while nothing decodes and nothing is published.
+
+        Ask anew each time: staging handles made after it do not assume that the memory stayed.
+        """
+        for block in self._blocks:
+            block.renew()
+        return [block.flat for block in self._blocks if block.flat.device == self._device]
+
+    def close(self) -> None:
+        """Release all memory; tensors handed out stay valid. May be called twice."""
+        self._disconnect()
+        for block in self._blocks:
+            block.close()
+
+    def _fingerprint(self, name: str, layout: ParameterLayout) -> int:
+        total = 0
+        for box in layout.boxes:
+            view = self.staging.as_strided(buckets.extents(box), box.strides, box.offset)
+            # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
+            total += fingerprint(name, view.to(self._device), box.start, layout.shape)
+        return total % MODULUS
+
+    def _disconnect(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _stop_receiving(self) -> None:
+        if self._receiver is not None:
+            self._receiver.abort()
+
+    def _synchronize(self) -> None:
+        """Let other processes find what was begun here done."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _require_alive(self) -> None:
+        if self._death is not None:
+            raise RuntimeError(self._death)
+
+    def _require_offered(self, version: int, bucket: int) -> Bucket:
+        self._require_alive()
+        if self._prepared != (version, bucket):
+            state = "none is open"
+            if self._prepared is not None:
+                state = "version {} is open".format(*self._prepared)
+                state += f", part {self._prepared[1]}" if self._prepared[0] == version else ""
+            raise RuntimeError(f"version {version} was not offered: {state}")
+        return self._buckets[bucket]

@@ -1,0 +1,1 @@
+"""How the bytes of a publish travel: one module per transport."""

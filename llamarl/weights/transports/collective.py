@@ -1,0 +1,315 @@
+"""The collective transport: point-to-point messages over gloo, or NCCL between GPUs.
+
+Owns: the process group of one route, and both ends over it. Does not own: what is in a message
+(`packed.py`). Invariant: the group holds only the ranks that occur in the route's copies; once
+anything went wrong in it, it is given up as a whole, every rank of it learns that at once, and only
+a new route (a new rendezvous) leads to the replica again.
+
+Messages end in a trailer that says which message of which part of which version it is, and whether
+the source goes on: a source whose version became stale says so in place of the next message, and
+the group stays good.
+
+Over gloo a message has one byte behind it, and one comes back once it is received. Both ends wait
+for their byte first: gloo tells of a lost connection who waits for something that has not begun to
+arrive, but not who is in the middle of sending or receiving.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llamarl.errors import StaleVersion, TargetLost
+from llamarl.models.process_group import data_interface, formed_to_fail_alone, meet
+from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.transports.packed import (
+    ALIGN_BYTES,
+    Message,
+    copies_between,
+    in_turns,
+    messages,
+    source_ranks,
+    target_ranks,
+    unpack,
+)
+from llamarl.weights.transports.protocol import Carry
+
+TRAILER_BYTES = 32  # version, part, index, whether the source goes on
+POLL_S = 0.0005  # NCCL cannot be waited for with a limit
+
+
+class RouteGroup:
+    """The ranks of a route: sources first, then targets. Forming it waits for all of them.
+
+    NCCL if every rank computes on a GPU of its own, else gloo (messages are host memory then).
+    RuntimeError if not all come within `timeout_s`, which also limits each message.
+    """
+
+    def __init__(
+        self, route: Route, side: str, rank: int, device: torch.device, timeout_s: float
+    ) -> None:
+        members = [("source", rank) for rank in source_ranks(route)]
+        members += [("target", rank) for rank in target_ranks(route)]
+        self._index = {member: index for index, member in enumerate(members)}
+        self._timeout = timedelta(seconds=timeout_s)
+        self._is_given_up = False
+        index, size = self._index[side, rank], len(members)
+        store = meet(route.rendezvous, index, size, self._timeout)
+        where = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        store.set(f"device-{index}", where)
+        devices = [store.get(f"device-{each}").decode() for each in range(size)]
+        self.device = device if all(devices) and len(set(devices)) == size else torch.device("cpu")
+        self._group: Any = self._form(store, index, size)
+
+    def _form(self, store: dist.Store, index: int, size: int) -> Any:
+        if self.device.type == "cuda":
+            os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
+            torch.cuda.set_device(self.device)
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = 2 * self._timeout  # so that `finish` is the first to miss a message
+            with formed_to_fail_alone():
+                return dist.ProcessGroupNCCL(store, index, size, nccl)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
+        gloo._timeout = self._timeout
+        return dist.ProcessGroupGloo(store, index, size, gloo)
+
+    def send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
+        """Begin to send `memory` to target `rank`; `finish` waits for it."""
+        peer = self._index["target", rank]
+        if self.device.type == "cuda":
+            return [self._group.send([memory], peer, tag)]
+        receipt = self._group.recv([torch.empty(1)], peer, tag)
+        sending = (self._group.send([each], peer, tag) for each in (memory, torch.empty(1)))
+        return [receipt, *sending]
+
+    def receive(self, memory: Tensor, rank: int, tag: int) -> None:
+        """Fill `memory` with a message of source `rank`. RuntimeError if the group broke."""
+        peer = self._index["source", rank]
+        message = self._group.recv([memory], peer, tag)
+        if self.device.type == "cuda":
+            return self.finish([message])
+        end = self._group.recv([torch.empty(1)], peer, tag)
+        self.finish([end, message])
+        self.finish([self._group.send([torch.empty(1)], peer, tag)])
+
+    def finish(self, works: Sequence[Any]) -> None:
+        """Wait for a message. RuntimeError if the other end is gone, or took too long."""
+        deadline_s = time.monotonic() + self._timeout.total_seconds()
+        for work in works:
+            while self.device.type == "cuda" and not work.is_completed():
+                if self._is_given_up or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"a message took longer than {self._timeout}")
+                time.sleep(POLL_S)
+            work.wait()
+
+    def give_up(self) -> None:
+        """End the group: what waits in it fails, here and at the other ranks."""
+        self._is_given_up = True
+        if self.device.type == "cuda":
+            self._group.abort()
+            return
+        # gloo has no call for it, but closes all connections of a group when a wait runs out; over
+        # one that is closed already nothing waits.
+        for peer in set(self._index.values()) - {self._group.rank()}:
+            with suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+
+
+class CollectiveSender:
+    """Sends messages to the targets in turns; see transport.TransportSender. One write at a
+    time."""
+
+    def __init__(self, route: Route, rank: int, device: torch.device, timeout_s: float) -> None:
+        self._route, self._rank = route, rank
+        try:
+            self.group = RouteGroup(route, "source", rank, device, timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise TargetLost(f"generator {route.replica} did not meet us: {error}") from error
+        self._is_broken = False
+
+    def write(
+        self,
+        version: int,
+        copies: Sequence[Copy],
+        handles: Mapping[int, StagingHandle],
+        copy_cast: Carry,
+    ) -> None:
+        if self._is_broken:
+            raise TargetLost(f"generator {self._route.replica} must be connected anew")
+        bucket = next(iter(handles.values())).bucket
+        by_rank: dict[int, list[Message]] = {}
+        for rank in target_ranks(self._route):
+            mine = [copy for copy in copies if copy.target_rank == rank]
+            by_rank[rank] = messages(mine, self._route.bucket_bytes)
+        left = {rank: len(made) for rank, made in by_rank.items() if made}
+        buffers = [Tensor(), Tensor()]
+        pending: list[list[Any]] = [[], []]
+        try:
+            for turn, (rank, index, message) in enumerate(in_turns(by_rank)):
+                side = turn % 2  # one is being sent while the other is packed
+                self._finish(pending, side)
+                memory = buffers[side] = _room(buffers[side], message, self.group.device)
+                for copy, values in message.each(memory):
+                    copy_cast(copy, values)
+                sealed = _seal(memory, message, (version, bucket, index, 1))
+                left[rank] -= 1
+                pending[side] = self._send(sealed, rank, _tag(version, bucket, index))
+        except BaseException:
+            self._say_end(version, bucket, by_rank, left)
+            raise
+        finally:
+            for side in (0, 1):
+                self._finish(pending, side)
+
+    def close(self) -> None:
+        self._is_broken = True
+        self.group.give_up()
+
+    def _send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
+        try:
+            return self.group.send(memory, rank, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _finish(self, pending: list[list[Any]], side: int) -> None:
+        works, pending[side] = pending[side], []
+        if self._is_broken:
+            return
+        try:
+            self.group.finish(works)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> TargetLost:
+        if not self._is_broken:
+            self.close()
+        return TargetLost(f"generator {self._route.replica} is out of reach: {error}")
+
+    def _say_end(
+        self, version: int, bucket: int, by_rank: dict[int, list[Message]], left: dict[int, int]
+    ) -> None:
+        """In place of the next message, tell targets that nothing more comes for this part."""
+        if self._is_broken:
+            return
+        for rank, num_left in left.items():
+            if num_left:
+                index = len(by_rank[rank]) - num_left
+                message = by_rank[rank][index]
+                memory = _room(Tensor(), message, self.group.device)
+                sealed = _seal(memory, message, (version, bucket, index, 0))
+                self._finish([self._send(sealed, rank, _tag(version, bucket, index))], 0)
+
+
+class CollectiveReceiver:
+    """Receives on a thread of its own from the offer on; see transport.TransportReceiver."""
+
+    def __init__(
+        self,
+        route: Route,
+        rank: int,
+        buckets: Sequence[Sequence[str]],
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self._route, self._rank, self._buckets = route, rank, buckets
+        self.group = RouteGroup(route, "target", rank, device, timeout_s)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_broken = False
+
+    def open(self, version: int, bucket: int, flat: Tensor) -> object:
+        if self._is_broken:
+            raise RuntimeError(f"{self._route.source} must connect anew: the connection was lost")
+        self._error = None
+        self._thread = threading.Thread(
+            target=self._receive, args=(version, bucket, flat), name="receive-weights", daemon=True
+        )
+        self._thread.start()
+        return None
+
+    def arrive(self, version: int, bucket: int) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise RuntimeError(f"version {version} did not arrive: {self._error}") from self._error
+
+    def abort(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._is_broken = True
+            self.group.give_up()
+            self._thread.join()
+        self._thread = None
+
+    def close(self) -> None:
+        self._is_broken = True
+        self.group.give_up()
+        self.abort()
+
+    def _receive(self, version: int, bucket: int, flat: Tensor) -> None:
+        by_rank = {
+            rank: messages(
+                copies_between(self._route, rank, self._rank, self._buckets[bucket]),
+                self._route.bucket_bytes,
+            )
+            for rank in source_ranks(self._route)
+        }
+        memory = Tensor()
+        ended: set[int] = set()
+        try:
+            for rank, index, message in in_turns(by_rank):
+                if rank in ended:
+                    continue
+                memory = _room(memory, message, self.group.device)
+                sealed = memory[: _sealed_bytes(message)]
+                self.group.receive(sealed, rank, _tag(version, bucket, index))
+                found = tuple(sealed[-TRAILER_BYTES:].view(torch.int64).tolist())
+                if found[:3] != (version, bucket, index):
+                    raise RuntimeError(
+                        f"message must be {(version, bucket, index)} (version, part, index), got "
+                        f"{found[:3]} from {self._route.source} rank {rank}"
+                    )
+                if found[3]:
+                    unpack(message, memory, flat)
+                else:
+                    ended.add(rank)
+                    self._error = StaleVersion(f"{self._route.source} rank {rank} gave it up")
+            if flat.is_cuda:
+                torch.cuda.current_stream(flat.device).synchronize()
+        except Exception as error:  # noqa: BLE001 - raised again by `arrive`
+            self._error = error
+            if not self._is_broken:
+                self._is_broken = True
+                self.group.give_up()
+
+
+def _sealed_bytes(message: Message) -> int:
+    return -(-message.num_bytes // ALIGN_BYTES) * ALIGN_BYTES + TRAILER_BYTES
+
+
+def _room(memory: Tensor, message: Message, device: torch.device) -> Tensor:
+    """`memory` if the message and its trailer fit, else new memory; maybe longer than needed."""
+    num_bytes = _sealed_bytes(message)
+    if memory.dtype == torch.uint8 and memory.numel() >= num_bytes:
+        return memory
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _seal(memory: Tensor, message: Message, trailer: tuple[int, int, int, int]) -> Tensor:
+    """The message with its trailer written behind it."""
+    sealed = memory[: _sealed_bytes(message)]
+    sealed[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(trailer, dtype=torch.int64))
+    return sealed
+
+
+def _tag(version: int, bucket: int, index: int) -> int:
+    return ((version * 8191 + bucket) * 8191 + index + 1) % (1 << 31)

@@ -1,0 +1,194 @@
+"""Memory that another process of this host can map, and writing straight into it.
+
+Owns: allocating and opening such memory on the CPU (memfd) and on CUDA devices (CUDA IPC), and the
+sender over it. Does not own: what lies in it. Invariant: an address says by itself how to open it,
+so one sender serves both, and host memory may be the staging buffer of a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from llamarl.errors import TargetLost
+from llamarl.weights.layout.boxes import Copy, StagingHandle
+from llamarl.weights.transports.packed import cut
+from llamarl.weights.transports.protocol import Carry
+from llamarl.weights.transports.shared_memory import Segment
+
+PIECE_BYTES = 1 << 26  # a copy reads so much before it looks whether its version still stands
+
+CudaHandle = tuple[object, ...]
+"""What torch needs to open CUDA memory of another process: numbers and bytes."""
+
+
+class MappedBlock:
+    """A flat tensor `flat` that others can map at `address`; `num_bytes` long.
+
+    On the CPU a memfd segment; pinned if `device` is CUDA and `is_host`. Else memory of the device.
+    ValueError if there is too little.
+    """
+
+    def __init__(
+        self, label: str, num_elements: int, dtype: torch.dtype, device: torch.device, is_host: bool
+    ) -> None:
+        self.num_bytes = num_elements * dtype.itemsize
+        self._segment: Segment | None = None
+        self._pinned: int | None = None
+        self._address: str | CudaHandle | None = None
+        if device.type == "cuda" and not is_host:
+            try:
+                self.flat = torch.zeros(num_elements, dtype=dtype, device=device)
+            except torch.OutOfMemoryError as error:
+                raise ValueError(
+                    f"GPU memory for {label} must have {self.num_bytes} bytes, got: out of memory"
+                ) from error
+            return
+        self._segment = Segment.create(label, self.num_bytes)
+        self._address = self._segment.path
+        self.flat = self._segment.tensor(dtype)
+        if device.type == "cuda":
+            status = torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), self.num_bytes, 0)
+            if int(status) != 0:
+                self._segment.close()
+                raise ValueError(f"{label} must fit into pinned memory, got CUDA error {status}")
+            self._pinned = self.flat.data_ptr()
+
+    @property
+    def address(self) -> str | CudaHandle:
+        """How other processes open it: a path, or a CUDA handle."""
+        if self._address is None:
+            self._address = _share(self.flat)
+        return self._address
+
+    @property
+    def is_freed_by_offload(self) -> bool:
+        """True if other processes must unmap it before it is offloaded: a GPU's memory. A segment
+        gives up its pages under their mappings."""
+        return self._segment is None
+
+    def renew(self) -> None:
+        """Make the address anew at its next use: the memory may have been elsewhere meanwhile."""
+        self._address = self._segment.path if self._segment is not None else None
+
+    def close(self) -> None:
+        """Let nobody open it any more; tensors handed out stay valid. May be called twice."""
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            self._pinned = None
+        if self._segment is not None:
+            self._segment.close()
+
+
+def _share(flat: Tensor) -> CudaHandle:
+    """A handle of CUDA memory that any number of processes may open, any number of times.
+
+    torch counts on exactly one opening: until it is closed, and for ever after a second one, it
+    keeps the memory from being freed. Here its owner says when it goes, so that count is given up,
+    and the handle names a counter that does not exist, which torch passes over.
+
+    Nor is there anything to wait for: a weight buffer is synchronised before it is offered. The
+    opener would make an event for that at each opening and never destroy it.
+    """
+    device, memory, num_bytes, offset, counter, place, event, _ = (
+        flat.untyped_storage()._share_cuda_()
+    )
+    torch.UntypedStorage._release_ipc_counter_cuda(counter, place)
+    return device, memory, num_bytes, offset, b"/uncounted", 0, event, False
+
+
+class Opened:
+    """A block of another process, mapped. RuntimeError if it is gone."""
+
+    def __init__(self, address: object, num_bytes: int) -> None:
+        self._segment: Segment | None = None
+        self._bytes: Tensor | None
+        if isinstance(address, str):
+            self._segment = Segment.open(address, num_bytes)
+            self._bytes = self._segment.tensor(torch.uint8)
+        else:
+            assert isinstance(address, tuple), address
+            torch.cuda.init()
+            storage = torch.UntypedStorage._new_shared_cuda(*address)
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            self._bytes = flat.set_(storage)[:num_bytes]
+
+    def flat(self, dtype: torch.dtype) -> Tensor:
+        """The whole block as a flat tensor."""
+        assert self._bytes is not None
+        return self._bytes.view(dtype)
+
+    def close(self) -> None:
+        """Unmap it, once no tensor of it is left."""
+        self._bytes = None
+        if self._segment is not None:
+            self._segment.close()
+
+
+class MappedSender:
+    """Writes strided slices straight into the staging buffer of the targets; see
+    transport.TransportSender."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._opened: dict[object, Opened] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def write(
+        self,
+        version: int,
+        copies: Sequence[Copy],
+        handles: Mapping[int, StagingHandle],
+        copy_cast: Carry,
+    ) -> None:
+        devices = set()
+        for whole in copies:
+            handle, dtype = handles[whole.target_rank], getattr(torch, whole.target_dtype)
+            if handle.host != self._host:
+                raise RuntimeError(
+                    f"memory must be of host {self._host} to be mapped, got generator "
+                    f"{handle.replica} rank {handle.rank} on {handle.host}"
+                )
+            for copy in cut(whole, PIECE_BYTES // dtype.itemsize):
+                with self._lock:  # so that nothing is written any more once `close` has returned
+                    flat = self._flat(handle, dtype)
+                    devices.add(flat.device)  # not the tensor: it would keep the mapping
+                    copy_cast(
+                        copy, flat.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+                    )
+                    del flat
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        self._let_go([handle.address for handle in handles.values() if handle.may_be_freed])
+
+    def close(self) -> None:
+        self._is_closed = True  # the piece that is being written is the last one
+        with self._lock:
+            for opened in self._opened.values():
+                opened.close()
+            self._opened.clear()
+
+    def _let_go(self, addresses: Sequence[object]) -> None:
+        """Unmap these; all else stays mapped from write to write."""
+        with self._lock:
+            for address in addresses:
+                if address in self._opened:
+                    self._opened.pop(address).close()
+
+    def _flat(self, handle: StagingHandle, dtype: torch.dtype) -> Tensor:
+        """The offered memory, mapped once; with the lock held."""
+        if self._is_closed:
+            raise TargetLost(f"generator {handle.replica} was disconnected")
+        if handle.address not in self._opened:
+            try:
+                self._opened[handle.address] = Opened(handle.address, handle.num_bytes)
+            except RuntimeError as error:
+                raise TargetLost(
+                    f"memory of generator {handle.replica} rank {handle.rank}: {error}"
+                ) from error
+        return self._opened[handle.address].flat(dtype)

@@ -1,0 +1,114 @@
+"""Messages: how packed transports cut the copies of a route into pieces and line them up.
+
+Owns: the messages and their order. Does not own: sending them. Invariant: both ends derive the same
+messages from the same route, so a message carries values and no description of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from llamarl.weights.layout.boxes import Copy, Route
+
+ALIGN_BYTES = 16  # pieces begin where vector loads like it
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Pieces and the byte where each begins, its values in row-major order; `num_bytes` in all."""
+
+    pieces: tuple[tuple[Copy, int], ...]
+    num_bytes: int
+
+    def each(self, memory: Tensor) -> Iterator[tuple[Copy, Tensor]]:
+        """Each piece with its view of `memory` (uint8 [num_bytes or more])."""
+        for copy, begin in self.pieces:
+            dtype = getattr(torch, copy.target_dtype)
+            end = begin + math.prod(copy.shape) * dtype.itemsize
+            yield copy, memory[begin:end].view(dtype).view(copy.shape)
+
+
+def messages(copies: Sequence[Copy], bucket_bytes: int) -> list[Message]:
+    """Messages of at most `bucket_bytes` (or one element) that carry `copies` in their order."""
+    made: list[Message] = []
+    pieces: list[tuple[Copy, int]] = []
+    end = 0
+    for whole in copies:
+        itemsize = getattr(torch, whole.target_dtype).itemsize
+        for copy in cut(whole, max(1, bucket_bytes // itemsize)):
+            num_bytes = math.prod(copy.shape) * itemsize
+            begin = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+            if pieces and begin + num_bytes > bucket_bytes:
+                made.append(Message(tuple(pieces), end))
+                pieces, begin = [], 0
+            pieces.append((copy, begin))
+            end = begin + num_bytes
+    return [*made, Message(tuple(pieces), end)] if pieces else made
+
+
+def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
+    """Pieces of at most `max_elements` (1 or more) each that make up `copy`."""
+    if math.prod(copy.shape) <= max_elements:
+        yield copy
+        return
+    dim = next(dim for dim, extent in enumerate(copy.shape) if extent > 1)
+    step = max(1, max_elements // (math.prod(copy.shape) // copy.shape[dim]))
+    for first in range(0, copy.shape[dim], step):
+        yield from cut(_slab(copy, dim, first, min(step, copy.shape[dim] - first)), max_elements)
+
+
+def _slab(copy: Copy, dim: int, first: int, extent: int) -> Copy:
+    def changed(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return replace(
+        copy,
+        start=changed(copy.start, copy.start[dim] + first),
+        shape=changed(copy.shape, extent),
+        source_offset=copy.source_offset + first * copy.source_strides[dim],
+        target_offset=copy.target_offset + first * copy.target_strides[dim],
+    )
+
+
+def copies_between(
+    route: Route, source_rank: int, target_rank: int, names: Collection[str]
+) -> list[Copy]:
+    """The route's copies between two ranks, of these parameters (none named: of all)."""
+    return [
+        copy
+        for copy in route.copies
+        if copy.source_rank == source_rank
+        and copy.target_rank == target_rank
+        and (not names or copy.name in names)
+    ]
+
+
+def source_ranks(route: Route) -> list[int]:
+    """Source ranks that occur in the route."""
+    return sorted({copy.source_rank for copy in route.copies})
+
+
+def target_ranks(route: Route) -> list[int]:
+    """Target ranks that occur in the route."""
+    return sorted({copy.target_rank for copy in route.copies})
+
+
+def in_turns(
+    by_rank: dict[int, list[Message]],
+) -> Iterator[tuple[int, int, Message]]:
+    """(rank, index, message), the first ones of all ranks before the second ones."""
+    for index in range(max(map(len, by_rank.values()), default=0)):
+        for rank, made in by_rank.items():
+            if index < len(made):
+                yield rank, index, made[index]
+
+
+def unpack(message: Message, memory: Tensor, flat: Tensor) -> None:
+    """Copy the pieces of `memory` to their places in the target's `flat` memory."""
+    for copy, values in message.each(memory):
+        flat.as_strided(copy.shape, copy.target_strides, copy.target_offset).copy_(values)

@@ -1,0 +1,97 @@
+"""Shared memory of one host: segments that other processes can map and that die with their users.
+
+Owns: creating, opening and sizing a segment. Does not own: what lies in it. Invariant: nothing is
+left behind, whoever is killed when.
+
+A segment is an anonymous file in memory (memfd). Other processes reach it as /proc/PID/fd/N of
+the owner while the owner lives; the kernel frees it when the last process that maps it ends. So
+there are no names to clean up, and the size of /dev/shm (64 MB in many containers) does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+
+import torch
+from torch import Tensor
+
+from llamarl.weights.transports.available import available_bytes
+
+HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker daemon
+
+
+class Segment:
+    """One mapped segment. `path` is how other processes of this user on this host open it."""
+
+    def __init__(self, path: str, fd: int, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self._fd = fd
+        self._memory: mmap.mmap | None = mmap.mmap(
+            fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+        )
+
+    @classmethod
+    def create(cls, label: str, num_bytes: int) -> Segment:
+        """A zeroed segment whose pages are all reserved now, so that no later write can fail.
+
+        `label` shows in /proc/PID/maps. ValueError if the host has too little memory.
+        """
+        fd = os.memfd_create(label, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise ValueError(
+                f"shared memory for {label} must have {num_bytes} bytes, got: {error.strerror}"
+            ) from error
+        return cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_bytes)
+
+    @classmethod
+    def open(cls, path: str, num_bytes: int) -> Segment:
+        """Map a segment of another process. RuntimeError if it is gone or not of this size."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RuntimeError(f"shared memory {path} cannot be opened: {error}") from error
+        actual_bytes = os.fstat(fd).st_size
+        if actual_bytes != num_bytes:
+            os.close(fd)
+            raise RuntimeError(
+                f"shared memory {path} must have {num_bytes} bytes, got {actual_bytes}"
+            )
+        return cls(path, fd, num_bytes)
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """The whole segment as a flat tensor; it keeps the mapping alive by itself."""
+        if self._memory is None:
+            raise RuntimeError(f"shared memory {self.path} is closed")
+        return torch.frombuffer(self._memory, dtype=dtype)
+
+    def close(self) -> None:
+        """Stop others from opening it; the memory goes with the last tensor and mapping."""
+        if self._memory is not None:
+            self._memory = None
+            os.close(self._fd)
+
+
+def this_host() -> str:
+    """The name that layouts and staging handles carry for memory of this machine.
+
+    The cluster gives it, so that two worker daemons on one machine count as two hosts.
+    """
+    return os.environ.get(HOST) or socket.gethostname()
+
+
+def require_memory(purpose: str, num_bytes: int) -> None:
+    """ValueError, with numbers, unless `num_bytes` more of shared memory fit on this host."""
+    if not hasattr(os, "memfd_create"):
+        raise ValueError(f"weights=shared_memory must run on Linux, got {sys.platform}")
+    free_bytes = available_bytes()
+    if num_bytes > free_bytes:
+        raise ValueError(
+            f"{purpose} must fit into memory: needs {num_bytes} bytes, got {free_bytes} available"
+        )

@@ -1,0 +1,104 @@
+"""Cutting weight buffers into parts, and routes into messages."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout
+from llamarl.weights.layout.buckets import cut_buckets
+from llamarl.weights.transports.packed import cut, messages
+
+
+def parameter(*boxes):
+    """Boxes as (rows, columns, offset, strides)."""
+    made, start = [], 0
+    for rows, columns, offset, strides in boxes:
+        place = {"buffer": "weights", "offset": offset, "strides": strides}
+        made.append(Box(start=(start, 0), stop=(start + rows, columns), **place))
+        start += rows
+    return ParameterLayout(shape=(8, 8), dtype="float32", boxes=tuple(made))
+
+
+def test_parts_are_consecutive_ranges_and_fused_parameters_stay_together() -> None:
+    parameters = {
+        "last": parameter((2, 5, 100, (5, 1))),
+        "q": parameter((4, 2, 0, (1, 12))),
+        "k": parameter((4, 2, 4, (1, 12))),
+        "v": parameter((4, 2, 8, (1, 12))),
+        "norm": parameter((1, 6, 30, (6, 1))),
+        "none": parameter(),
+    }
+    fused, norm, last = cut_buckets(parameters, 20)
+    assert set(fused.names) == {"q", "k", "v", "none"}
+    assert (fused.begin, fused.end, fused.is_dense) == (0, 24, True)  # more than asked for
+    assert (norm.names, norm.begin, norm.end) == (("norm",), 30, 36)
+    assert (last.names, last.begin, last.end) == (("last",), 100, 110)
+    first, second = cut_buckets(parameters, 36)
+    assert (first.begin, first.end, first.is_dense) == (0, 36, False)  # 24:30 is nobody's
+    assert second.names == ("last",)
+    (only,) = cut_buckets(parameters, 1000)
+    assert set(only.names) == set(parameters)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5),
+    st.integers(2, 200),
+)
+def test_messages_carry_every_element_once_and_keep_their_size(shapes, bucket_bytes) -> None:
+    dtype = "bfloat16"
+    copies, offset = [], 0
+    for shape in shapes:
+        strides = torch.empty(shape, device="meta").stride()
+        copies.append(
+            Copy(
+                name="w", start=(0,) * len(shape), shape=shape, source_rank=0, source_buffer="w",
+                source_offset=offset, source_strides=strides, target_rank=0,
+                target_buffer="weights", target_offset=offset, target_strides=strides,
+                target_dtype=dtype,
+            )
+        )  # fmt: skip
+        offset += math.prod(shape)
+    source = torch.arange(offset)
+    target = torch.full((offset,), -1)
+    for message in messages(copies, bucket_bytes):
+        assert message.num_bytes <= bucket_bytes
+        ends = [0]
+        for copy, begin in message.pieces:
+            assert begin >= ends[-1]
+            ends.append(begin + 2 * math.prod(copy.shape))
+            piece = source.as_strided(copy.shape, copy.source_strides, copy.source_offset)
+            place = target.as_strided(copy.shape, copy.target_strides, copy.target_offset)
+            assert (place == -1).all()
+            place.copy_(piece)
+        assert ends[-1] == message.num_bytes
+    assert torch.equal(source, target)
+
+
+def test_a_piece_knows_its_global_index() -> None:
+    whole = Copy(
+        name="w", start=(3, 5), shape=(4, 6), source_rank=0, source_buffer="w", source_offset=7,
+        source_strides=(6, 1), target_rank=1, target_buffer="weights", target_offset=2,
+        target_strides=(1, 4), target_dtype="float32",
+    )  # fmt: skip
+    pieces = list(cut(whole, 4))
+    assert [piece.start for piece in pieces[:3]] == [(3, 5), (3, 9), (4, 5)]
+    assert pieces[1] == dataclasses.replace(
+        whole, start=(3, 9), shape=(1, 2), source_offset=11, target_offset=18
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 23, 24, 1000])
+def test_pieces_keep_the_limit(limit) -> None:
+    whole = Copy(
+        name="w", start=(0, 0), shape=(4, 6), source_rank=0, source_buffer="w", source_offset=0,
+        source_strides=(6, 1), target_rank=0, target_buffer="weights", target_offset=0,
+        target_strides=(6, 1), target_dtype="float32",
+    )  # fmt: skip
+    sizes = [math.prod(piece.shape) for piece in cut(whole, limit)]
+    assert sum(sizes) == 24
+    assert max(sizes) <= limit

@@ -1,0 +1,110 @@
+"""The reference of the config says what the dataclasses say, and knows what others call a key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llamarl.config import Config
+from llamarl.recipe.composition import reference
+from llamarl.recipe.config_reference import ELSEWHERE
+from tests.unit.test_config import MINIMUM, make_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_key_has_type_default_and_meaning() -> None:
+    config = make_config(*MINIMUM)
+    given = {"run_dir", "model.checkpoint", "data.prompts"}
+    flat = {key: value for key, value in fields_of(config).items() if key not in given}
+    assert len(flat) > 100
+    for name, value in flat.items():
+        key = reference().keys[name]
+        resolved = key.default == "auto"  # by the device
+        assert resolved or yaml.safe_load(key.default) == value, name
+        assert key.meaning.endswith("."), name
+        assert key.name in key.line()
+        assert " ".join(key.text().split()).count(key.meaning) == 1
+
+
+def fields_of(config: Config) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in vars(config).items():
+        is_section = hasattr(value, "__dataclass_fields__")
+        fields = vars(value).items() if is_section else [("", value)]
+        found |= {f"{name}.{field}".rstrip("."): each for field, each in fields}
+    return found
+
+
+def test_keys_of_one_choice_and_defaults_that_differ_are_marked() -> None:
+    keys = reference().keys
+    assert "only with algorithm=aipo\n" in keys["algorithm.rho"].text()
+    assert "default mean (" in keys["algorithm.advantage"].text()
+    assert "rloo: leave_one_out" in keys["algorithm.advantage"].text()
+    assert "from 0 to 1," in keys["trainer.min_lr_share"].text()
+
+
+def test_names_from_elsewhere_lead_to_one_key_and_are_none_here() -> None:
+    names = [name for words in ELSEWHERE.values() for name in words.split()]
+    assert len(names) == len(set(names))
+    here = {*reference().keys, *reference().sections}
+    assert ELSEWHERE.keys() <= here
+    leaves = {key.rpartition(".")[2] for key in here}
+    assert not leaves & set(names)
+    overview = reference().overview()
+    for name in names:
+        (meant,) = reference().meant_by(name)
+        assert f"{name:<36}{meant}\n" in overview
+        assert reference().about(name).startswith((meant, f"== {meant}"))
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("num_step", ["num_steps"]),
+        ("trainer.lrr", ["trainer.lr"]),
+        ("trainr.lr", ["trainer.lr"]),
+        ("lr", ["trainer.lr"]),
+        ("max_tokens", ["sampling.max_tokens", "evaluation.max_tokens"]),
+        ("algorithms", ["algorithm"]),
+        ("algorithm.beta", ["algorithm.kl_coefficient"]),
+        ("actor_rollout_ref.rollout.n", ["sampling.rollouts_per_prompt"]),
+        ("zebra", []),
+    ],
+)
+def test_a_wrong_key_is_understood(written: str, meant: list[str]) -> None:
+    assert reference().meant_by(written) == meant
+    with pytest.raises(ValueError, match=f"KEY must .* lists, got '{written}'") as raised:
+        reference().about(written)
+    assert all(key in str(raised.value) for key in meant)
+
+
+def llamarl(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m llamarl {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+def test_help_is_ours_fits_the_width_and_may_be_cut_off() -> None:
+    done = llamarl("train --help", COLUMNS="72")
+    assert done.returncode == 0, done.stderr
+    assert "Hydra" not in done.stdout
+    assert "_schema" not in done.stdout
+    lines = done.stdout.splitlines()
+    described = [line for line in lines if line.startswith("    ")]
+    assert len(described) > 250
+    assert max(map(len, described)) <= 90, "what cannot be broken may stand out"
+    assert sum(len(line) > 72 for line in described) < 5
+    for command in ("train --help", "config"):
+        cut = llamarl(f"{command} | head -1")
+        assert (cut.returncode, cut.stderr, cut.stdout.count("\n")) == (0, "", 1)

@@ -1,0 +1,407 @@
+"""Log-prob checks on fakes: who is caught, who is left in peace, and what becomes of the rows."""
+
+import asyncio
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.logprob_check import (
+    FACTOR,
+    FLOOR,
+    NUM_LATEST,
+    NUM_PROOFS,
+    NUM_START_ROWS,
+    NUM_TOKENS,
+    LogprobCheck,
+    Tolerance,
+)
+from llamarl.planner.simulation.clock import run
+from llamarl.types import FinishReason, Prompt, Purpose, RolloutInfo, Sampling, VersionSpan
+
+SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
+PROMPTS = [Prompt(prompt_id=i, text="", token_ids=(5, i)) for i in range(3)]
+
+
+class FakeDispatch:
+    """Replicas that write what they are asked at once, with the version they serve."""
+
+    def __init__(self, ledger, replicas):
+        self.ledger, self.versions = ledger, dict.fromkeys(replicas, 0)
+        self.asked = []
+        self.is_broken = False
+
+    @property
+    def replicas(self):
+        return self.versions
+
+    async def submit_to(self, index, requests):
+        self.asked += [(index, request) for request in requests]
+        if self.is_broken:
+            raise ValueError("prompts must have a token, got none")
+        if index not in self.versions:
+            return  # lost
+        for request in requests:
+            versions = self.versions[index]
+            versions = versions if isinstance(versions, tuple) else (versions,)
+            row = RolloutInfo(
+                row_id=request.row_id,
+                num_prompt_tokens=2,
+                num_tokens=2 * len(versions),
+                spans=tuple(VersionSpan(version=v, num_tokens=2) for v in versions),
+                finish_reason=FinishReason.LENGTH,
+                replica=index,
+            )
+            self.ledger.learn_rows([row])
+
+
+class FakeTrainer:
+    """`noise(replica)` is the difference of a row of that replica."""
+
+    def __init__(self, ledger):
+        self.ledger = ledger
+        self.noise = lambda replica: 1e-5
+        self.asked = []
+
+    async def infer(self, row_ids):
+        assert row_ids, "a collective for nothing"
+        self.asked.append(row_ids)
+        return [self.noise(self.ledger.entries[row_id].row.replica) for row_id in row_ids]
+
+
+class FakeStorage:
+    """Remembers what was retired."""
+
+    def __init__(self):
+        self.outcomes = {}
+
+    async def retire(self, row_ids, outcome):
+        assert not self.outcomes.keys() & set(row_ids)
+        self.outcomes |= dict.fromkeys(row_ids, outcome)
+
+
+class Setting:
+    """A log-prob check among fakes, `publish` and `check` as the controller calls them."""
+
+    def __init__(self, replicas=(0, 1), mode="fail"):
+        self.ledger = Ledger(loop_stages(has_reference=True))
+        self.dispatch = FakeDispatch(self.ledger, replicas)
+        self.trainer, self.storage = FakeTrainer(self.ledger), FakeStorage()
+        self.num_rows = 0
+        self.logprob_check = LogprobCheck(
+            dispatch=self.dispatch,
+            ledger=self.ledger,
+            storage=self.storage,
+            trainer=self.trainer,
+            allocate_rows=self.allocate,
+            prompts=PROMPTS,
+            sampling=SAMPLING,
+            seed=7,
+            mode=mode,
+        )
+
+    def allocate(self, count):
+        self.num_rows += count
+        return range(self.num_rows - count, self.num_rows)
+
+    async def publish(self, version, *, serves=None):
+        for replica in list(self.dispatch.versions):
+            self.dispatch.versions[replica] = version if serves is None else serves
+            self.logprob_check.committed(replica, version)
+        await asyncio.sleep(0)
+
+    async def start(self):
+        await self.publish(0)
+        return await self.logprob_check.check(0)
+
+
+def test_of_many_replicas_a_few_are_asked_at_each_version_and_all_in_turn():
+    async def main():
+        setting = Setting(range(64))
+        asked = []
+        for version in range(4):
+            await setting.publish(version)
+            asked.append({index for index, _ in setting.dispatch.asked})
+            setting.dispatch.asked.clear()
+        assert [len(each) for each in asked] == [16] * 4
+        assert set.union(*asked) == set(range(64))
+
+    asyncio.run(main())
+
+
+def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
+    async def main():
+        setting, noise = Setting(), random.Random(0)
+        setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
+        scalars = await setting.start()
+        assert scalars["logprob_check_rows"] == 2 * NUM_START_ROWS
+        assert setting.logprob_check.tolerance.value == FLOOR
+        for version in range(1, 1001):
+            await setting.publish(version)
+            scalars = await setting.logprob_check.check(version)
+            assert scalars["logprob_check_rows"] == 2
+            assert (
+                scalars["logprob_check_difference"] <= scalars["logprob_check_tolerance"] == FLOOR
+            )
+        assert not setting.ledger.entries
+        assert set(setting.storage.outcomes) == set(range(setting.num_rows))
+        assert setting.storage.outcomes[setting.num_rows - 1] == {
+            "outcome": "logprob_check",
+            "version": 1000,
+        }
+        assert (setting.logprob_check.num_checked, setting.logprob_check.num_missed) == (
+            setting.num_rows,
+            0,
+        )
+
+    run(main())
+
+
+def test_requests_are_short_of_the_training_distribution_and_nobody_elses():
+    async def main():
+        setting = Setting()
+        await setting.start()
+        await setting.publish(1)
+        requests = [request for _, request in setting.dispatch.asked]
+        assert [replica for replica, _ in setting.dispatch.asked] == [
+            *[0] * NUM_START_ROWS,
+            *[1] * NUM_START_ROWS,
+            *[0, 1],
+        ]
+        assert {r.sampling for r in requests} == {replace(SAMPLING, max_tokens=NUM_TOKENS)}
+        assert {r.purpose for r in requests} == {Purpose.CHECK}
+        assert [r.min_version for r in requests] == [0] * 2 * NUM_START_ROWS + [1] * 2
+        assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
+        for stage in ("score", "infer", "settle"):  # they are never rewarded or trained on
+            assert not setting.ledger._queues[stage]
+
+    run(main())
+
+
+@pytest.mark.parametrize("lie", [0.5, float("nan"), float("inf")])
+def test_a_replica_that_decodes_with_something_else_is_named(lie):
+    async def main():
+        setting = Setting()
+        await setting.start()
+        await setting.publish(1)
+        setting.trainer.noise = lambda replica: lie if replica == 1 else 1e-5
+        what = rf"generator 1 must write with version 1, .* by {lie:.2g}, tolerated: 0.001"
+        with pytest.raises(RuntimeError, match=what):
+            await setting.logprob_check.check(1)
+
+    run(main())
+
+
+def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
+    async def main():
+        setting, noise = Setting(), random.Random(1)
+        setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
+        await setting.start()
+        assert FACTOR * 0.01 < setting.logprob_check.tolerance.value <= FACTOR * 0.05
+        for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
+            difference = 2.0 if version % NUM_PROOFS == 1 else 0.02
+            setting.trainer.noise = lambda replica, difference=difference: difference
+            await setting.publish(version)
+            scalars = await setting.logprob_check.check(version)
+            assert scalars["logprob_check_difference"] == difference
+        setting.trainer.noise = lambda replica: 2.0 if replica == 1 else 0.02
+        for version in range(200, 199 + NUM_PROOFS):
+            await setting.publish(version)
+            await setting.logprob_check.check(version)
+        await setting.publish(300)
+        with pytest.raises(RuntimeError, match=r"generator 1 .* differ from the trainer's by 2, "):
+            await setting.logprob_check.check(300)
+
+    run(main())
+
+
+def healthy(rng, middle):
+    """The largest difference of a row of a bfloat16 engine: half are below `middle`, a tenth above
+    seven times that, one in a hundred up to 80 times that."""
+    if rng.random() < 0.01:
+        return middle * rng.uniform(30.0, 80.0)
+    return middle * math.exp(rng.gauss(0.0, 1.55))
+
+
+def first_proof(seed, num_steps, num_replicas, growth, lie_from=None, lie=None):
+    """The step at which a simulated run is said to be wrong, or None: differences grow `growth`
+    times, and from `lie_from` on replica 0 writes with something else."""
+    rng, tolerance = random.Random(seed), Tolerance()
+    start = rng.uniform(0.01, 0.04)
+    for replica in range(num_replicas):
+        for _ in range(NUM_START_ROWS):
+            assert tolerance.find_excess(replica, healthy(rng, start)) is None
+    for step in range(num_steps):
+        for replica in range(num_replicas):
+            difference = healthy(rng, start * growth ** (step / num_steps))
+            if lie is not None and replica == 0 and step >= lie_from:
+                difference = lie(rng)
+            if tolerance.find_excess(replica, difference) is not None:
+                return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_replicas", "num_runs"),
+    [
+        (500, 1, 300),
+        pytest.param(2000, 1, 300, marks=pytest.mark.slow),
+        pytest.param(2000, 16, 100, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("growth", [pytest.param(1.0, marks=pytest.mark.slow), 10.0])
+def test_healthy_runs_whose_differences_grow_are_left_in_peace(
+    num_steps, num_replicas, num_runs, growth
+):
+    proofs = [first_proof(seed, num_steps, num_replicas, growth) for seed in range(num_runs)]
+    assert sum(step is not None for step in proofs) < num_runs / 100
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+@pytest.mark.parametrize(
+    ("middle", "spread", "limit", "share"),
+    [(3.5, 0.9, 300, 0.9), (20.0, 0.2, NUM_PROOFS, 1.0)],
+    ids=["weights of one layer doubled", "permuted or missing"],
+)
+def test_another_policy_is_found_among_growing_differences(
+    middle, spread, limit, share, num_replicas
+):
+    def lie(rng):  # as measured with the shipped checkpoint in bfloat16
+        return middle * math.exp(rng.gauss(0.0, spread))
+
+    steps = [first_proof(seed, 500, num_replicas, 5.0, 200, lie) for seed in range(30)]
+    assert sum(step is not None and 200 <= step < 200 + limit for step in steps) >= share * 30
+
+
+def test_differences_that_no_rounding_explains_are_found_however_slowly_they_came():
+    tolerance, step = Tolerance(), 0
+    for _ in range(NUM_START_ROWS):
+        assert tolerance.find_excess(0, 0.02) is None
+    while tolerance.find_excess(0, 0.02 * 10 ** (step / 500)) is None:
+        step += 1
+    assert 500 * math.log10(50) <= step < 500 * math.log10(50) + NUM_LATEST
+
+
+def test_a_warning_is_given_once_and_again_after_a_replica_was_right(caplog):
+    async def main():
+        setting = Setting(mode="warn")
+        await setting.start()
+        for version, is_lying in enumerate((True, True, False, True), 1):
+            setting.trainer.noise = lambda replica, lies=is_lying: 0.5 if lies and replica else 1e-5
+            await setting.publish(version)
+            assert (await setting.logprob_check.check(version))["logprob_check_rows"] == 2
+
+    run(main())
+    warnings = [record.message for record in caplog.records]
+    assert [text.split(",")[0] for text in warnings] == [
+        f"generator 1 must write with version {version}" for version in (1, 4)
+    ]
+
+
+def test_switched_off_nothing_is_asked_or_compared():
+    async def main():
+        setting = Setting(mode="off")
+        await setting.publish(0)
+        assert await setting.logprob_check.check(0) == {}
+        assert not setting.dispatch.asked
+        assert not setting.ledger.entries
+
+    run(main())
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_a_lie_at_the_start_is_no_measure_of_what_is_normal(liar):
+    async def main():
+        setting = Setting()
+        setting.trainer.noise = lambda replica: 7.0 if replica == liar else 0.02
+        with pytest.raises(RuntimeError, match=f"generator {liar} must write with version 0"):
+            await setting.start()
+
+    run(main())
+
+
+def test_outliers_at_the_start_are_normal_for_coarse_engines():
+    async def main():
+        setting, noise = Setting(), random.Random(2)
+        setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
+        await setting.start()
+        assert setting.logprob_check.tolerance.value == FACTOR * 0.03
+
+    run(main())
+
+
+@pytest.mark.parametrize("serves", [4, 6, (4, 5), (5, 6)])
+def test_rows_of_another_version_are_dropped_and_counted(serves):
+    async def main():
+        setting = Setting()
+        await setting.start()
+        setting.trainer.noise = lambda replica: 3.0
+        await setting.publish(5, serves=serves)
+        assert await setting.logprob_check.check(5) == {"logprob_check_rows": 0}
+        assert setting.logprob_check.num_missed == 2
+        assert not setting.ledger.entries
+        assert len(setting.trainer.asked) == 1  # the start's
+
+    run(main())
+
+
+def test_a_row_that_never_comes_costs_nothing():
+    async def main():
+        setting = Setting()
+        await setting.start()
+        del setting.dispatch.versions[1]
+        setting.logprob_check.committed(1, 1)
+        setting.logprob_check.committed(0, 1)
+        setting.dispatch.versions[0] = 1
+        await asyncio.sleep(0)
+        assert (await setting.logprob_check.check(1))["logprob_check_rows"] == 1
+        assert len(setting.ledger.rows(Purpose.CHECK)) == 1  # the controller retires it in the end
+        assert await setting.logprob_check.check(2) == {"logprob_check_rows": 0}
+
+    run(main())
+
+
+def test_few_rows_are_not_enough_to_know_what_is_normal():
+    async def main():
+        setting = Setting(replicas=[0])
+        setting.dispatch.versions.clear()
+        setting.logprob_check.committed(0, 0)  # its start rows are lost
+        await asyncio.sleep(0)
+        setting.dispatch.versions[0] = 0
+        for version in range(1, NUM_START_ROWS + 1):
+            assert setting.logprob_check.tolerance.value is None
+            await setting.publish(version)
+            scalars = await setting.logprob_check.check(version)
+            assert scalars["logprob_check_rows"] == 1
+        assert setting.logprob_check.tolerance.value == FLOOR
+
+    run(main())
+
+
+def test_a_request_that_is_refused_ends_the_run_at_the_next_check():
+    async def main():
+        setting = Setting()
+        setting.dispatch.is_broken = True
+        with pytest.raises(ValueError, match="prompts must have a token"):
+            await setting.start()
+
+    run(main())
+
+
+def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
+    setting = Setting()
+    short = replace(SAMPLING, max_tokens=3)
+    logprob_check = LogprobCheck(
+        dispatch=setting.dispatch, ledger=setting.ledger, storage=setting.storage,
+        trainer=setting.trainer, allocate_rows=setting.allocate, prompts=PROMPTS, sampling=short,
+        seed=0, mode="fail",
+    )  # fmt: skip
+
+    async def main():
+        logprob_check.committed(0, 0)
+        await asyncio.sleep(0)
+
+    run(main())
+    assert setting.dispatch.asked[0][1].sampling.max_tokens == 3

@@ -1,0 +1,227 @@
+"""Long runs: span files stay below their limit, and what is summed still adds up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tempfile
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.metrics.aggregate import Shares, Track, Tracks, read_timeline, shares_of
+from llamarl.metrics.intervals import length
+from llamarl.metrics.span import Spans
+from llamarl.metrics.span_file import Span, SpanReader, files_of, full_files, span_files
+from llamarl.metrics.span_history import sum_old_files, summed
+from tests.unit.test_metrics_time import write_spans, write_trace
+
+S = 10**9
+LIMIT_BYTES = 100_000
+
+
+def record_work(spans: Spans, num_steps: int, start_ns: int) -> int:
+    """Decode steps of about 0.1 s with some waits between; returns when the last one ends."""
+    rng = random.Random(0)
+    now_ns = start_ns
+    for step in range(num_steps):
+        end_ns = now_ns + rng.randrange(S // 20, S // 5)
+        spans.record("decode", now_ns, end_ns, tokens=step % 7, version=step // 100)
+        now_ns = end_ns
+        if step % 10 == 0:
+            end_ns = now_ns + rng.randrange(S // 2)
+            spans.record("requests", now_ns, end_ns, "wait")
+            now_ns = end_ns
+    return now_ns
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same work recorded with a limit and without one."""
+    folders = tmp_path_factory.mktemp("limited"), tmp_path_factory.mktemp("whole")
+    start_ns = time.monotonic_ns()
+    for folder, limit_bytes in zip(folders, (LIMIT_BYTES, None), strict=True):
+        generator = Spans("generator-0", folder, limit_bytes)
+        end_ns = record_work(generator, 5000, start_ns)
+        generator.close()
+        trainer = Spans("trainer-0", folder, limit_bytes)
+        trainer.record("accumulate", start_ns, end_ns)
+        trainer.close()
+        controller = Spans("controller", folder, limit_bytes)
+        controller.record("step", start_ns + 10 * S, end_ns - 10 * S, "mark")
+        controller.close()
+    return folders
+
+
+def test_the_files_of_a_process_stay_below_the_limit_whatever_it_records(tmp_path):
+    spans = Spans("generator-0", tmp_path, LIMIT_BYTES)
+    now_ns, most_bytes = time.monotonic_ns(), 0
+    for _ in range(50):
+        now_ns = record_work(spans, 100, now_ns)
+        with contextlib.suppress(FileNotFoundError):  # one was summed up meanwhile: look later
+            most_bytes = max(most_bytes, sum(path.stat().st_size for path in tmp_path.iterdir()))
+    spans.close()
+    assert 0 < most_bytes <= LIMIT_BYTES
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > LIMIT_BYTES // 3
+
+
+def test_shares_and_extent_of_a_limited_run_are_those_of_a_whole_one(long_run):
+    limited, whole = map(read_timeline, long_run)
+    assert limited.whole_ns > 0 == whole.whole_ns
+    ours, theirs = limited.shares()["generator-0"], whole.shares()["generator-0"]
+    assert ours.busy == pytest.approx(theirs.busy, abs=5e-3)
+    assert ours.waits == {"requests": pytest.approx(theirs.waits["requests"], abs=5e-3)}
+    assert length(limited.sessions) == pytest.approx(length(whole.sessions), abs=S)
+    tokens = [sum(t.processes["generator-0"]["busy", "decode"].tokens) for t in (limited, whole)]
+    assert tokens[0] == tokens[1]
+    # What needs two processes at one moment is taken from where both are known exactly.
+    window = np.array([[limited.whole_ns, limited.steps[-1, 1]]])
+    assert limited.both_busy_share() == pytest.approx(whole.both_busy_share(window), abs=1e-2)
+
+
+def test_the_newest_spans_are_kept_one_by_one(long_run):
+    limited, whole = (list(SpanReader(folder / "generator-0.jsonl").read()) for folder in long_run)
+    single = [span for span in limited if not span.is_sum]
+    assert len(single) > 300
+    shapes = [[(s.name, s.args, s.end_ns - s.start_ns) for s in run] for run in (single, whole)]
+    assert shapes[0] == shapes[1][-len(single) :]
+    assert {span.session for span in limited} == {0}
+
+
+def test_a_trace_that_is_cut_says_so(long_run, tmp_path):
+    for folder, is_cut in zip(long_run, (True, False), strict=True):
+        num_spans = write_trace(folder, tmp_path / "trace.json")
+        trace = json.loads((tmp_path / "trace.json").read_text())
+        cut = trace.get("otherData", {}).get("cut", {})
+        assert list(cut) == (["generator-0"] if is_cut else [])
+        assert num_spans == sum(event["ph"] == "X" for event in trace["traceEvents"])
+        assert not any("spans" in event["args"] for event in trace["traceEvents"])
+
+
+def test_a_calibration_takes_no_sum_for_a_call(long_run):
+    from llamarl.planner.simulation.calibration import _read_spans
+
+    spans = _read_spans(long_run[0])["generator-0"]
+    assert len(spans) > 300
+    assert max(s.end_ns - s.start_ns for s in spans if s.name == "decode") <= S // 5
+
+
+def test_a_reader_meets_each_span_once_while_files_are_turned(tmp_path):
+    spans = Spans("generator-0", tmp_path, LIMIT_BYTES)
+    reader = SpanReader(tmp_path / "generator-0.jsonl")
+    now_ns, seen = time.monotonic_ns(), []
+    for number in range(3000):
+        spans.record("decode", now_ns, now_ns + S, tokens=number)
+        now_ns += S
+        if number % 50 == 0:
+            seen += [span.args["tokens"] for span in reader.read() if span.name == "decode"]
+    spans.close()
+    seen += [span.args["tokens"] for span in reader.read() if span.name == "decode"]
+    assert seen == list(range(3000))
+    assert files_of(tmp_path / "generator-0.jsonl")[0].suffix == ".past"
+
+
+def test_what_a_killed_process_had_summed_already_does_not_count_twice(tmp_path):
+    path = tmp_path / "trainer-0.jsonl"
+    for number in range(1, 5):
+        write_spans(tmp_path, "trainer-0", [("accumulate", "busy", number, number + 1)])
+        path.rename(tmp_path / f"trainer-0.jsonl.{number}")
+    again = {full.name: full.read_bytes() for full in full_files(path)}
+    sum_old_files(path, 10_000)
+    for name, content in again.items():
+        (tmp_path / name).write_bytes(content)  # killed before it removed what it had summed
+    (tmp_path / "trainer-0.jsonl.past.tmp").write_text('{"summed_fi')
+    spans = [span for span in SpanReader(path).read() if span.name == "accumulate"]
+    assert [span.start_ns // S for span in spans] == [1, 2, 3, 4]
+    assert [span.session for span in spans] == [0, 1, 2, 3]
+    assert span_files(tmp_path) == [path], "also while there is no file being written"
+    sum_old_files(path, 10_000)
+    assert [full.name for full in full_files(path)] == ["trainer-0.jsonl.3", "trainer-0.jsonl.4"]
+
+
+def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
+    for _ in range(2):
+        spans = Spans("generator-0", tmp_path, LIMIT_BYTES)
+        record_work(spans, 2500, time.monotonic_ns())
+        spans.close()
+    spans = list(SpanReader(tmp_path / "generator-0.jsonl").read())
+    assert {span.session for span in spans} == {0, 1}
+    assert sum(span.args.get("tokens", 0) for span in spans) == 2 * sum(n % 7 for n in range(2500))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= LIMIT_BYTES
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c"]),
+            st.sampled_from(["busy", "wait"]),
+            st.integers(0, 400),
+            st.integers(0, 100),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 20),
+)
+def test_sums_keep_busy_and_wait_time_and_tokens(work, max_bins):
+    """In tenths of a second; bins are seconds or more."""
+    spans = [
+        Span(0, name, cat, start * S // 10, (start + long) * S // 10, {"tokens": long})
+        for name, cat, start, long in work
+    ]
+    (sums,) = summed(spans, max_bins)
+    again = summed(sums, max_bins)[0]
+    whole = np.array([[0, 1000 * S]])
+    expected, *others = (_shares(each, whole) for each in (spans, sums, again))
+    for other in others:
+        assert other.busy == pytest.approx(expected.busy)
+        assert other.waits == pytest.approx(expected.waits)
+    for each in (sums, again):
+        assert sum(s.args.get("tokens", 0) for s in each) == sum(s.args["tokens"] for s in spans)
+        assert len(each) <= (2 * max_bins + 3) * 6 + 1
+        kept = [s for s in each if s.cat in ("busy", "wait") and s.end_ns > s.start_ns]
+        kept.sort(key=lambda s: s.start_ns)
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(kept))
+
+
+def _shares(spans: list[Span], window: np.ndarray) -> Shares:
+    tracks: Tracks = defaultdict(Track)
+    for span in spans:
+        tracks[span.cat, span.name].times_ns.extend((span.start_ns, span.end_ns))
+    shares = shares_of(tracks, window)
+    return Shares(shares.busy, {name: share for name, share in shares.waits.items() if share})
+
+
+@given(st.binary(max_size=40), st.integers(0, 400), st.sampled_from(["", ".past", ".1"]))
+def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, suffix):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trainer-0.jsonl")
+        write_spans(Path(folder), "trainer-0", [("accumulate", "busy", n, n + 1) for n in range(4)])
+        content = path.read_bytes()
+        for end in ("", ".past", ".1"):
+            damaged = content[:place] + junk + content[place + len(junk) :]
+            Path(f"{path}{end}").write_bytes(damaged if end == suffix else content)
+        spans = list(SpanReader(path).read())
+        hit = content[place : place + len(junk)].count(b"\n") + junk.count(b"\n") + 1
+        assert 12 - hit - 1 <= len(spans)
+        sum_old_files(path, 10_000)
+        read_timeline(folder)
+
+
+@pytest.mark.parametrize("count", ["tokens", "spans"])
+def test_a_damaged_count_costs_its_line(tmp_path, count):
+    path = tmp_path / "generator-0.jsonl"
+    write_spans(tmp_path, "generator-0", [("decode", "busy", 1, 2, 7), ("decode", "busy", 2, 3, 8)])
+    damaged = path.read_text().replace('"tokens": 7', f'"{count}": "7x"')
+    for end in ("", ".1", ".2", ".3"):
+        Path(f"{path}{end}").write_text(damaged)
+    sum_old_files(path, 10_000)
+    timeline = read_timeline(tmp_path)
+    assert sum(timeline.processes["generator-0"]["busy", "decode"].tokens) == 4 * 8
