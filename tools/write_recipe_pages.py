@@ -2,8 +2,8 @@
 
     python tools/write_recipe_pages.py [RECIPE ...]
 
-Every page with a block that begins with `$ llamarl plan --config-dir RECIPE` (the recipes' README
-files and the project's) gets that block anew; all else in it stays. RECIPE limits the work to some.
+Every page with a block that begins with `$ llamarl plan --config-dir RECIPE` (the recipes' pages
+and docs/planning.md) gets that block again; all else in it stays. RECIPE limits the work to some.
 tests/unit/test_recipes.py, run with `-m slow`, compares the pages with the planner.
 """
 
@@ -18,12 +18,13 @@ from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("recipes/*/README.md")), ROOT / "README.md"]
+PLANNING = ROOT / "docs" / "planning.md"
+PAGES = [*sorted(ROOT.glob("recipes/*/README.md")), PLANNING]
 BLOCK = re.compile(
-    r"^```\n(\$ llamarl plan --config-dir (\S+)\n).*?^```$", re.MULTILINE | re.DOTALL
+    r"^```console\n(\$ llamarl plan --config-dir (\S+)\n).*?^```$", re.MULTILINE | re.DOTALL
 )
-COMPARED = ": published (LlamaRL"  # from here on, a table that the project's page shows
-SHORT_KINDS = (  # memory that the project's page leaves out
+COMPARED = ": published (LlamaRL"  # from here on, a table that docs/planning.md shows
+SHORT_KINDS = (  # memory that docs/planning.md leaves out
     *("snapshot", "transfer", "unsharded", "recomputation"),
     *("reduction", "preparation", "logits"),
 )
@@ -40,7 +41,7 @@ def main() -> None:
             command, recipe = found.groups()
             if wanted and Path(recipe).name not in wanted:
                 return found.group()
-            return f"```\n{command}" + "\n".join(excerpt(page, report(recipe))) + "\n```"
+            return f"```console\n{command}" + "\n".join(excerpt(page, report(recipe))) + "\n```"
 
         renewed = BLOCK.sub(renew, text)
         if renewed != text:
@@ -61,11 +62,11 @@ def report(recipe: str) -> str:
 def excerpt(page: Path, printed: str) -> Iterator[str]:
     """The lines that a page shows; "..." stands for those after them."""
     for line in printed.splitlines():
-        is_front = page.parent == ROOT
-        if line.startswith("- ") if is_front else COMPARED in line:
+        is_short = page == PLANNING
+        if line.startswith("- ") if is_short else COMPARED in line:
             yield "..."
             return
-        if not (is_front and line.startswith(SHORT_KINDS)):
+        if not (is_short and line.startswith(SHORT_KINDS)):
             yield line
 
 

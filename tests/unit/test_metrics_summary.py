@@ -26,7 +26,7 @@ from llamarl.types import FinishReason, Group
 from tests.unit.test_metrics_record import make_group, make_row
 from tests.unit.test_metrics_time import write_spans
 
-NAMED_BY_THE_README = {
+PROMISED = {
     "accuracy_before",
     "accuracy_after",
     "reward_before",
@@ -102,7 +102,7 @@ def run_dir(tmp_path):
 
 def test_the_summary_equals_the_hand_worked_one(run_dir):
     summary = summarize(run_dir)
-    assert set(summary) == NAMED_BY_THE_README
+    assert set(summary) == PROMISED
     assert summary == {
         "accuracy_before": 0.5,
         "accuracy_after": 1.0,
@@ -132,7 +132,7 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
 
 def test_a_run_that_stored_nothing_has_a_summary_of_nulls(tmp_path):
     summary = summarize(tmp_path)
-    assert set(summary) == NAMED_BY_THE_README
+    assert set(summary) == PROMISED
     assert summary["steps"] == 0
     assert summary["accuracy_before"] is None
     assert summary["staleness_max"] is None

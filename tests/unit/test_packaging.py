@@ -39,7 +39,8 @@ def test_what_is_pinned_lies_within_what_is_declared() -> None:
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.M))
     for name, allowed in DECLARED.items():
         assert allowed.contains(pins[name]), name
-    for requirement in map(Requirement, PROJECT["optional-dependencies"]["dev"]):
+    extras = PROJECT["optional-dependencies"]
+    for requirement in map(Requirement, [*extras["dev"], *extras["docs"]]):
         assert requirement.specifier.contains(pins[requirement.name]), requirement
     (vllm,) = PROJECT["optional-dependencies"]["vllm"]
     assert f"\n{vllm} " in (ROOT / "requirements-vllm.txt").read_text()

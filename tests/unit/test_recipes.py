@@ -17,7 +17,7 @@ from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import render_report
 from llamarl.recipe.inputs import read_planned_architecture
 from tests.unit.composing import compose_recipe
-from tests.unit.test_readme import FENCED
+from tests.unit.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -36,7 +36,10 @@ NUM_PARAMETERS = {  # as the models' cards round them
     "llama31_405b_math": 405.9e9,
 }
 LEAST_FREE = 0.05  # of a GPU's memory
-PAGES = [*(ROOT / "recipes" / name / "README.md" for name in MOST_GPUS), ROOT / "README.md"]
+PAGES = [
+    *(ROOT / "recipes" / name / "README.md" for name in MOST_GPUS),
+    ROOT / "docs" / "planning.md",
+]
 
 
 @lru_cache
@@ -58,9 +61,9 @@ def report_of(name: str) -> str:
 def shown(page: Path) -> dict[str, list[str]]:
     """Recipe -> the lines that the page shows as the output of `llamarl plan`, but for "..."."""
     found = {}
-    for _, body in FENCED.findall(page.read_text()):
+    for body in blocks(page.read_text(), "console"):
         command, _, output = body.partition("\n")
-        if command.startswith("$ llamarl plan "):
+        if command.startswith("$ llamarl plan ") and not output.startswith("$ "):
             words = shlex.split(command)
             assert words[3] == "--config-dir"
             assert len(words) == 5, "the planner's own answer, without overrides"

@@ -1,0 +1,199 @@
+"""Draw the README's pictures from one real run of the quickstart.
+
+    python tools/draw_pictures.py [KEY=VALUE ...]
+    python tools/draw_pictures.py --run RUN_DIR
+
+The first form runs `llamarl train --config-dir recipes/quickstart` in a terminal of its own and
+writes, into docs/pictures, the live display in the middle of that run and its learning curve. The
+second draws only the curve, from the folder of a finished run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import io
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Iterable, Sequence
+from fcntl import ioctl
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "docs" / "pictures"
+RECIPE = "recipes/quickstart"
+COLUMNS, LINES = 92, 24
+REDRAWN = re.compile(r"(?:\r?\x1b\[(?:\d*A|2K))+")  # the display goes up and clears its lines
+OTHER_CONTROL = re.compile(r"\x1b\[\?[0-9]*[a-z]|\r")
+Points = list[tuple[float, float]]
+
+WIDTH, HEIGHT = 440, 250  # of one chart, pixels
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 34, 40
+BLUE, ORANGE, GREY = "#2f7ed8", "#e07b39", "#8a8f98"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--run", help="folder of a finished run; only its curve is drawn")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run")
+    options = parser.parse_args()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    if options.run is not None:
+        draw_curves(Path(options.run))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder, "quickstart")
+        frames = split_frames(record(run_dir, options.overrides))
+        draw_display(choose_frame(frames))
+        draw_curves(run_dir)
+
+
+def record(run_dir: Path, overrides: Sequence[str]) -> str:
+    """Everything that the run writes to its terminal."""
+    main_end, run_end = pty.openpty()
+    ioctl(run_end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    command = [sys.executable, "-m", "llamarl", "train", "--config-dir", RECIPE]
+    environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment["LC_ALL"] = "C.UTF-8"
+    run = subprocess.Popen(
+        [*command, f"run_dir={run_dir}", *overrides],
+        cwd=ROOT,
+        env=environment,
+        stdin=run_end,
+        stdout=run_end,
+        stderr=run_end,
+    )
+    os.close(run_end)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written = io.StringIO()
+    while True:
+        try:
+            data = os.read(main_end, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        written.write(decoder.decode(data))
+    if run.wait() != 0:
+        sys.exit(f"the run failed; the end of its output:\n{written.getvalue()[-2000:]}")
+    return written.getvalue()
+
+
+def split_frames(written: str) -> list[str]:
+    """The display as it stood after each redraw, with its colours."""
+    return [OTHER_CONTROL.sub("", frame).strip("\n") for frame in REDRAWN.split(written)]
+
+
+def choose_frame(frames: Iterable[str]) -> str:
+    """The first frame in the second half of the run that shows all there is to show."""
+    for frame in frames:
+        plain = Text.from_ansi(frame).plain
+        step = re.search(r"step (\d+)/(\d+)", plain)
+        has_all = all(word in plain for word in ("held-out", "trainer", "generator", "sample"))
+        if step and has_all and 2 * int(step[1]) > int(step[2]) and plain.count("\n") > 5:
+            return frame
+    sys.exit("no frame of the display shows the second half of the run")
+
+
+def draw_display(frame: str) -> None:
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor")
+    console.print(Text.from_ansi(frame))
+    svg = console.export_svg(title="make quickstart", theme=MONOKAI, unique_id="display")
+    write("display.svg", svg)
+
+
+def draw_curves(run_dir: Path) -> None:
+    """Accuracy, and the length of the answers, over the steps of the run."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    held_out, trained = series(lines, "evaluation/accuracy"), series(lines, "accuracy/train")
+    lengths = series(lines, "evaluation/length")
+    percent = [(step, 100 * share) for step, share in held_out]
+    sampled = [(step, 100 * share) for step, share in trained]
+    charts = [
+        chart("accuracy, %", 100, [("training", sampled, GREY), ("held out", percent, BLUE)]),
+        chart("answer length, tokens", 40, [("held out", lengths, ORANGE)]),
+    ]
+    width = WIDTH * len(charts)
+    body = "".join(
+        f'<g transform="translate({WIDTH * place} 0)">{each}</g>'
+        for place, each in enumerate(charts)
+    )
+    write(
+        "learning.svg",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" '
+        f'width="{width}" height="{HEIGHT}" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{body}</svg>\n',
+    )
+
+
+def series(lines: Iterable[dict[str, float]], tag: str) -> Points:
+    return [(line["step"], line[tag]) for line in lines if tag in line and "step" in line]
+
+
+def chart(title: str, highest: float, curves: Sequence[tuple[str, Points, str]]) -> str:
+    """One chart from 0 to `highest`; the curves are labelled at their ends."""
+    last = max(step for _, points, _ in curves for step, _ in points)
+
+    def x(step: float) -> float:
+        return round(LEFT + step / last * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(value: float) -> float:
+        return round(HEIGHT - BOTTOM - value / highest * (HEIGHT - TOP - BOTTOM), 1)
+
+    parts = [f'<text x="{LEFT}" y="20" fill="#333" font-weight="bold">{escape(title)}</text>']
+    for tick in range(5):
+        value = highest * tick / 4
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}" '
+            f'stroke="#e3e5e8"/>'
+            f'<text x="{LEFT - 6}" y="{y(value) + 4}" fill="#666" '
+            f'text-anchor="end">{value:g}</text>'
+        )
+    for step in range(0, int(last) + 1, 10):
+        parts.append(
+            f'<text x="{x(step)}" y="{HEIGHT - BOTTOM + 18}" fill="#666" '
+            f'text-anchor="middle">{step}</text>'
+        )
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" fill="#666" '
+        f'text-anchor="middle">optimizer step</text>'
+    )
+    for place, (label, points, colour) in enumerate(curves):
+        line = " ".join(f"{x(step)},{y(value)}" for step, value in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if label == "held out":
+            parts += [
+                f'<circle cx="{x(step)}" cy="{y(value)}" r="3.5" fill="{colour}"/>'
+                f'<text x="{x(step)}" y="{y(value) + (16 if step else -9)}" fill="{colour}" '
+                f'text-anchor="{"start" if not step else "end" if step == last else "middle"}">'
+                f"{value:.1f}</text>"
+                for step, value in points
+            ]
+        parts.append(
+            f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - BOTTOM - 26 + 16 * place}" fill="{colour}" '
+            f'text-anchor="end">{escape(label)}</text>'
+        )
+    return "".join(parts)
+
+
+def write(name: str, text: str) -> None:
+    path = PICTURES / name
+    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

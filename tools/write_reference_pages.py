@@ -1,0 +1,123 @@
+"""Write the pages that follow from the code: docs/config.md and docs/glossary.md.
+
+    python tools/write_reference_pages.py
+
+The config reference comes from the dataclasses of `llamarl/config`, the glossary from the docstring
+of `llamarl/types.py`. tests/unit/test_docs.py compares the pages with what this writes.
+"""
+
+from __future__ import annotations
+
+import re
+from json import dumps
+from pathlib import Path
+
+from llamarl import types
+from llamarl.recipe.composition import reference
+from llamarl.recipe.config_reference import ELSEWHERE, Choice, Key
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TERM = re.compile(r"^    (\S.*?)(?: {2,}(.*))?$")
+
+
+def main() -> None:
+    for name, text in pages().items():
+        path = DOCS / name
+        is_new = not path.is_file() or path.read_text() != text
+        path.write_text(text)
+        print(f"docs/{name}: {'renewed' if is_new else 'as it was'}")
+
+
+def pages() -> dict[str, str]:
+    """File name in docs/ -> its text."""
+    return {"config.md": config_page(), "glossary.md": glossary_page()}
+
+
+def config_page() -> str:
+    known = reference()
+    scalars = [key for key in known.keys.values() if "." not in key.name]
+    blocks = [
+        "# Config reference",
+        "Written by `tools/write_reference_pages.py` from the dataclasses of `llamarl/config/`. "
+        "`llamarl config KEY` prints the same for one key, a section, or a name of TRL or verl.",
+        "A recipe chooses a file of a group by `GROUP=CHOICE` (the first is the default) and sets "
+        "a key by `KEY=VALUE`:",
+        table(
+            ["group", "choices"],
+            [[f"`{name}`", code(*choices)] for name, choices in known.groups.items()],
+        ),
+        "## The run",
+        key_table(scalars),
+    ]
+    for section, choices in known.sections.items():
+        blocks += [f"## {section}", *section_texts(section, choices)]
+        keys = [key for key in known.keys.values() if key.name.startswith(f"{section}.")]
+        blocks.append(key_table(keys))
+    return "\n\n".join(blocks) + "\n"
+
+
+def section_texts(section: str, choices: dict[str, Choice]) -> list[str]:
+    """What the section is for, or what each choice of its group means."""
+    if "" in choices:
+        return [docstring(choices[""].section)]
+    documents = {choice: docstring(each.section) for choice, each in choices.items()}
+    is_shared = len(set(documents.values())) == 1
+    lines = []
+    for choice, each in choices.items():
+        words = [] if is_shared else [documents[choice]]
+        if each.values:
+            sets = ", ".join(f"`{name}: {dumps(value)}`" for name, value in each.values.items())
+            words.append(f"Sets {sets}.")
+        lines.append(f"- `{section}={choice}`" + (f": {' '.join(words)}" if words else ""))
+    return [*([documents.popitem()[1]] if is_shared else []), "\n".join(lines)]
+
+
+def key_table(keys: list[Key]) -> str:
+    rows = []
+    for key in keys:
+        meaning = key.meaning
+        if not key.is_everywhere:
+            group = key.name.partition(".")[0]
+            meaning += f" Only with {code(*(f'{group}={choice}' for choice in key.choices))}."
+        if key.name in ELSEWHERE:
+            meaning += f" Elsewhere: {code(*ELSEWHERE[key.name].split())}."
+        default = code(key.default)
+        for choice, value in key.defaults.items():
+            default += f", {choice}: {code(value)}" if value != key.default else ""
+        rows.append([code(key.name), f"{key.type}{key.limits}", default, meaning])
+    return table(["key", "type", "default", "meaning"], rows)
+
+
+def glossary_page() -> str:
+    _, _, entries = (types.__doc__ or "").partition("Glossary\n")
+    rows: list[list[str]] = []
+    for line in entries.splitlines():
+        if found := TERM.match(line):
+            rows.append([found[1], found[2] or ""])
+        elif line.strip():
+            rows[-1][1] = f"{rows[-1][1]} {line.strip()}".strip()
+    return (
+        "# Glossary\n\nOne word per thing, the same in code, config and metrics. Written by "
+        "`tools/write_reference_pages.py` from the docstring of "
+        "[types.py](../llamarl/types.py), where each record stands with shapes and units.\n\n"
+        + table(["word", "meaning"], [[f"**{word}**", meaning] for word, meaning in rows])
+        + "\n"
+    )
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def code(*words: str) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def docstring(section: type) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+if __name__ == "__main__":
+    main()
