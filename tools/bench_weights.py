@@ -44,7 +44,7 @@ from weights_bench.decoding import (
 )
 from weights_bench.memory import Peaks, private_bytes, shared_out_bytes
 from weights_bench.model import Model, llama, model_of
-from weights_bench.processes import Remote, every
+from weights_bench.processes import Remote, call_all
 from weights_bench.ranks import GeneratorRank, TrainerRank
 from weights_bench.vllm_rank import VllmRank
 
@@ -81,13 +81,13 @@ class Trainer:
         self._ranks = ranks
 
     async def source_layout(self) -> list[RankLayout]:
-        return await every(self._ranks, "layout")
+        return await call_all(self._ranks, "layout")
 
     async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        return await every(self._ranks, "connect", replica, route)
+        return await call_all(self._ranks, "connect", replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
-        return await every(self._ranks, "write", version, handles)
+        return await call_all(self._ranks, "write", version, handles)
 
 
 class Generator:
@@ -97,7 +97,7 @@ class Generator:
         self._ranks, self._replica = ranks, replica
 
     async def _all(self, name: str, *args: Any) -> list[Any]:
-        return await every(self._ranks, name, self._replica, *args)
+        return await call_all(self._ranks, name, self._replica, *args)
 
     async def target_layout(self) -> list[RankLayout]:
         return await self._all("layout")
@@ -157,7 +157,7 @@ async def bench_ways(model: Model, repeats: int, folder: str, with_vllm: bool) -
         ways = await make_ways(model, trainers, generators, engines, folder)
         seconds: Seconds = {name: [] for name in ways}
         for version in range(1, repeats + 1):
-            await every(trainers, "present", version)
+            await call_all(trainers, "present", version)
             for name, way in ways.items():
                 start_s = time.perf_counter()
                 await way(version)
@@ -176,54 +176,54 @@ async def make_ways(
     folder: str,
 ) -> dict[str, Way]:
     """Everything that is timed, by name, connected and run once."""
-    await every(trainers, "fill")
-    await every(trainers, "present", 0)
-    await every(generators, "reserve")
+    await call_all(trainers, "fill")
+    await call_all(trainers, "present", 0)
+    await call_all(generators, "reserve")
     ways: dict[str, Way] = {}
     for replica, transport in enumerate(TRANSPORTS):
         config = WeightsConfig(transport=transport)
-        await every(
+        await call_all(
             generators, "reserve_weight_buffer", replica, config.staging, config.bucket_bytes
         )
         receiver = Generator(generators, replica)
         publisher = make_publisher(trainers, receiver, replica, config, folder)
         await publisher.connect()
         await publisher.publish(0)
-        await every(generators, "check", replica)
+        await call_all(generators, "check", replica)
 
         async def publish(version: int, publisher: Publisher = publisher) -> None:
             stats = await publisher.publish(version)
             assert not stats.lost, stats.lost
 
         ways[f"publish, {transport}"] = publish
-    await every(trainers, "reserve_copy")
-    ways["memcpy"] = lambda version: every(trainers, "copy")
+    await call_all(trainers, "reserve_copy")
+    ways["memcpy"] = lambda version: call_all(trainers, "copy")
     await asyncio.gather(
-        every(trainers, "meet", folder, "gather"), every(generators, "meet", folder, "gather")
+        call_all(trainers, "meet", folder, "gather"), call_all(generators, "meet", folder, "gather")
     )
     ways["gather and broadcast"] = lambda version: asyncio.gather(
-        every(trainers, "broadcast", "gather"), every(generators, "receive")
+        call_all(trainers, "broadcast", "gather"), call_all(generators, "receive")
     )
-    copies = plan(await every(trainers, "layout"), await every(generators, "layout", 0))
+    copies = plan(await call_all(trainers, "layout"), await call_all(generators, "layout", 0))
 
     async def save_and_load(version: int) -> None:
-        await every(trainers, "save", folder)
-        await every(generators, "load", folder, copies)
+        await call_all(trainers, "save", folder)
+        await call_all(generators, "load", folder, copies)
 
     ways["file"] = save_and_load
     for name in ("gather and broadcast", "file"):
-        await every(generators, "wipe")
+        await call_all(generators, "wipe")
         await ways[name](0)
-        await every(generators, "check")
+        await call_all(generators, "check")
     if engines:
         await asyncio.gather(
-            every(trainers, "meet", folder, "vllm"), every(engines, "start", folder, "vllm")
+            call_all(trainers, "meet", folder, "vllm"), call_all(engines, "start", folder, "vllm")
         )
         ways["vLLM's reload"] = lambda version: asyncio.gather(
-            every(trainers, "broadcast", "vllm"), every(engines, "receive")
+            call_all(trainers, "broadcast", "vllm"), call_all(engines, "receive")
         )
         await ways["vLLM's reload"](0)
-        await every(engines, "check")
+        await call_all(engines, "check")
     await ways["memcpy"](0)
     return ways
 
@@ -234,10 +234,10 @@ async def bench_decoding(folder: str) -> dict[str, float]:
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generator = Remote(DecodingGenerator, model, folder, BATCH, CONTEXT_TOKENS)
     try:
-        await asyncio.gather(every(trainers, "fill"), generator.call("start"))
+        await asyncio.gather(call_all(trainers, "fill"), generator.call("start"))
         receiver = Executor(generator)
         publisher = make_publisher(trainers, receiver, 0, WeightsConfig(), folder)
-        await every(trainers, "present", 0)
+        await call_all(trainers, "present", 0)
         await publisher.connect()
         await publisher.publish(0)
         await generator.call("submit", 4 * BATCH)
@@ -250,7 +250,7 @@ async def bench_decoding(folder: str) -> dict[str, float]:
             start_ns = now_ns()
             while now_ns() < start_ns + WINDOW_S * 1e9:
                 version = publisher.version + 1
-                await every(trainers, "present", version)
+                await call_all(trainers, "present", version)
                 begin_ns = now_ns()
                 await publisher.publish(version)
                 publishes.append((begin_ns, now_ns()))
@@ -282,23 +282,23 @@ async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> dict
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
     remotes = trainers + generators
     try:
-        await every(trainers, "ready")
-        await every(generators, "ready")
+        await call_all(trainers, "ready")
+        await call_all(generators, "ready")
         pids = [remote.pid for remote in remotes]
         before_bytes = sum(map(shared_out_bytes, pids))
-        await every(trainers, "fill")
+        await call_all(trainers, "fill")
         filled_bytes = list(map(private_bytes, pids))
-        await every(generators, "reserve_weight_buffer", 0, config.staging, config.bucket_bytes)
+        await call_all(generators, "reserve_weight_buffer", 0, config.staging, config.bucket_bytes)
         publisher = make_publisher(trainers, Generator(generators, 0), 0, config, folder)
         peaks = Peaks(pids)
         watching = asyncio.create_task(peaks.watch())
         await publisher.connect()
         for version in range(3):
-            await every(trainers, "present", version)
+            await call_all(trainers, "present", version)
             await publisher.publish(version)
         watching.cancel()
         peaks.look()
-        await every(generators, "check", 0)
+        await call_all(generators, "check", 0)
     finally:
         for remote in remotes:
             remote.close()

@@ -322,13 +322,13 @@ class Config:
         require(
             not graphs or self.weights.staging != "bucket",
             "weights.staging",
-            "be full or host with generator=vllm and generator.enforce_eager=false (captured "
-            "graphs read weights of their own, which take whole versions)",
+            "be double_buffer or host with generator=vllm and generator.enforce_eager=false "
+            "(captured graphs read weights of their own, which take whole versions)",
             self.weights.staging,
         )
         require(
             self.weights.staging != "bucket" or self.generator.quantization == "none",
             "weights.staging",
-            "be full or host with generator.quantization (quantising needs whole weights)",
+            "be double_buffer or host with generator.quantization (quantising needs whole weights)",
             self.weights.staging,
         )

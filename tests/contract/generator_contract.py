@@ -466,7 +466,7 @@ def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
 
     weights = {"staging": staging, "bucket_bytes": 4096}
     if staging == "bucket" and engine_case.is_staged:  # derives its weights from the whole
-        with pytest.raises(ValueError, match=r"weights\.staging must be full or host"):
+        with pytest.raises(ValueError, match=r"weights\.staging must be double_buffer or host"):
             drive(engine_case, run_dir, scenario, weights=weights)
     else:
         drive(engine_case, run_dir, scenario, weights=weights)

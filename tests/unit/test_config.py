@@ -61,7 +61,7 @@ def test_precision_and_graphs_follow_the_device_unless_they_are_chosen(generator
     [
         (["generator=vllm", "generator.enforce_eager=false"], "enforce_eager must be true with"),
         ([*VLLM_ON_GPUS, "placement=colocated"], "enforce_eager must be true with .*colocated"),
-        ([*VLLM_ON_GPUS, "weights.staging=bucket"], "weights.staging must be full or host with"),
+        ([*VLLM_ON_GPUS, "weights.staging=bucket"], "staging must be double_buffer or host with"),
         ([*VLLM_ON_GPUS, "placement=colocated", "placement.offload=none"], ""),
         ([*VLLM_ON_GPUS, "placement=colocated", "generator.enforce_eager=true"], ""),
         ([*VLLM_ON_GPUS, "weights.staging=bucket", "generator.enforce_eager=true"], ""),
@@ -136,7 +136,7 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
         ),
         (
             "generator.quantization=int8 weights.staging=bucket",
-            "weights.staging must be full or host with generator.quantization",
+            "weights.staging must be double_buffer or host with generator.quantization",
         ),
         ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
         ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),

@@ -82,8 +82,8 @@ class WeightBuffer:
             raise ValueError(f"num_elements must be at least 1, got {num_elements}")
         if is_staged and staging == "bucket":
             raise ValueError(
-                "weights.staging must be full or host for an engine with weights of its own "
-                "(quantised or packed ones, or captured graphs), got 'bucket'"
+                "weights.staging must be double_buffer or host for an engine with weights of its "
+                "own (quantised or packed ones, or captured graphs), got 'bucket'"
             )
         for name, layout in parameters.items():
             buckets.check(name, layout, num_elements, dtype)
