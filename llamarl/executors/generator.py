@@ -35,8 +35,7 @@ from llamarl.metrics.span import Spans
 from llamarl.models.process_group import compute_device, use_device
 from llamarl.protocols import Storage
 from llamarl.types import FinishReason, Request, RolloutInfo
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
-from llamarl.weights.layout.buckets import BUFFER
+from llamarl.weights.layout.boxes import BUFFER, RankLayout, Route, StagingHandle
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.protocol import Rdma
@@ -298,7 +297,7 @@ class GeneratorExecutor:
             rdma=self._rdma,
         )
         self._exit.callback(self._writer.close)
-        self._weight_buffer.before_overwrite = self._writer.invalidate
+        self._weight_buffer.before_overwrite = self._writer.tensors.invalidate
         folder = self._placement.offload_folder or self._run_dir
         mode = self._placement.offload if self._placement.colocated else "none"
         offload = Offloader(mode, folder, f"generator-{self._replica}-{self._rank}")
@@ -309,7 +308,7 @@ class GeneratorExecutor:
             engine.load(self._weight_buffer.active, self._checkpoint)
             self._weight_buffer.version = 0
             engine.commit(engine.process_weights(self._weight_buffer.active), 0)
-            self._writer.label(0)
+            self._writer.tensors.label(0)
         if isinstance(self._compute, Lockstep):
             self._compute.join(self._meeting("commands"))
         self._decoding = decoding
@@ -332,20 +331,20 @@ class GeneratorExecutor:
         finally:
             self._processed = None  # the engine holds what it needs: never three sets of weights
         if self._weight_buffer.version == version:
-            self._writer.label(version, {BUFFER: self._weight_buffer.active})
+            self._writer.tensors.label(version, {BUFFER: self._weight_buffer.active})
             self._loop.call_soon_threadsafe(self._is_unpublished.set)
         return num_running
 
     def _offload(self, tag: str) -> None:
         if tag == "weights":  # until they are back, nothing is there to be read
-            self._writer.release()
-            self._writer.invalidate(self._weight_buffer.version)
+            self._writer.tensors.release()
+            self._writer.tensors.invalidate(self._weight_buffer.version)
         self._alive().offload(tag)
 
     def _onload(self, tag: str) -> None:
         self._alive().onload(tag)
         if tag == "weights" and self._weight_buffer.version >= 0:
-            self._writer.label(self._weight_buffer.version)
+            self._writer.tensors.label(self._weight_buffer.version)
 
     def _finish(self, finished: list[RequestOutput]) -> None:
         if self._rank > 0:

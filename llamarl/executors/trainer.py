@@ -260,7 +260,7 @@ class TrainerExecutor:
             timeout_s=self._weights.timeout_s,
             rdma=self._rdma,
         )
-        self._writer.label(self._version)
+        self._writer.tensors.label(self._version)
         self._resources.callback(self._writer.close)
 
     def _plan(self, batch: Batch) -> list[tuple[int, ...]]:
@@ -290,7 +290,7 @@ class TrainerExecutor:
         )
         lr = learning_rate(self._config, self._version, self._num_steps)
         start_ns = time.monotonic_ns()
-        self._writer.begin_step()
+        self._writer.tensors.begin_step()
         self._waited("publish", start_ns)
         with self._spans.span("optimizer_step", version=self._version):
             norm = self.policy.scale_gradients(divisor, self._config.max_grad_norm)
@@ -303,8 +303,8 @@ class TrainerExecutor:
             self._is_whole = False
             self.policy.update(lr)
             self._version += 1
-            self._writer.label(self._version)
-            self._writer.announce()  # every step is published
+            self._writer.tensors.label(self._version)
+            self._writer.tensors.announce()  # every step is published
             scalars = statistics(self._gather(self._passes.loss_metrics.vector()), divisor)
             self._is_whole = True
         warning = on_policy_warning(scalars) if self._version == 1 else None
@@ -323,9 +323,9 @@ class TrainerExecutor:
         return torch.stack(vectors[:: self._config.tensor_parallel])
 
     def _restore(self, folder: str) -> int:
-        self._writer.begin_step()
+        self._writer.tensors.begin_step()
         self._version = self.policy.restore(folder)
-        self._writer.label(self._version)
+        self._writer.tensors.label(self._version)
         return self._version
 
     def _infer(self, columns: Columns) -> list[float]:
@@ -339,14 +339,14 @@ class TrainerExecutor:
 
     def _offload(self, tag: str) -> int:
         if tag == "weights":
-            self._writer.invalidate(self._version)  # until they are back, there is nothing to read
-            self._writer.release()
+            self._writer.tensors.invalidate(self._version)  # nothing to read until onload
+            self._writer.tensors.release()
         return self._offloader.offload(tag, self.policy.movable(tag))
 
     def _onload(self, tag: str) -> int:
         num_bytes = self._offloader.onload(tag)
         if tag == "weights":
-            self._writer.label(self._version)
+            self._writer.tensors.label(self._version)
         return num_bytes
 
     def _require_presence(self) -> None:

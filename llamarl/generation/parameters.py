@@ -26,9 +26,8 @@ from torch import Tensor
 from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
-from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
-BUFFER = "weights"
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
 
 MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # what is quantised

@@ -235,7 +235,7 @@ def total(prints: list[dict[str, int]]) -> dict[str, int]:
 async def publish(source: Any, generator: Replica, version: int) -> list[int]:
     """All parts; returns what the commits did."""
     if isinstance(source, Writer):
-        source.label(version)
+        source.tensors.label(version)
     buckets, *others = [layout.buckets for layout in await generator.target_layout()]
     assert all(other == buckets for other in others)
     running = []
@@ -447,7 +447,7 @@ def test_versions_are_published_while_decoding_and_a_discarded_one_is_not(
         num_buckets = len((await generator.target_layout())[0].buckets)
         assert (num_buckets > 5) == (staging == "bucket")
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
-        source.label(1)
+        source.tensors.label(1)
         await generator.prepare(1, 0)
         await generator.abort(1)
         running = await publish(source, generator, 2)
@@ -479,7 +479,7 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         source = make_source(engine_case)
         await connect(source, generator)
-        source.label(1)
+        source.tensors.label(1)
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
         await send(source, generator, 1, 0)
         await generator.commit(1, 0)

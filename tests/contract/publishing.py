@@ -143,7 +143,7 @@ class TrainerRank:
         self._rdma = SocketRdma()
         self._writer = Writer(rank, "here", self._shards, layouts, timeout_s=20, rdma=self._rdma)
         self.layout, self.write = self._writer.layout, self._writer.write
-        self.label, self.invalidate = self._writer.label, self._writer.invalidate
+        self.label, self.invalidate = self._writer.tensors.label, self._writer.tensors.invalidate
 
     def _cut(self, version):
         shards = {}
@@ -158,10 +158,10 @@ class TrainerRank:
         self._writer.connect(replica, route)
 
     def train(self, version):
-        self._writer.begin_step()
+        self._writer.tensors.begin_step()
         for name, shard in self._cut(version).items():
             self._shards[name].copy_(shard)
-        self._writer.label(version)
+        self._writer.tensors.label(version)
 
     def damage(self, kind):
         self._rdma.damage = kind
@@ -265,7 +265,7 @@ class GeneratorRanks:
                 writer = Writer(
                     rank, "here", {"weights": weight_buffer.active}, parameters, timeout_s=20
                 )
-                weight_buffer.before_overwrite = writer.invalidate
+                weight_buffer.before_overwrite = writer.tensors.invalidate
                 self._writers.append(writer)
             self._expected = self._whole(-1)
             for weight_buffer, flat in zip(self._weight_buffers, self._expected, strict=True):
@@ -345,7 +345,7 @@ class GeneratorRanks:
                 self._look()
                 self._is_still = self._is_staged
                 for writer, flat in zip(self._writers, live, strict=True):
-                    writer.label(version, {"weights": flat})
+                    writer.tensors.label(version, {"weights": flat})
         return [3 for _ in self._weight_buffers]
 
     def abort(self, version):

@@ -37,7 +37,7 @@ class Ends:
             parameters=parameters("weights"), num_elements=24, dtype=torch.float32, replica=0,
             rank=0, run_id="test", host="b", timeout_s=TIMEOUT_S,
         )  # fmt: skip
-        self.writer.label(1)
+        self.writer.tensors.label(1)
 
     def route(self):
         self.num_routes += 1
@@ -55,7 +55,7 @@ class Ends:
         receiving.join()
 
     def publish(self, version):
-        self.writer.label(version)
+        self.writer.tensors.label(version)
         handles = [self.weight_buffer.prepare(version, 0)]
         assert self.writer.write(version, handles) == self.weight_buffer.verify(version, 0)
         self.weight_buffer.commit(version, 0)
@@ -99,7 +99,7 @@ def test_a_discard_ends_a_reception_that_nobody_serves_and_a_new_route_heals_it(
     handles = [ends.weight_buffer.prepare(2, 0)]
     ends.weight_buffer.abort(2)
     assert time.monotonic() - started_s < TIMEOUT_S
-    ends.writer.label(2)
+    ends.writer.tensors.label(2)
     for _ in range(2):
         with pytest.raises(TargetLost):
             ends.writer.write(2, handles)
@@ -115,7 +115,7 @@ def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
     handles = [ends.weight_buffer.prepare(1, 0)]
     assert ends.writer.write(1, handles) == ends.weight_buffer.verify(1, 0)
     ends.weight_buffer.commit(1, 0)
-    ends.writer.label(2)
+    ends.writer.tensors.label(2)
     stale = [ends.weight_buffer.prepare(2, 0)]
     ends.writer.write(2, stale)
     started_s = time.monotonic()
@@ -128,7 +128,7 @@ def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
     ends.connect()
     ends.publish(1)
     stale = [ends.weight_buffer.prepare(2, 0)]
-    ends.writer.label(2)
+    ends.writer.tensors.label(2)
     ends.writer.write(2, stale)
     outcome = []
 

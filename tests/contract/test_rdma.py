@@ -46,9 +46,9 @@ class Source:
         self._writer.connect(0, route)
 
     async def write(self, version, handles):
-        self._writer.begin_step()
+        self._writer.tensors.begin_step()
         self._weights.normal_(generator=torch.Generator().manual_seed(version))
-        self._writer.label(version)
+        self._writer.tensors.label(version)
         return await asyncio.to_thread(self._writer.write, version, handles)
 
 

@@ -68,7 +68,7 @@ class Ends:
 
     def label(self, version):
         for writer in self.writers:
-            writer.label(version)
+            writer.tensors.label(version)
 
     def publish(self, version):
         self.label(version)
@@ -119,7 +119,7 @@ def test_the_sender_casts(weight_buffer) -> None:
     weights = torch.randn(SHAPE)
     writer = Writer(0, "here", {"w": weights}, {"w": layout(0, 6, "w")})
     writer.connect(0, route([writer], small))
-    writer.label(0)
+    writer.tensors.label(0)
     written = writer.write(0, [small.prepare(0, 0)])
     assert written == small.verify(0, 0)
     assert torch.equal(small.commit(0, 0).view(6, 4), weights.bfloat16())
@@ -273,7 +273,7 @@ def test_writes_to_the_wrong_place_time_or_host_are_refused(weight_buffer, ends)
         writer.write(4, [handle])
     other = Writer(0, "there", {"w": ends.weights[:2]}, {"w": layout(0, 2, "w")})
     other.connect(0, ends.route)
-    other.label(3)
+    other.tensors.label(3)
     with pytest.raises(RuntimeError, match=r"of host there to be mapped, got .* rank 0 on here"):
         other.write(3, [handle])
     ends.label(4)
@@ -307,7 +307,7 @@ def test_a_killed_owner_leaves_nothing_behind() -> None:
     copies = tuple(plan([writer.layout()], [target]))
     way = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
     writer.connect(0, way)
-    writer.label(0)
+    writer.tensors.label(0)
     writer.write(0, [handle])
     assert mapped("llamarl-killed")
     owner.kill()

@@ -63,7 +63,7 @@ async def publish(
 def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Target) -> Any:
     policy = Policy(checkpoint, make_mesh("cpu", config), config, 0)
     writer = Writer(rank, this_host(), *shard_boxes(policy.parameters))
-    writer.label(0)
+    writer.tensors.label(0)
     dtype, num_targets = target
     wanted = weight_buffer = None
     if rank < num_targets:

@@ -147,7 +147,7 @@ def _be_trainer(pipe: Connection, setting: Setting, checkpoint: str) -> None:
         version, handles = pipe.recv()
         for tensor in tensors.values():
             tensor.add_(1e-3)
-        writer.label(version)
+        writer.tensors.label(version)
         synchronize(setting)
         pipe.send(_attempt(lambda v=version, o=handles: writer.write(v, o)))
 

@@ -73,7 +73,7 @@ class TrainerRank:
 
     def label(self, version: int) -> None:
         """The shards now are `version`."""
-        self._writer.label(version)
+        self._writer.tensors.label(version)
 
     def write(self, version: int, handles: list[StagingHandle]) -> dict[str, int]:
         return self._writer.write(version, handles)

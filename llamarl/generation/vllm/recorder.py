@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llamarl.generation.parameters import ALIGN_BYTES, BUFFER
+from llamarl.generation.parameters import ALIGN_BYTES
 from llamarl.generation.protocol import Memory
 from llamarl.generation.vllm.staging import loading_form
-from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)

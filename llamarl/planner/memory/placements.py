@@ -28,11 +28,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.rank_assignment import Device, assign
-from llamarl.generation.parameters import BUFFER, SPLIT, buffer_layout
+from llamarl.generation.parameters import SPLIT, buffer_layout
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import parameter_placements
-from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout
+from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout, RankLayout
 
 Shape = tuple[int, ...]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

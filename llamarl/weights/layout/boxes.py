@@ -6,7 +6,7 @@ moving bytes. Invariant: a layout is data; fused, padded and sharded parameters 
 
 Parameters go by their Hugging Face names on both sides. Example: `q_proj.weight` of global shape
 (256, 256), the first 256 rows of a generator's fused (512, 256) qkv tensor that begins 4096
-elements into its weight buffer, is `Box(start=(0, 0), stop=(256, 256), buffer="weight buffer",
+elements into its weight buffer, is `Box(start=(0, 0), stop=(256, 256), buffer=BUFFER,
 offset=4096, strides=(256, 1))`; rows 128:256 of it on trainer rank 1 of 2 are `Box(start=(128, 0),
 stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
 """
@@ -14,6 +14,8 @@ stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+BUFFER = "weights"  # the name of a generator rank's flat weight buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llamarl.weights.layout.boxes import Box, ParameterLayout
-
-BUFFER = "weights"
+from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,16 @@ from llamarl.weights.transports.protocol import Rdma, TransportSender
 from llamarl.weights.transports.rdma import RdmaSender
 
 
-class Writer(VersionedTensors):
+class Writer:
     """Writes the tensors of source rank `rank` into generators' staging memory.
 
-    `tensors` are flat memory or shards by buffer name, read at every `write`; `parameters` says
-    which boxes of which parameter they hold. The owner labels them with `present(version)` and
-    calls `begin_step()`, or `retire(version)`, before it changes them; see versioned tensors.
-    Writes to different replicas may run at once, each on its own thread, beside those calls.
+    `tensors` are flat memory or shards by buffer name; `parameters` says which boxes of which
+    parameter they hold. They are kept as `Writer.tensors` (VersionedTensors): the owner labels them
+    with a version, and begins a step or invalidates a version before it changes them; the writer
+    adds a replica as a reader when it is connected and acknowledges what was written to it.
 
-    `timeout_s` limits what waits for the other end; `rdma` is needed by routes over rdma.
+    Writes to different replicas may run at once, each on a thread of its own, beside the owner's
+    calls. `timeout_s` limits what waits for the other end; routes over rdma need `rdma`.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Writer(VersionedTensors):
         timeout_s: float = 60.0,
         rdma: Rdma | None = None,
     ) -> None:
-        super().__init__(tensors)
+        self.tensors = VersionedTensors(tensors)
         self._layout = RankLayout(
             rank=rank, host=host, parameters=parameters, buckets=(tuple(parameters),)
         )
@@ -76,9 +77,9 @@ class Writer(VersionedTensors):
         if before is not None:
             before.close()
         if route is None:
-            return self.remove_reader(replica)
+            return self.tensors.remove_reader(replica)
         self._routes[replica] = mine, self._sender(route) if mine else None
-        self.add_reader(replica)
+        self.tensors.add_reader(replica)
 
     def close(self) -> None:
         """Drop all routes."""
@@ -101,7 +102,7 @@ class Writer(VersionedTensors):
         totals: dict[str, int] = defaultdict(int)
 
         def copy_cast(copy: Copy, target: Tensor) -> None:
-            with self.reading(version) as tensors:
+            with self.tensors.reading(version) as tensors:
                 tensor = tensors[copy.source_buffer]
                 offset = tensor.storage_offset() + copy.source_offset
                 source = tensor.as_strided(copy.shape, copy.source_strides, offset)
@@ -123,7 +124,7 @@ class Writer(VersionedTensors):
         self._written[replica] = version, written
         mine, _ = self._routes.get(replica, ([], None))
         if written >= {copy.name for copy in mine}:
-            self.acknowledge(replica, version)
+            self.tensors.acknowledge(replica, version)
 
     def _sender(self, route: Route) -> TransportSender:
         if route.transport == "collective":
