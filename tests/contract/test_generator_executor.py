@@ -145,13 +145,13 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
         engine.process_weights, engine.commit = slow_at_first, seen
         source = make_source(case)
         await connect(source, generator)
-        source.label(1)
+        source.tensors.label(1)
         source.write(1, await generator.prepare(1, 0))
         late = asyncio.create_task(generator.verify(1, 0))
         while not made:
             await asyncio.sleep(0.001)
         await generator.abort(1)
-        source.label(2)
+        source.tensors.label(2)
         await send(source, generator, 2, 0)
         may_end.set()
         await late
