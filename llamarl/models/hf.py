@@ -1,9 +1,9 @@
 """Checkpoints in the Hugging Face layout, in and out.
 
-Owns: streaming weights into memory (whole or one shard of each) and back to disk. Does not own:
-which tensors there must be (`inventory.py`) or the bytes of one file (`safetensors_file.py`).
-Invariant: no more memory than the target plus one tensor; a folder under its final name is
-complete.
+Owns: reading weights into memory (whole or one shard of each) and writing them back. Does not own:
+which tensors there must be (`inventory.py`) or how a file is read (`safetensors_file.py`).
+Invariant: reading takes no memory beside the target, writing that of one file; a folder under its
+final name is complete.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoints import manifest
 from llamarl.json_file import read_object
 from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import INDEX_FILE, SINGLE_FILE, locate, parameter_shapes
-from llamarl.models.safetensors_file import FileReader, FileWriter
+from llamarl.models.inventory import INDEX_FILE, locate, parameter_shapes
+from llamarl.models.safetensors_file import FileBox, read_boxes
 
-MAX_SHARD_BYTES = 4 * 10**9
+MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written when all its tensors are there
 MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -57,26 +61,15 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
                 f"{name} of the model must have the shape that {folder} says, "
                 f"{expected.get(name)}, got {shapes.get(name)}"
             )
-    names_by_file: dict[Path, list[str]] = {}
-    for name, path in locate(Path(folder), expected, architecture).items():
-        names_by_file.setdefault(path, []).append(name)
-    for path, names in names_by_file.items():
-        with FileReader(path) as file:
-            for name in names:
-                local = _fill(tensors[name], name, file)
-                if not local.sum().isfinite() and not local.isfinite().all():
-                    raise ValueError(f"{name} in {path} must hold finite numbers, got NaN or inf")
+    read_boxes(locate(Path(folder), architecture), lambda name: [_local_box(tensors[name])])
 
 
-def _fill(target: torch.Tensor, name: str, file: FileReader) -> torch.Tensor:
-    """Fill `target`, a DTensor's local part with its own box of the file; returns what was
-    filled."""
-    start: Sequence[int] = (0,) * target.ndim
-    if isinstance(target, DTensor):
-        (chunk,) = target.__create_chunk_list__()  # torch's own offsets: strided shards too
-        target, start = target.to_local(), chunk.offsets
-    file.read(name, start, target)
-    return target
+def _local_box(target: torch.Tensor) -> FileBox:
+    """Where in the file `target` begins; of a DTensor its rank's part."""
+    if not isinstance(target, DTensor):
+        return (0,) * target.ndim, target
+    (chunk,) = target.__create_chunk_list__()  # torch's own offsets: strided shards too
+    return chunk.offsets, target.to_local()
 
 
 def save(
@@ -90,55 +83,65 @@ def save(
 ) -> None:
     """Write all parameters in `dtype` as a checkpoint that transformers loads.
 
-    `tensors` may come in any order; each is written as it comes. config.json (with `dtype`) is
-    that of `source_folder`, the tokenizer's files are those of `tokenizer_folder` (None: the same).
-    Files hold at most `max_shard_bytes` of tensors, or one larger tensor; a manifest lists them
-    all. A folder that stands at `folder` is replaced only when the new one is complete. Raises
-    ValueError for an unknown name or a wrong shape, RuntimeError if a parameter never came, OSError
-    if the disk is full.
+    `tensors` may come in any order; in the order of the layers, forwards or backwards, no more
+    than one file's are held. config.json (with `dtype`) is that of `source_folder`, the tokenizer's
+    files are those of `tokenizer_folder` (None: the same). Files hold at most `max_shard_bytes` of
+    tensors, or one larger tensor; a manifest lists them all. A folder that stands at `folder` is
+    replaced only when the new one is complete. Raises ValueError for an unknown name or a wrong
+    shape, RuntimeError if a parameter never came, OSError if the disk is full.
     """
     source = Path(source_folder)
     shapes = parameter_shapes(read_architecture(source))
-    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with _replacing(Path(folder)) as unfinished:
-        _check_space(unfinished, num_bytes)
+        _check_space(unfinished, sum(map(math.prod, shapes.values())) * dtype.itemsize)
         _copy_files(source, MODEL_FILES, unfinished)
         _copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
         _write_config(source, unfinished, dtype)
-        with ExitStack() as stack:
-            writers: dict[str, FileWriter] = {}
-            for path, part in _plan_files(unfinished, shapes, dtype, max_shard_bytes):
-                writer = stack.enter_context(FileWriter(path, part, dtype))
-                writers |= dict.fromkeys(part, writer)
-            for name, tensor in tensors:
-                if name not in writers:
-                    must = "tensors to save must be the model's parameters"
-                    raise ValueError(f"{must}, got {name!r}")
-                writers[name].write(name, tensor)
+        _write_weights(unfinished, tensors, shapes, dtype, max_shard_bytes)
         manifest.write(unfinished)
 
 
-def _plan_files(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int
-) -> list[tuple[Path, dict[str, tuple[int, ...]]]]:
-    """Split the parameters over files in their order; writes the index if there are several."""
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
-    filled_bytes = total_bytes = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if parts[-1] and filled_bytes + num_bytes > max_shard_bytes:
-            parts.append({})
-            filled_bytes = 0
-        parts[-1][name] = shape
-        filled_bytes += num_bytes
-        total_bytes += num_bytes
-    if len(parts) == 1:
-        return [(folder / SINGLE_FILE, parts[0])]
-    files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [(folder / file, part) for file, part in zip(files, parts, strict=True)]
+def _write_weights(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
+    """Write each file when its last tensor has come, and the index if there are several."""
+    empty = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes.items()}
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_bytes)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    held: dict[str, dict[str, torch.Tensor]] = {file: {} for file in split.filename_to_tensors}
+    missing = set(shapes)
+    for name, tensor in tensors:
+        if name not in missing:
+            raise ValueError(
+                f"tensors to save must be the model's parameters, each once, got {name!r}"
+            )
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
+        missing.remove(name)
+        file = split.tensor_to_filename[name]
+        held[file][name] = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        if len(held[file]) == len(split.filename_to_tensors[file]):
+            _write_file(folder / file, held.pop(file))
+    if missing:
+        raise RuntimeError(f"{folder} lacks {sorted(missing)}: nothing wrote them")
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one safetensors file and flush it to disk; OSError if there is no room."""
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+    shutil.copymode(path.with_name("config.json"), path)  # else its owner alone could read it
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _copy_files(source: Path, patterns: Iterable[str], folder: Path) -> None:

@@ -7,15 +7,15 @@ controller's process checks checkpoints before any other process starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from llamarl.json_file import read_object
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.header import ITEM_BYTES, TensorEntry, read_header
+from llamarl.models.safetensors_file import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old Llama files store this constant
 
 
@@ -62,14 +62,13 @@ def check_checkpoint(folder: str | Path) -> Architecture:
     truncated or quantised, or if names or shapes do not fit config.json.
     """
     architecture = read_architecture(folder)
-    locate(Path(folder), parameter_shapes(architecture), architecture)
+    locate(Path(folder), architecture)
     return architecture
 
 
-def locate(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], architecture: Architecture
-) -> dict[str, Path]:
+def locate(folder: Path, architecture: Architecture) -> dict[str, Path]:
     """Parameter name -> its file, after every check that headers allow."""
+    expected = parameter_shapes(architecture)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
     for path in _weight_files(folder):
         for name, entry in read_header(path).items():
@@ -93,9 +92,9 @@ def locate(
             raise ValueError(
                 f"{name} in {path} must have shape {shape} as config.json says, got {entry.shape}"
             )
-        if entry.dtype not in ITEM_BYTES:
+        if entry.dtype not in WEIGHT_DTYPES:
             raise ValueError(
-                f"{name} in {path} must be one of {', '.join(ITEM_BYTES)}, got {entry.dtype}"
+                f"{name} in {path} must be one of {', '.join(WEIGHT_DTYPES)}, got {entry.dtype}"
             )
     return {name: entries[name][0] for name in expected}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.models.header import read_header
+from llamarl.models.safetensors_file import read_header
 from tests.e2e.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -77,9 +77,9 @@ TASK = "reward.functions=[task]"
 CASES: dict[str, tuple[Damage, list[str], str]] = {
     "weights missing": (remove(WEIGHTS), [], r"must hold model\.safetensors"),
     "weights are a folder": (into_folder(WEIGHTS), [], r"must hold model\.safetensors"),
-    "weights cut": (lambda recipe: os.truncate(recipe / WEIGHTS, 10**6), [], "got 1000000: fetch"),
+    "weights cut": (lambda recipe: os.truncate(recipe / WEIGHTS, 10**6), [], "not fully covered"),
     "weights cut to nothing": (write(WEIGHTS, ""), [], "must be a whole safetensors file"),
-    "header damaged": (replace(WEIGHTS, b'"dtype"', b"xxxxxxx"), [], "damaged header"),
+    "header damaged": (replace(WEIGHTS, b'"dtype"', b"xxxxxxx"), [], "got invalid JSON in header"),
     "shapes": (edit(CONFIG, hidden_size=64), [], r"must have shape \(64, 64\) .*got \(64, 128\)"),
     "tensor missing": (
         edit(CONFIG, num_hidden_layers=9),

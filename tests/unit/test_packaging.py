@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.test_house import FILES, TREES, imported_modules
 
@@ -31,7 +32,7 @@ def test_what_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     assert len(third_party) > 8
     for module in third_party:
-        names = {name.lower() for name in distributions[module]}
+        names = {canonicalize_name(name) for name in distributions[module]}
         assert names & DECLARED.keys(), f"{module} comes from {names}"
 
 
