@@ -7,33 +7,45 @@ torch, so a process that only moves metadata never loads it.
 Glossary
     Prompt      one question of the data set, tokenized.
     Rollout     one completion of a prompt: token ids, generator log-probs, weight versions as
-                spans, sampling parameters, finish reason. Its arrays are one row of the store.
-    Row         what the controller knows about a rollout: ids, lengths, spans, no arrays.
-    Group       the n rollouts of one prompt; scored together.
+                spans, sampling parameters, finish reason. Its arrays are one row of storage.
+    RolloutInfo
+                what the controller knows of a rollout: ids, lengths, spans; no arrays.
+    outcome     what became of a rollout: trained, dropped, evaluated, lost, ...
+    Group       the n rollouts of one prompt, scored together.
     admitted, settled, consumed
-                the way of a group: its rollouts are asked for; they are scored and worth training
-                on (else it is dropped); it is handed to the trainer.
-    advance     a step has made a version: its groups' slots are free, others are admitted.
-    part        whole groups of a step that are trained before the others have arrived.
-    Batch       the rows of one (part of an) optimizer step and their place on ranks and
+                the states of a group: its rollouts were requested; they are scored and worth
+                training on (else the group is dropped); it was handed to the trainer.
+    Batch       the rows of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
+    part        whole groups of a step that are trained before the others have arrived.
     version     optimizer steps completed. One optimizer step per batch.
+    advance     a step has made a version: the slots of its groups are free, others are admitted.
     staleness   of a token: trainer version when it is used minus the version that wrote it; of a
                 rollout: of its oldest trained token.
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
-    column      one array per row of the store; storage unit: a process that holds some rows.
+    column      one array per row of storage.
+    storage unit
+                a process that holds some of the rows.
     executor    the processes of one role: generator, trainer, scorer, reference, storage,
                 collector.
-    replica     one generator engine; it has one or more ranks.
-    collector   a process that hears from many replicas which rollouts stopped.
-    device        the host and the GPU that one rank has.
-    layout      which rank holds which box of which parameter; plan: the copies between two layouts;
-                route: a plan and what carries it; part: parameters that are published together.
-    live, staging, commit
-                the weights that a generator decodes with, those that a publish writes, and the
-                moment between two decode steps when the staging buffer becomes live.
-    turn        the time in which generators, or the trainer, have a device that they share.
+    replica     one generator engine, with one or more ranks.
+    collector   a process that asks many replicas which rollouts stopped.
+    device      the host and the GPU of one rank.
+    layout      which rank holds which box of which parameter.
+    reshard plan
+                the copies that turn one layout into another.
+    route       a reshard plan and the transport that carries it.
+    bucket      parameters that are published together.
+    active, staging
+                the weights that a generator decodes with, and those that a publish writes.
+    prepare, write, verify, commit, abort
+                the steps of a publish to one replica: staging memory is opened; the source writes
+                it; both sides' fingerprints are compared; between two decode steps it becomes
+                active. An abort before that leaves the active weights as they were.
+    log-prob check
+                after a commit: the generator's log-probs of a short rollout against the trainer's.
+    phase       the time in which generators, or the trainer, have a device that they share.
 """
 
 from __future__ import annotations
