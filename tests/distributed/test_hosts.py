@@ -241,7 +241,7 @@ CONTROLLER = """
 import asyncio, json, sys
 from llamarl.cluster import make_cluster, whole_process
 from llamarl.config import ClusterConfig
-from llamarl.config.rank_assignment import Seat
+from llamarl.config.rank_assignment import Device
 from tests.distributed.executors import Probe
 folder, logs, one, two, odd = sys.argv[1:]
 pem = {name: f"{folder}/{name}.pem" for name in ("ca", "certificate", "private_key")}
@@ -259,10 +259,10 @@ async def main():
     finally:
         await cluster.stop()
     cluster = cluster_of(one, two)
-    devices = [Seat(host=0, gpu=0), Seat(host=0, gpu=1), Seat(host=1, gpu=0)]
+    devices = [Device(host=0, gpu=0), Device(host=0, gpu=1), Device(host=1, gpu=0)]
     try:
-        storage = await cluster.spawn("storage", Probe, {}, 1, [Seat(host=1, gpu=None)])
-        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.every}, 3, devices)
+        storage = await cluster.spawn("storage", Probe, {}, 1, [Device(host=1, gpu=None)])
+        trainer = await cluster.spawn("trainer", Probe, {"peer": storage.call_all}, 3, devices)
         say(await trainer.call_all.place())
         variables = await trainer.call_all.environment()
         say([[each["LLAMARL_HOST"], each["LOCAL_RANK"], each["LLAMARL_GPU"]] for each in variables])

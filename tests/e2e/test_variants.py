@@ -101,7 +101,7 @@ def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path)
         "algorithm=grpo",
         "trainer.lr=1e-3",
         "generator.max_num_seqs=8",
-        "generator.kv_after_flip=recompute",
+        "generator.kv_after_commit=recompute",
     )
     assert run.summary["steps"] == 4
     assert len(run.trained) == 4 * GROUPS * SIZE
