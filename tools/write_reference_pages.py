@@ -1,9 +1,10 @@
-"""Write the pages that follow from the code: docs/config.md and docs/glossary.md.
+"""Write the pages that follow from the code: docs/config.md, docs/metrics.md, docs/glossary.md.
 
     python tools/write_reference_pages.py
 
-The config reference comes from the dataclasses of `llamarl/config`, the glossary from the docstring
-of `llamarl/types.py`. tests/unit/test_docs.py compares the pages with what this writes.
+The config reference comes from the dataclasses of `llamarl/config`, the metrics from
+`llamarl/metrics/charts.py`, the glossary from the docstring of `llamarl/types.py`.
+tests/unit/test_docs.py compares the pages with what this writes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from json import dumps
 from pathlib import Path
 
 from llamarl import types
+from llamarl.metrics.charts import DESCRIPTIONS, chart_tag
 from llamarl.recipe.composition import reference
 from llamarl.recipe.config_reference import ELSEWHERE, Choice, Key
 
@@ -30,7 +32,11 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """File name in docs/ -> its text."""
-    return {"config.md": config_page(), "glossary.md": glossary_page()}
+    return {
+        "config.md": config_page(),
+        "metrics.md": metrics_page(),
+        "glossary.md": glossary_page(),
+    }
 
 
 def config_page() -> str:
@@ -86,6 +92,24 @@ def key_table(keys: list[Key]) -> str:
             default += f", {choice}: {code(value)}" if value != key.default else ""
         rows.append([code(key.name), f"{key.type}{key.limits}", default, meaning])
     return table(["key", "type", "default", "meaning"], rows)
+
+
+def metrics_page() -> str:
+    rows: dict[str, list[list[str]]] = {}
+    for tag, meaning in DESCRIPTIONS.items():
+        shown = f"{tag}*" if tag.endswith("/") else tag
+        rows.setdefault(chart_tag(tag).partition("/")[0], []).append([code(shown), meaning])
+    blocks = [
+        "# Metrics",
+        "Written by `tools/write_reference_pages.py` from "
+        "[charts.py](../llamarl/metrics/charts.py). TensorBoard shows a run's metrics in these "
+        "sections, with these descriptions; metrics.jsonl holds the same under the same tags. A "
+        "tag that ends in `*` stands for several.",
+    ]
+    for section in sorted(rows):
+        number, _, name = section.partition("_")
+        blocks += [f"## {number}. {name}", table(["tag", "meaning"], rows[section])]
+    return "\n\n".join(blocks) + "\n"
 
 
 def glossary_page() -> str:

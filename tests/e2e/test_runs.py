@@ -276,7 +276,7 @@ def test_both_storage_units_hold_rows(finished: Path) -> None:
     assert min(sizes) > 0
 
 
-def test_metrics_name_what_the_readme_names(finished: Path) -> None:
+def test_metrics_have_the_tags_to_watch(finished: Path) -> None:
     tags: set[str] = set()
     for line in (finished / "metrics.jsonl").read_text().splitlines():
         tags |= set(json.loads(line))
