@@ -312,7 +312,7 @@ def test_shared_memory_never_leaves_a_host_and_nothing_is_connected_before_all_f
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
-        ([layout(0, "h", WHOLE), layout(1, "h", SINGLE)], "parts must be equal .* generator 1"),
+        ([layout(0, "h", WHOLE), layout(1, "h", SINGLE)], "buckets must be equal .* generator 1"),
         ([layout(0, "h", (NAMES[:2],))], "norm in 0"),
         ([layout(0, "h", (*WHOLE, ("odd",)))], "odd in 1, which no rank holds"),
         ([layout(0, "h", (*WHOLE, NAMES[:1]))], "layers.0.weight in 2"),
@@ -882,7 +882,7 @@ def test_versions_go_up_and_publishes_go_one_by_one() -> None:
         for version in (3, 2):
             with pytest.raises(RuntimeError, match="newer than 3"):
                 await world.publish(version)
-        replica = world.publisher._syncs[0]
+        replica = world.publisher._replicas.syncs[0]
         for version in (3, 2):
             with pytest.raises(RuntimeError, match="newer than 3, which generator 0 has"):
                 await replica.update(version)

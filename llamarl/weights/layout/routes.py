@@ -1,7 +1,7 @@
 """Routes: what carries the bytes from a source to a replica, and which copies.
 
-Owns: the choice of transport, the check of hosts and parts, rendezvous paths. Does not own: which
-source feeds which replica (`publisher.py`), copies (`reshard.py`). Invariant: shared memory and
+Owns: the choice of transport, the check of hosts and buckets, rendezvous paths. Does not own: which
+source feeds which replica (`assignment.py`), copies (`reshard.py`). Invariant: shared memory and
 CUDA IPC never leave a host, and no two routes meet at the same path.
 """
 
@@ -63,13 +63,13 @@ class Routes:
         )
 
 
-def parts_of(replica: int, target: list[RankLayout]) -> tuple[tuple[str, ...], ...]:
-    """The parts of a replica; ValueError unless its ranks agree and each parameter is in one."""
+def buckets_of(replica: int, target: list[RankLayout]) -> tuple[tuple[str, ...], ...]:
+    """The buckets of a replica; ValueError unless its ranks agree and each parameter is in one."""
     buckets = target[0].buckets if target else ()
     for layout in target:
         if layout.buckets != buckets:
             raise ValueError(
-                f"parts must be equal on all ranks of generator {replica}, got others on rank "
+                f"buckets must be equal on all ranks of generator {replica}, got others on rank "
                 f"{layout.rank} than on rank {target[0].rank}"
             )
     named = sorted(chain.from_iterable(buckets))
@@ -79,16 +79,10 @@ def parts_of(replica: int, target: list[RankLayout]) -> tuple[tuple[str, ...], .
             name for name in held if named.count(name) > 1
         )
         raise ValueError(
-            f"each parameter of generator {replica} must be in exactly one part, got {odd[0]} in "
+            f"each parameter of generator {replica} must be in exactly one bucket, got {odd[0]} in "
             f"{named.count(odd[0])}" + ("" if odd[0] in held else ", which no rank holds")
         )
     return buckets
-
-
-def place_of(replica: int, target: list[RankLayout]) -> tuple[str | int, ...]:
-    """Replicas of equal place can pass weights on: the host, or the replica if it has several."""
-    hosts = sorted({layout.host for layout in target})
-    return (hosts[0],) if len(hosts) == 1 else (replica, *hosts)
 
 
 def _check_hosts(

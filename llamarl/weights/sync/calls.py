@@ -1,7 +1,7 @@
-"""Waiting: for calls that may never answer, for a change of state, for one's turn to commit.
+"""Waiting: for calls that may never answer, for a change of state, for a replica's turn to commit.
 
-Owns: nothing that outlives a wait. Does not own: what an outcome means (`replica sync.py`).
-Invariant: no wait for another process is without a limit.
+Owns: nothing that outlives a wait. Does not own: what an outcome means (`replica_sync.py`).
+Invariant: every wait for another process has a limit.
 """
 
 from __future__ import annotations
@@ -15,21 +15,13 @@ T = TypeVar("T")
 
 
 async def attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Task[T]:
-    """Wait for the call at most so long, then give it up; its outcome is left in the task."""
+    """Wait for the call, then cancel it if it has not ended; its outcome is left in the task."""
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
     finally:
-        task.cancel()  # of a finished one: asyncio need not warn if nobody asks how it ended
+        task.cancel()  # from then on asyncio does not log an exception left in the task
     return task
-
-
-async def within(call: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-    """The answer of a call; TimeoutError if there is none in time."""
-    task = await attempt(call, timeout_s)
-    if not task.done():
-        raise silence(what, timeout_s)
-    return task.result()
 
 
 def silence(what: str, timeout_s: float) -> TimeoutError:
@@ -38,26 +30,26 @@ def silence(what: str, timeout_s: float) -> TimeoutError:
 
 
 class Change:
-    """Something that tasks of one event loop wait for changed: they look again.
+    """A condition on state that tasks of one event loop share.
 
-    Only those wake who have what they wait for: hundreds of replica syncs wait, and one of them
-    goes on.
+    `notify` wakes only the waiters whose predicate holds: with hundreds of replicas, most changes
+    concern one of them.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], Callable[[], object]] = {}
 
-    def tell(self) -> None:
-        """Let everybody who waits look again."""
-        for future, is_so in list(self._waiting.items()):
-            if not future.done() and is_so():
+    def notify(self) -> None:
+        """Wake the tasks whose predicate holds now."""
+        for future, predicate in list(self._waiting.items()):
+            if not future.done() and predicate():
                 future.set_result(None)
 
-    async def until(self, is_so: Callable[[], object]) -> None:
-        """Return once `is_so()`."""
-        while not is_so():
+    async def until(self, predicate: Callable[[], object]) -> None:
+        """Return once `predicate()` is true."""
+        while not predicate():
             future = asyncio.get_running_loop().create_future()
-            self._waiting[future] = is_so
+            self._waiting[future] = predicate
             try:
                 await future
             finally:
@@ -65,7 +57,7 @@ class Change:
 
 
 class Stagger:
-    """One task after the other, but nobody waits for longer than `limit_s` for the one before."""
+    """Lets one task after the other into a block, the next one after `limit_s` at the latest."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -73,7 +65,7 @@ class Stagger:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """The others wait while the block runs, at most `limit_s`."""
+        """Other tasks wait while the block runs, for `limit_s` at most."""
         await self._lock.acquire()
         held = ExitStack()
         held.callback(self._lock.release)
@@ -82,4 +74,4 @@ class Stagger:
             yield
         finally:
             timer.cancel()
-            held.close()  # without effect where the timer did it
+            held.close()  # no effect if the timer has released the lock

@@ -1,8 +1,4 @@
-"""The figures of a publish.
-
-Owns: the record. Does not own: measuring (`publisher.py`) or showing it (`metrics/run logger.py`).
-Invariant: only commits that happened are counted.
-"""
+"""The figures of a publish; only commits that happened are counted."""
 
 from __future__ import annotations
 
@@ -13,12 +9,11 @@ from llamarl.errors import ReplicaLost
 
 @dataclass(slots=True, kw_only=True)
 class PublishStats:
-    """One publish, and what replica syncs did on their own since the one before.
+    """One publish, and what the replicas took between the one before and this one.
 
-    `num_bytes` counts what the trainer sent, `num_relayed_bytes` what replicas passed on, both for
-    commits that happened. `num_running`: replica -> rollouts that were being decoded when it
-    committed; empty if the trainer had gone on before any replica could take the version. `lost`:
-    replica -> why it is gone.
+    `num_bytes` counts what the trainer sent, `num_relayed_bytes` what replicas passed on.
+    `num_running`: replica -> rollouts that were being decoded when it committed; empty if the
+    trainer had gone on before any replica could take the version. `lost`: replica -> why.
     """
 
     version: int = -1

@@ -1,11 +1,10 @@
-"""The replica sync of one replica: how one version gets from its source into it.
+"""The protocol of a publish for one replica: how a version gets from its source into it.
 
-Owns: the protocol for one replica, and who is to blame for a failed call. Does not own: which
-version when, or which source (`publisher.py`). Invariant: a part is committed only after its
-fingerprint equals that of what was written; until the first commit the replica can go back to its
-old version, from then on it gets the whole new one or is lost.
+Owns: the replica's state, the order of calls, and whether a failed call is the fault of the replica
+or of its source. Does not own: which version and which source (`replicas.py`). Invariant: the state
+changes only as the table in `states.py` allows.
 
-    per part: offer -> write -> fingerprint -> compare -> commit    or, after offer, discard
+    for each bucket: prepare -> write -> verify -> commit    or, after prepare, abort
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from llamarl.errors import ReplicaLost, StaleVersion, TargetLost
@@ -21,55 +19,65 @@ from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.weights.integrity.comparison import add_up, compare
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 from llamarl.weights.layout.reshard import num_bytes
-from llamarl.weights.layout.routes import MAPPED, parts_of, place_of
+from llamarl.weights.layout.routes import MAPPED, buckets_of
 from llamarl.weights.sync.calls import Change, Stagger, attempt, silence
+from llamarl.weights.sync.states import Event, State, next_state
 
 T = TypeVar("T")
-ABORT_S = 5.0  # a replica slower than this does not hold back the error that it should hear of
-PROBE_S = 5.0  # a source that answers within this is not silent
+ABORT_S = 5.0  # an abort that takes longer does not delay the error that caused it
+PROBE_S = 5.0  # a source that answers another call within this time is not silent
 
 
 class PeerRelay(WeightTarget, WeightSource, Protocol):
-    """A generator replica: it receives versions and passes them on."""
+    """A generator replica: it receives versions and passes them on to its siblings."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class Source:
-    """What feeds a replica sync: the trainer (`replica` None), or a replica of the same host.
+    """What feeds replicas: the trainer, or a replica (`ReplicaSync`) of the same host.
 
-    `version` is what it holds: the trainer the one published last, a replica its live one.
-    `is_steady`: that version stays as long as `num_readers` replica syncs have committed some, not
-    all of its parts. `layout` is where its ranks keep what they send. Of a replica, `target` is
-    where they receive, and `sums` are the fingerprints of its version, compared before it was
-    committed.
+    `version` is what it holds: the trainer the one published last, a replica its active one.
+    `sums` are the fingerprints of that version where they are known, `num_readers` counts the
+    replicas that have committed some, not all of its buckets.
     """
 
-    name: str
-    sender: WeightSource
-    replica: int | None = None
-    layout: list[RankLayout] = field(default_factory=list)
-    target: list[RankLayout] = field(default_factory=list)
-    version: int = -1
-    is_steady: bool = False
-    num_readers: int = 0
-    sums: dict[str, int] = field(default_factory=dict)
+    def __init__(self, name: str, executor: WeightSource) -> None:
+        self.name, self.executor = name, executor
+        self.version = -1
+        self.num_readers = 0
+        self.sums: dict[str, int] = {}
+        self.layout: list[RankLayout] = []  # of what its ranks send; empty until asked
+
+    @property
+    def is_steady(self) -> bool:
+        """True if `version` stays as long as it has readers."""
+        raise NotImplementedError
+
+
+class TrainerSource(Source):
+    """The trainer: it keeps its version until the publish of it has ended."""
+
+    def __init__(self, executor: WeightSource) -> None:
+        super().__init__("trainer", executor)
+        self.is_publishing = False
+
+    @property
+    def is_steady(self) -> bool:
+        return self.is_publishing
 
 
 class SourceLost(Exception):  # noqa: N818 - an outcome more than an error
-    """A replica that should pass on its weights raised (the cause) or did not answer in time."""
+    """A replica that feeds others raised (the cause) or did not answer in time."""
 
     def __init__(self, source: Source, why: str) -> None:
         super().__init__(why)
         self.source = source
 
 
-class ReplicaSync:
-    """A replica on its way from version to version.
+class ReplicaSync(Source):
+    """A replica on its way from version to version; for its siblings it is a source.
 
-    `relay` is the replica as a source for others. `refused` is the newest version that its source
-    did not have any more. `is_half_flipped`: it has begun to commit, and not ended. `is_gone`: lost
-    or dropped. `is_held`: it keeps the version that it has. `is_connected`: `route` leads from
-    `source`; else it must be connected anew. ValueError if the layout's parts do not fit.
+    `target` is where its ranks want their boxes, `source` what feeds it, and `refused` the newest
+    version that this source no longer had. ValueError if the buckets of `target` do not fit.
     """
 
     def __init__(
@@ -82,56 +90,63 @@ class ReplicaSync:
         change: Change,
         stagger: Stagger,
     ) -> None:
-        self.replica = replica
-        self.target = target
-        self.place = place_of(replica, target)
-        self.buckets = parts_of(replica, target)
-        self.relay = Source(
-            name=f"generator-{replica}", sender=generator, replica=replica, target=target
-        )
+        super().__init__(f"generator-{replica}", generator)
+        self.replica, self.target = replica, target
+        self.buckets = buckets_of(replica, target)
+        self.state = State.DISCONNECTED
         self.source: Source | None = None
-        self.is_connected = False
-        self.is_gone = False
-        self.is_half_committed = False
-        self.is_held = False
-        self.refused = -1
         self.route: Route | None = None
+        self.route_source: Source | None = None  # where `route` begins
+        self.refused = -1
         self.num_bytes = 0
         self.task: asyncio.Task[None] | None = None
         self._generator = generator
-        self._timeout_s = timeout_s
-        self._change = change
-        self._stagger = stagger
+        self._timeout_s, self._change, self._stagger = timeout_s, change, stagger
 
     @property
-    def version(self) -> int:
-        """The live version, -1 before the first."""
-        return self.relay.version
+    def is_steady(self) -> bool:
+        return self.state.is_whole
+
+    @property
+    def is_connected(self) -> bool:
+        """True if a route leads here from the present source."""
+        return self.state is not State.DISCONNECTED and self.route_source is self.source
+
+    def feed_from(self, source: Source) -> None:
+        """Take the next versions from `source`; the route to it is still to be connected."""
+        if source is not self.source:
+            self.source, self.refused = source, -1
+
+    def leave(self) -> None:
+        """The replica is lost or dropped."""
+        self._move(Event.LEAVE)
 
     def next_version(self) -> int | None:
-        """What the source has for this replica, if anything.
+        """The version that the source has for this replica, if any.
 
-        Between the parts of a version it must not change, so several need a steady source.
+        A version of several buckets is taken only from a source that keeps it until the last one.
         """
         source = self.source
-        if self.is_held or source is None or source.version <= max(self.version, self.refused):
+        if source is None or source.version <= max(self.version, self.refused):
             return None
         return source.version if len(self.buckets) == 1 or source.is_steady else None
 
     async def layout_of(self, source: Source) -> list[RankLayout]:
         """Where the source keeps what it can send, asked once. Raises as `connect` does."""
         if not source.layout:
-            source.layout = await self._read(source, source.sender.source_layout(), "layout")
+            source.layout = await self._read(source, source.executor.source_layout(), "layout")
         return source.layout
 
     async def connect(self, source: Source, route: Route) -> None:
-        """Tell both ends of the route at the same time; they may wait for each other.
+        """Give the route to both ends at the same time; they may wait for each other.
 
         Raises ReplicaLost, SourceLost, or what the trainer raised (TimeoutError if nothing).
         """
-        self.route = route
+        if self.state is State.IDLE:
+            self._move(Event.DETACH)
+        self.route, self.route_source = route, source
         receiving = asyncio.ensure_future(self._generator.connect_source(route))
-        sending = asyncio.ensure_future(source.sender.connect_target(self.replica, route))
+        sending = asyncio.ensure_future(source.executor.connect_target(self.replica, route))
         tasks = {receiving, sending}
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -143,13 +158,14 @@ class ReplicaSync:
         self._result(source, sending, "connect")
         self._answer(receiving, "connect")
         self.num_bytes = num_bytes(route.copies)
-        self.is_connected = self.source is source  # it may have got another one meanwhile
+        self._move(Event.CONNECT)
 
     async def update(self, version: int) -> int:
         """Bring `version` from the source into the replica; returns its running rollouts.
 
         Raises RuntimeError if it is not newer than what the replica has, StaleVersion, SourceLost,
         ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if nothing).
+        After StaleVersion or SourceLost amid its commit the replica is gone.
         """
         source = self.source
         if source is None or version <= self.version:
@@ -157,25 +173,34 @@ class ReplicaSync:
                 f"version {version} must be newer than {self.version}, which generator "
                 f"{self.replica} has"
             )
-        is_known = source.version == version and source.target == self.target
-        origin = source.sums if is_known else {}
+        origin = self._origin(source, version)
         sums: dict[str, int] = {}
-        async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as turn:
             for bucket in range(len(self.buckets)):
                 handles = await self._ask(self._generator.prepare(version, bucket), "prepare")
+                self._move(Event.PREPARE)
                 try:
                     sums |= await self._fill(source, version, bucket, handles, origin)
+                    self._move(Event.VERIFY)
                     if bucket == 0:
-                        await stack.enter_async_context(self._committing(source, version))
+                        await turn.enter_async_context(self._turn(source, version))
+                        self._move(Event.COMMIT)
                 except BaseException:
                     await attempt(self._generator.abort(version), ABORT_S)
+                    self._move(Event.ABORT)
                     raise
                 num_running = await self._ask(self._generator.commit(version, bucket), "commit")
-        self.relay.version = version
-        self.relay.sums = sums
-        self.relay.is_steady = True
-        self.is_half_committed = False
+        self.version, self.sums = version, sums
+        self._move(Event.FINISH)
         return max(num_running)
+
+    def _move(self, event: Event) -> None:
+        self.state = next_state(self.state, event)
+
+    def _origin(self, source: Source, version: int) -> dict[str, int]:
+        """The fingerprints that a sibling of the same layout had of `version`; {} if unknown."""
+        is_alike = isinstance(source, ReplicaSync) and source.target == self.target
+        return source.sums if is_alike and source.version == version else {}
 
     async def _fill(
         self,
@@ -185,12 +210,11 @@ class ReplicaSync:
         handles: list[StagingHandle],
         origin: dict[str, int],
     ) -> dict[str, int]:
-        """Have one part written and compare: with what was written, and with its `origin`."""
+        """Have a bucket written and compare what arrived: with what was written, and `origin`."""
         written = add_up(await self._write(source, version, handles))
-        answer = await self._ask(self._generator.verify(version, bucket), "verify")
-        found = add_up(answer)
-        is_relayed = source.replica is not None
-        compare(written, found, self.replica, version, f" from {source.name}" * is_relayed)
+        found = add_up(await self._ask(self._generator.verify(version, bucket), "verify"))
+        way = f" from {source.name}" if isinstance(source, ReplicaSync) else ""
+        compare(written, found, self.replica, version, way)
         if origin:
             sent = {name: origin[name] for name in self.buckets[bucket] if name in origin}
             way = f" from the trainer through {source.name}"
@@ -200,10 +224,13 @@ class ReplicaSync:
     async def _write(
         self, source: Source, version: int, handles: list[StagingHandle]
     ) -> list[dict[str, int]]:
-        """Let the source write. Who answers anything else waits for a replica that is silent."""
-        writing = await attempt(source.sender.write(version, handles), self._timeout_s)
+        """Let the source write; if its write hangs, find out which end is to blame.
+
+        If the source answers another call meanwhile, the target is the one that hangs.
+        """
+        writing = await attempt(source.executor.write(version, handles), self._timeout_s)
         if not writing.done() and self.route and self.route.transport not in MAPPED:
-            probe = await attempt(source.sender.source_layout(), PROBE_S)
+            probe = await attempt(source.executor.source_layout(), PROBE_S)
             if probe.done() and not probe.cancelled() and probe.exception() is None:
                 raise ReplicaLost(
                     f"generator {self.replica} must take what {source.name} writes within "
@@ -212,24 +239,25 @@ class ReplicaSync:
         return self._result(source, writing, "write")
 
     @asynccontextmanager
-    async def _committing(self, source: Source, version: int) -> AsyncIterator[None]:
-        """From the first part's commit to the last one's: alone, and on a version that stays."""
+    async def _turn(self, source: Source, version: int) -> AsyncIterator[None]:
+        """The time in which this replica commits all buckets, from a source that keeps `version`.
+
+        It begins when the replicas before it have committed and nothing reads its own weights.
+        """
         is_reader = len(self.buckets) > 1
         async with self._stagger.alone():
-            await self._change.until(lambda: not self.relay.num_readers)
+            await self._change.until(lambda: not self.num_readers)
             if is_reader and not (source.is_steady and source.version == version):
                 raise StaleVersion(f"{source.name} goes on from version {version}")
             source.num_readers += is_reader
-            self.relay.is_steady = False
-            self.is_half_committed = True
             try:
                 yield
             finally:
                 source.num_readers -= is_reader
-                self._change.tell()
+                self._change.notify()
 
     async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
-        """The answer of the replica; whatever else happens makes it lost."""
+        """The answer of the replica; ReplicaLost if it raises or is silent."""
         return self._answer(await attempt(call, self._timeout_s), step)
 
     async def _read(self, source: Source, call: Coroutine[Any, Any, T], step: str) -> T:
@@ -257,6 +285,6 @@ class ReplicaSync:
             return task.result()
         if isinstance(error, TargetLost):
             raise ReplicaLost(f"{source.name} lost generator {self.replica}: {error}") from error
-        if source.replica is None or isinstance(error, StaleVersion):
+        if isinstance(error, StaleVersion) or not isinstance(source, ReplicaSync):
             raise error
         raise SourceLost(source, f"{source.name} failed at {step}: {error!r}") from error
