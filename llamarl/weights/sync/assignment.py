@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from llamarl.weights.layout.boxes import RankLayout
 
-
 Place = tuple[str | int, ...]
 """Replicas of one place can pass weights on: a host, or a replica over several hosts."""
 
