@@ -33,7 +33,7 @@ from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
-from llamarl.types import Group, Request
+from llamarl.types import Group, Request, Verdict
 from llamarl.weights.sync.publisher import Publisher
 
 # By name: this process never loads torch, which would cost every start two seconds.
@@ -73,7 +73,7 @@ async def spawn_executors(
 
     A task.py that does not load ends this before any of them starts.
     """
-    if inputs.task_source is not None:
+    if "task" in config.reward.functions:
         await try_loading(config.reward, inputs.task_source)
     spawn = partial(_spawn, cluster, assign(config) | companions(config))
     start = partial(_start, spawn, report)
@@ -164,9 +164,7 @@ def build_controller(
         generator=dispatch,
         scorer=executors.scorer.call_one,
         reference=executors.reference.call_one if executors.reference else None,
-        filter_group=partial(
-            filter_group, max_tokens=config.sampling.max_tokens, config=config.algorithm
-        ),
+        filter_group=_group_filter(config, inputs),
         make_batch=partial(
             make_batch,
             num_ranks=config.trainer.num_data_ranks,
@@ -194,6 +192,11 @@ def make_dispatch(executors: Executors) -> Dispatch:
         watches={index: group.watch for index, group in groups},
         stops={index: group.stop for index, group in groups},
     )
+
+
+def _group_filter(config: Config, inputs: Inputs) -> Callable[[Group], Verdict]:
+    max_tokens = config.sampling.max_tokens
+    return partial(filter_group, max_tokens=max_tokens, config=config.algorithm, task=inputs.task)
 
 
 def _request_maker(config: Config, inputs: Inputs) -> Callable[[Group], list[Request]]:
@@ -351,6 +354,7 @@ def _trainer(config: Config, inputs: Inputs, shared: dict[str, Any]) -> dict[str
         "rendezvous": f"{shared['run_dir']}/.rendezvous-trainer-{uuid.uuid4().hex[:8]}",
         "config": config.trainer,
         "algorithm": config.algorithm,
+        "task_source": inputs.task_source,
         "sampling": config.sampling,
         "num_steps": config.num_steps,
         "seed": config.seed,

@@ -51,3 +51,7 @@ class TargetLost(RuntimeError):  # noqa: N818 - an outcome more than an error
 
 class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
     """A replica raised (the cause) or did not answer in time; it is connected no more."""
+
+
+class TaskError(UserCodeError):
+    """A function of the recipe's task.py failed; the text is one line that names it."""

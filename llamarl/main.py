@@ -36,7 +36,7 @@ from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, whole_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
-from llamarl.errors import NoGenerator
+from llamarl.errors import NoGenerator, TaskError
 from llamarl.metrics.ending import command_to_go_on
 from llamarl.metrics.panel import shorten
 from llamarl.metrics.provenance import record_provenance
@@ -246,6 +246,8 @@ def _report(error: Exception, run_dir: str | None) -> int:
         )
     if _is_mistake(error):
         _fail(str(error))
+    if isinstance(cause, TaskError):
+        return _complain(str(cause))
     if isinstance(cause, GroupLost | NoGenerator):
         origin: BaseException = cause
         while not isinstance(origin, GroupLost) and origin.__cause__ is not None:

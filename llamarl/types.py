@@ -255,6 +255,38 @@ class Group:
     advantages: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The group is trained on, with one advantage per rollout."""
+
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The group is not trained on; `reason` names what it is counted under."""
+
+    reason: str
+
+
+Verdict = Kept | Dropped
+"""What a group filter says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A group whose rollouts all have a reward; one entry per rollout, in one order.
+
+    `rewards` are the shaped ones, which `advantages` were computed from.
+    """
+
+    prompt: Prompt
+    rollouts: tuple[RolloutInfo, ...]
+    scores: tuple[Score, ...]
+    rewards: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+
 @_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:

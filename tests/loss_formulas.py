@@ -10,18 +10,12 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from llamarl.config import (
-    AIPOConfig,
-    AlgorithmConfig,
-    CISPOConfig,
-    DAPOConfig,
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    PPOConfig,
-    ReinforceConfig,
-    RLOOConfig,
-)
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.algorithms.losses.cispo import CISPOConfig
+from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.algorithms.losses.gspo import GSPOConfig
+from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
+from llamarl.config import AlgorithmConfig
 
 CONFIGS: dict[str, AlgorithmConfig] = {
     "aipo": AIPOConfig(),
@@ -51,7 +45,7 @@ KL_COEFFICIENTS = {"grpo": 0.04}
 
 
 @dataclass
-class PartialOutput:
+class Sampled:
     """One rollout: log-probs and entropy by token; a token with weight 0 is only context."""
 
     log_pi: list[float]
@@ -100,7 +94,7 @@ def divergence(d: float, estimator: str) -> tuple[float, float]:
 
 
 def token_terms(
-    algorithm: str, rollout: PartialOutput, bounds: tuple[float, float] | None
+    algorithm: str, rollout: Sampled, bounds: tuple[float, float] | None
 ) -> tuple[list[float], list[float]]:
     """(loss, derivative by log pi) of every token, without KL and entropy."""
     low, high = bounds or PAPERS[algorithm][2:]
@@ -130,7 +124,7 @@ def token_terms(
 
 def step(
     algorithm: str,
-    rollouts: list[PartialOutput],
+    rollouts: list[Sampled],
     *,
     max_tokens: int,
     averaged_over: str | None = None,

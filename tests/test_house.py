@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llamarl"
 FLOORS: list[set[str]] = [
     {"types", "errors"},
     {"protocols"},
-    {"json_file"},
+    {"json_file", "task_file"},
     {"config"},
     {"checkpoints"},
     {"algorithms", "data", "models", "metrics"},
@@ -236,7 +236,8 @@ def test_no_pickle_is_loaded() -> None:
 def config_classes() -> list[tuple[Path, ast.ClassDef]]:
     return [
         (path, node)
-        for path in (PACKAGE / "config").glob("*.py")
+        for folder in ("config", "algorithms/losses")
+        for path in (PACKAGE / folder).glob("*.py")
         for node in TREES[path].body
         if isinstance(node, ast.ClassDef)
     ]

@@ -47,7 +47,7 @@ from llamarl.planner.simulation.calibration import (
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import forecast, run, simulate
 from llamarl.planner.simulation.workload import Workload, make_workload
-from llamarl.recipe.composition import CONF_FOLDER, store_schemas, to_config
+from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -91,7 +91,7 @@ class Comparison:
 
 def load(overrides: tuple[str, ...]) -> Config:
     """The quickstart recipe with these overrides."""
-    store_schemas()
+    store_choices()
     path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
     with initialize_config_dir(version_base="1.3", config_dir=str(RECIPE)):
         return to_config(compose("run", [path, *COMMON, *overrides]))

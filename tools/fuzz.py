@@ -29,7 +29,7 @@ from fuzzing.children import CallResult, make_inputs, try_all
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from llamarl.recipe.composition import CONF_FOLDER, store_schemas, to_config
+from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
 IMPORTS = ("llamarl.main", "torch._dynamo", "transformers", "safetensors.torch")
 VERDICTS = ("refused", "passed over", "accepted", "ended")
@@ -82,7 +82,7 @@ def _import() -> None:
 
 def _compose(recipe: Path) -> DictConfig:
     """The sound recipe with the settings of all cases."""
-    store_schemas()
+    store_choices()
     with initialize_config_dir(version_base="1.3", config_dir=str(recipe)):
         overrides = [f"hydra.searchpath=[file://{CONF_FOLDER}]", *SETTINGS, "run_dir=new"]
         return compose("run", overrides)

@@ -2,7 +2,7 @@
 
     python tools/write_reference_pages.py
 
-The config reference comes from the dataclasses of `llamarl/config`, the metrics from
+The config reference comes from the config's dataclasses, the metrics from
 `llamarl/metrics/charts.py`, the glossary from the docstring of `llamarl/types.py`.
 tests/unit/test_docs.py compares the pages with what this writes.
 """
@@ -44,9 +44,10 @@ def config_page() -> str:
     scalars = [key for key in known.keys.values() if "." not in key.name]
     blocks = [
         "# Config reference",
-        "Written by `tools/write_reference_pages.py` from the dataclasses of `llamarl/config/`. "
+        "Written by `tools/write_reference_pages.py` from the dataclasses of `llamarl/config/` "
+        "and `llamarl/algorithms/losses/`. "
         "`llamarl config KEY` prints the same for one key, a section, or a name of TRL or verl.",
-        "A recipe chooses a file of a group by `GROUP=CHOICE` (the first is the default) and sets "
+        "A recipe chooses one of a group by `GROUP=CHOICE` (the first is the default) and sets "
         "a key by `KEY=VALUE`:",
         table(
             ["group", "choices"],

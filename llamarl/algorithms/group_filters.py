@@ -1,22 +1,112 @@
-"""The verdict on a scored group: its advantages, or why it is dropped. Invariant: pure and free of
-torch, because the controller process runs it."""
+"""What becomes of a scored group: its advantages, or why it is dropped.
+
+Owns: that decision, and the filters, which a recipe selects by their names in `FILTERS`. Does not
+own: baselines (`advantages.py`), or who counts drops. Invariant: nothing is changed; free of torch,
+because the controller process runs it.
+"""
 
 from __future__ import annotations
 
-from llamarl.algorithms.advantages import drop_reason, group_advantages, shaped_rewards
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from llamarl.algorithms.advantages import ADVANTAGES, shaped_rewards
 from llamarl.config import AlgorithmConfig
-from llamarl.types import Group
+from llamarl.config.check import require_choice
+from llamarl.errors import TaskError
+from llamarl.task_file import FILE
+from llamarl.types import Dropped, Group, Kept, ScoredGroup, Verdict
+
+FAILED_REWARD = "failed_reward"
+EQUAL_REWARDS = "equal_rewards"
+SOLVED = "solved"
+TASK = "task"  # the recipe's own task.py
+REASON = re.compile("[a-z0-9_]{1,40}")  # it names a curve
+EMPTY: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
-def filter_group(group: Group, *, max_tokens: int, config: AlgorithmConfig) -> str | None:
-    """Set `group.advantages` and return None, or return the reason to drop the group.
+GroupFilter = Callable[[ScoredGroup], str | None]
+"""Why the group is not worth training on, or None."""
 
-    `max_tokens` is the longest completion, which the overlong penalty counts back from.
+
+def equal_rewards(group: ScoredGroup) -> str | None:
+    """Drops a group whose rewards are all equal and whose advantages are therefore all 0: as
+    "solved" if every rollout has full marks (`Score.correct`), so that nothing is left to learn.
+
+    With `advantage: none` that means all rewards are 0.
     """
-    scores = [group.scores[row_id] for row_id in group.row_ids]
-    num_tokens = [group.rows[row_id].num_tokens for row_id in group.row_ids]
+    if len(set(group.rewards)) > 1 or any(group.advantages):
+        return None
+    return SOLVED if all(score.correct for score in group.scores) else EQUAL_REWARDS
+
+
+FILTERS: dict[str, GroupFilter] = {EQUAL_REWARDS: equal_rewards}
+"""By the name that `algorithm.filters` selects them by."""
+
+
+def check_names(config: AlgorithmConfig) -> None:
+    """ValueError unless there are the advantage and the filters that the recipe selects."""
+    require_choice("algorithm.advantage", config.advantage, [*ADVANTAGES, TASK])
+    for name in config.filters:
+        require_choice("algorithm.filters", name, [*FILTERS, TASK])
+
+
+def filter_group(
+    group: Group,
+    *,
+    max_tokens: int,
+    config: AlgorithmConfig,
+    task: Mapping[str, Callable[..., Any]] = EMPTY,
+) -> Verdict:
+    """The group's advantages, or why it is dropped: the first reason of `config.filters`.
+
+    Before all of these stands "failed_reward": a score has no reward (`reward.on_failure: zero`
+    gives it one). A baseline over the survivors would favour the rollouts that reward code happens
+    to digest, so the whole group goes.
+
+    `max_tokens` is the longest completion, which the overlong penalty counts back from; `task` are
+    the functions of task.py that the recipe names. TaskError if one fails or returns what it must
+    not.
+    """
+    rollouts = tuple(group.rows[row_id] for row_id in group.row_ids)
+    scores = tuple(group.scores[row_id] for row_id in group.row_ids)
+    num_tokens = [rollout.num_tokens for rollout in rollouts]
     rewards = shaped_rewards([score.reward for score in scores], num_tokens, max_tokens, config)
-    reason = drop_reason(scores, rewards, config)
-    if reason is None:
-        group.advantages = group_advantages(rewards, config)
-    return reason
+    if any(map(math.isnan, rewards)):
+        return Dropped(FAILED_REWARD)
+    scored = ScoredGroup(
+        prompt=group.prompt,
+        rollouts=rollouts,
+        scores=scores,
+        rewards=rewards,
+        advantages=_advantages(rewards, config.advantage, task),
+    )
+    for name in config.filters:
+        reason = _drop_by_task(scored, task) if name == TASK else FILTERS[name](scored)
+        if reason is not None:
+            return Dropped(reason)
+    return Kept(scored.advantages)
+
+
+def _advantages(
+    rewards: Sequence[float], name: str, task: Mapping[str, Callable[..., Any]]
+) -> tuple[float, ...]:
+    if name != TASK:
+        return tuple(ADVANTAGES[name](rewards))
+    found = task["advantages"](rewards)
+    is_sequence = isinstance(found, list | tuple) and len(found) == len(rewards)
+    if not is_sequence or not all(isinstance(a, int | float) and math.isfinite(a) for a in found):
+        must = f"be {len(rewards)} finite numbers, one per reward"
+        raise TaskError(f"what advantages of {FILE} returns must {must}, got {found!r:.100}")
+    return tuple(map(float, found))
+
+
+def _drop_by_task(group: ScoredGroup, task: Mapping[str, Callable[..., Any]]) -> str | None:
+    reason = task["drop"](group)
+    if reason is None or (isinstance(reason, str) and REASON.fullmatch(reason)):
+        return reason
+    must = "be None or a reason of small letters, digits and _"
+    raise TaskError(f"what drop of {FILE} returns must {must}, got {reason!r:.100}")

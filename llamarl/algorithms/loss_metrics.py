@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.algorithms.losses import LossOutputs
+from llamarl.algorithms.policy_loss import LossOutputs
 
 ON_POLICY_CLIPPED_SHARE = 0.05  # of trained tokens; equal engines clip none before the first update
 _SUMS = ("tokens", "ratio", "clipped", "kl", "entropy", "ref_kl")

@@ -1,22 +1,12 @@
 """Every field of a recipe, with its default, its documentation and its checks.
 
-Owns: the dataclasses. Does not own: values a recipe chooses (`conf/`, `recipes/`) or what is
-built from them (`build.py`). Invariant: standard library only, so composing a recipe takes
-milliseconds; nothing changes a config after its own `__post_init__`.
+Owns: the dataclasses, but for the options of one algorithm (`algorithms/losses/`). Does not own:
+values a recipe chooses (`conf/`, `recipes/`) or what is built from them (`build.py`). Invariant:
+standard library only, so composing a recipe takes milliseconds; nothing changes a config after its
+own `__post_init__`.
 """
 
-from llamarl.config.algorithm import (
-    AIPOConfig,
-    AlgorithmConfig,
-    CISPOConfig,
-    DAPOConfig,
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    PPOConfig,
-    ReinforceConfig,
-    RLOOConfig,
-)
+from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.data import DataConfig
 from llamarl.config.generator import (
@@ -41,28 +31,19 @@ from llamarl.config.run import (
 from llamarl.config.trainer import TrainerConfig
 
 __all__ = [
-    "AIPOConfig",
     "AlgorithmConfig",
-    "CISPOConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
-    "DAPOConfig",
     "DataConfig",
-    "DrGRPOConfig",
     "EmbeddedConfig",
     "EvaluationConfig",
     "ExperienceConfig",
-    "GRPOConfig",
-    "GSPOConfig",
     "GeneratorConfig",
     "MetricsConfig",
     "ModelConfig",
-    "PPOConfig",
     "PlacementConfig",
     "PlanConfig",
-    "RLOOConfig",
-    "ReinforceConfig",
     "RewardConfig",
     "SamplingConfig",
     "StalenessConfig",

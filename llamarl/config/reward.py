@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
 
-REWARDS = ("math", "exact", "format", "task")
 ON_FAILURE = ("drop", "zero")
 
 
@@ -47,8 +46,6 @@ class RewardConfig:
         require(
             bool(self.functions), "reward.functions", "name at least one function", self.functions
         )
-        for name in self.functions:
-            require_choice("reward.functions", name, REWARDS)
         require(
             len(self.weights) == len(self.functions),
             "reward.weights",

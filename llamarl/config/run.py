@@ -15,6 +15,7 @@ from llamarl.config.plan import PlanConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
+TRANSPORTS = ("shared_memory", "cuda_ipc", "collective", "rdma")
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 
@@ -64,7 +65,7 @@ class WeightsConfig:
         require_choice(
             "weights.transport",
             self.transport,
-            ("shared_memory", "cuda_ipc", "collective", "rdma"),
+            TRANSPORTS,
         )
         require_choice("weights.staging", self.staging, ("double_buffer", "host", "bucket"))
         require_choice("weights.logprob_check", self.logprob_check, ("fail", "warn", "off"))
@@ -223,7 +224,7 @@ class Config:
             self.algorithm.overlong_penalty_tokens,
         )
         require(
-            self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage == "none",
+            self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage in ("none", "task"),
             "sampling.rollouts_per_prompt",
             f"be at least 2 for algorithm.advantage={self.algorithm.advantage} (one rollout is its "
             "own baseline, so nothing would be learnt)",

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
 from llamarl.algorithms.loss_metrics import LossMetrics
-from llamarl.algorithms.losses import LossInputs, policy_loss
+from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.config import AlgorithmConfig
 from llamarl.data.micro_batch import column, micro_batch
 from llamarl.models.policy import Policy
@@ -39,12 +40,14 @@ class Passes:
         policy: Policy,
         device: torch.device,
         algorithm: AlgorithmConfig,
+        token_loss: TokenLoss,
         temperature: float,
     ) -> None:
         self.loss_metrics = LossMetrics()
         self._policy = policy
         self._device = device
         self._algorithm = algorithm
+        self._token_loss = token_loss
         self._temperature = temperature
 
     def accumulate(
@@ -107,7 +110,7 @@ class Passes:
                 column(columns, REF_LOGPROBS, indices, self._device) if has_reference else None
             ),
         )
-        outputs = policy_loss(inputs, self._algorithm)
+        outputs = policy_loss(inputs, self._algorithm, self._token_loss)
         if not math.isfinite(outputs.loss.item()):
             named = [rows[i].row_id for i in indices]
             raise RuntimeError(

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from llamarl.algorithms.loss_metrics import LossMetrics, on_policy_warning, statistics
-from llamarl.algorithms.losses import denominator, is_inert
+from llamarl.algorithms.losses import find_loss
+from llamarl.algorithms.policy_loss import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
 from llamarl.config import (
     AlgorithmConfig,
@@ -83,6 +84,7 @@ class TrainerExecutor:
         rendezvous: str,
         config: TrainerConfig,
         algorithm: AlgorithmConfig,
+        task_source: str | None = None,
         sampling: SamplingConfig,
         weights: WeightsConfig,
         placement: PlacementConfig,
@@ -102,6 +104,7 @@ class TrainerExecutor:
         self._rendezvous = rendezvous
         self._config = config
         self._algorithm = algorithm
+        self._task_source = task_source
         self._sampling = sampling
         self._num_steps = num_steps
         self._seed = seed
@@ -243,6 +246,7 @@ class TrainerExecutor:
                 await self._move("onload", tag, self._onload)
 
     def _build(self) -> None:
+        token_loss = find_loss(self._algorithm, self._task_source)
         device = compute_device(self._config.device, "trainer.device")
         use_device(device)
         join(self._rendezvous, self._rank, self._num_ranks, device)
@@ -251,7 +255,7 @@ class TrainerExecutor:
         self.policy = Policy(self._checkpoint, mesh, self._config, self._seed, self._tokenizer)
         self._device = device
         self._passes = Passes(
-            self.policy, self._device, self._algorithm, self._sampling.temperature
+            self.policy, device, self._algorithm, token_loss, self._sampling.temperature
         )
         self._writer = Writer(
             self._rank,

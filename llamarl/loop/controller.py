@@ -10,7 +10,6 @@ built. Invariant: stages share nothing but the gate (who may start, who is next)
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +24,7 @@ from llamarl.loop.saver import Saver
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
-from llamarl.types import REF_LOGPROBS, Batch, FinishReason, Group, Purpose, Request
+from llamarl.types import REF_LOGPROBS, Batch, FinishReason, Group, Kept, Purpose, Request, Verdict
 from llamarl.weights.sync.publisher import Publisher
 
 
@@ -42,7 +41,7 @@ class Controller:
     generator: Generator
     scorer: Scorer
     reference: Reference | None
-    filter_group: Callable[[Group], str | None]
+    filter_group: Callable[[Group], Verdict]
     make_batch: Callable[[Sequence[Group], int, int], Batch]
     trainer: Trainer
     storage: Storage
@@ -114,20 +113,21 @@ class Controller:
 
     async def _settle_stage(self) -> None:
         """A group whose rows are all ready gets its advantages, or is dropped and counted."""
-        num_ready: Counter[int] = Counter()
+        ready: set[int] = set()
         while True:
             for row_id in await self.ledger.take("settle"):
                 group = self.ledger.entries[row_id].group
                 assert group is not None
-                num_ready[group.group_id] += 1
-                if num_ready[group.group_id] == len(group.row_ids):
-                    del num_ready[group.group_id]
+                ready.add(row_id)
+                if ready.issuperset(group.row_ids):
+                    ready.difference_update(group.row_ids)
                     await self._settle(group)
 
     async def _settle(self, group: Group) -> None:
-        self.run_logger.log_group(group, reason := self.filter_group(group))
-        if reason is None:
-            return await self.gate.settle(group)
+        self.run_logger.log_group(group, verdict := self.filter_group(group))
+        if isinstance(verdict, Kept):
+            return await self.gate.settle(group, verdict.advantages)
+        reason = verdict.reason
         retire = self._retire([group], outcome="dropped", reason=reason, group_id=group.group_id)
         await self.saver.drop(group, reason, retire)
 

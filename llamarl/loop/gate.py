@@ -32,7 +32,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
-from llamarl.algorithms.advantages import SOLVED
+from llamarl.algorithms.group_filters import SOLVED
 from llamarl.types import Group, Prompt
 
 
@@ -110,8 +110,9 @@ class Gate:
             await self._changed.wait_for(lambda: self._num_open < self.capacity and not self.solved)
             return [self._open(next(prompts)) for _ in range(self.capacity - self._num_open)]
 
-    async def settle(self, group: Group) -> None:
+    async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
         """The group is scored and trainable: it may be consumed when its turn comes."""
+        group.advantages = advantages
         async with self._changed:
             self._settled.add(group.group_id)
             self._drops_in_row.clear()

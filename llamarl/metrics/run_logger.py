@@ -17,7 +17,7 @@ from llamarl.metrics.live import LiveSpans
 from llamarl.metrics.record import sample_rows, step_scalars
 from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
-from llamarl.types import Evaluation, Group, StepStats
+from llamarl.types import Dropped, Evaluation, Group, StepStats, Verdict
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
 
@@ -48,9 +48,9 @@ class RunLogger:
         self._step_ended_ns = time.monotonic_ns()
         self.progress.begin(version)
 
-    def log_group(self, group: Group, reason: str | None) -> None:
-        """`group` is scored: why it will not be trained, or None."""
-        self._drops.add(group, reason)
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """`group` is scored, and will be trained or not."""
+        self._drops.add(group, verdict.reason if isinstance(verdict, Dropped) else None)
         self.progress.drops(self._drops)
 
     def publish(self, seconds: float) -> None:

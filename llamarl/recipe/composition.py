@@ -1,6 +1,6 @@
 """How a recipe's folder and the arguments become a checked `Config`.
 
-Owns: Hydra's groups and schemas, how its errors are worded. Does not own: fields and checks
+Owns: Hydra's groups and their choices, how its errors are worded. Does not own: fields and checks
 (`config/`) or commands (`main.py`). Invariant: the only place that knows Hydra; past `to_config` a
 config is plain dataclasses.
 """
@@ -34,8 +34,12 @@ from omegaconf.errors import (
 )
 
 from llamarl import config as schema
+from llamarl.algorithms.group_filters import check_names
+from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
-from llamarl.recipe.config_reference import WANTED, KeyReference, did_you_mean
+from llamarl.config.run import TRANSPORTS
+from llamarl.environments.rewards.functions import REWARDS, check_rewards
+from llamarl.recipe.config_reference import WANTED, Choice, KeyReference, did_you_mean
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 SPECIFIC = (
@@ -48,33 +52,42 @@ WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _se
 PLAIN_FLAGS = {"--multirun", "-m", "--resolve"}
 CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
 
-SCHEMAS: dict[tuple[str | None, str], type] = {
-    (None, "schema"): Config,
-    ("algorithm", "aipo_schema"): schema.AIPOConfig,
-    ("algorithm", "reinforce_schema"): schema.ReinforceConfig,
-    ("algorithm", "rloo_schema"): schema.RLOOConfig,
-    ("algorithm", "ppo_schema"): schema.PPOConfig,
-    ("algorithm", "grpo_schema"): schema.GRPOConfig,
-    ("algorithm", "dr_grpo_schema"): schema.DrGRPOConfig,
-    ("algorithm", "dapo_schema"): schema.DAPOConfig,
-    ("algorithm", "cispo_schema"): schema.CISPOConfig,
-    ("algorithm", "gspo_schema"): schema.GSPOConfig,
-    ("model", "checkpoint_schema"): schema.ModelConfig,
-    ("data", "prompts_schema"): schema.DataConfig,
-    ("reward", "reward_schema"): schema.RewardConfig,
-    ("generator", "embedded_schema"): schema.EmbeddedConfig,
-    ("generator", "vllm_schema"): schema.VllmConfig,
-    ("trainer", "fsdp2_schema"): schema.TrainerConfig,
-    ("weights", "weights_schema"): schema.WeightsConfig,
-    ("placement", "placement_schema"): schema.PlacementConfig,
-    ("cluster", "cluster_schema"): schema.ClusterConfig,
+CHOICES: dict[str, dict[str, Choice]] = {
+    "algorithm": {name: Choice(options) for name, options in algorithms().items()},
+    "cluster": {
+        "monarch": Choice(schema.ClusterConfig),
+        "inline": Choice(schema.ClusterConfig, {"backend": "inline"}),
+        "slurm": Choice(schema.ClusterConfig, {"scheduler": "slurm"}),
+        "kubernetes": Choice(schema.ClusterConfig, {"scheduler": "kubernetes"}),
+    },
+    "data": {
+        "plain": Choice(schema.DataConfig),
+        "chat": Choice(schema.DataConfig, {"chat": True}),
+    },
+    "generator": {
+        "embedded": Choice(schema.EmbeddedConfig),
+        "vllm": Choice(schema.VllmConfig),
+    },
+    "model": {"checkpoint": Choice(schema.ModelConfig)},
+    "placement": {
+        "disaggregated": Choice(schema.PlacementConfig),
+        "colocated": Choice(schema.PlacementConfig, {"colocated": True}),
+    },
+    "reward": {name: Choice(schema.RewardConfig, {"functions": [name]}) for name in REWARDS},
+    "trainer": {"fsdp2": Choice(schema.TrainerConfig)},
+    "weights": {name: Choice(schema.WeightsConfig, {"transport": name}) for name in TRANSPORTS},
 }
+"""By group, its choices by name."""
 
 
-def store_schemas() -> None:
-    """Make the dataclasses known to Hydra under the names that `conf/` calls them by."""
-    for (group, name), node in SCHEMAS.items():
-        ConfigStore.instance().store(name=name, group=group, node=node, provider="llamarl")
+def store_choices() -> None:
+    """Make the choices, and the dataclass of the whole, known to Hydra."""
+    store = ConfigStore.instance().store
+    store(name="schema", node=Config, provider="llamarl")
+    for group, choices in CHOICES.items():
+        for name, choice in choices.items():
+            node = OmegaConf.merge(OmegaConf.structured(choice.section), dict(choice.values))
+            store(name=name, group=group, node=node, provider="llamarl")
 
 
 def for_each_config(
@@ -86,7 +99,7 @@ def for_each_config(
     do not compose, OSError for a run folder that cannot be made.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, not to Hydra's printer
-    store_schemas()
+    store_choices()
     flags, overrides = _divide(arguments)
     recipe = _recipe(flags)
     folder = str(recipe.parent.resolve()).replace("'", "\\'")
@@ -103,7 +116,7 @@ def for_each_config(
 @cache
 def reference() -> KeyReference:
     """Every key and group of a recipe."""
-    return KeyReference(CONF_FOLDER, SCHEMAS)
+    return KeyReference(CONF_FOLDER / "config.yaml", CHOICES)
 
 
 def _run_dir() -> str:
@@ -123,6 +136,8 @@ def to_config(composed: DictConfig) -> Config:
             unknown = vars(section).keys() - {field.name for field in dataclasses.fields(section)}
             for name in sorted(unknown):
                 raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
+    check_names(config.algorithm)
+    check_rewards(config.reward)
     return config
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import inspect
 import shutil
 import textwrap
 import typing
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
@@ -44,7 +45,7 @@ ELSEWHERE = {
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef",
     "algorithm.kl_estimator": "kl_loss_type kl_penalty",
     "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
-    "algorithm.drop_equal_rewards": "filter_groups dynamic_sampling",
+    "algorithm.filters": "filter_groups dynamic_sampling",
     "algorithm.overlong_penalty_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
@@ -107,7 +108,7 @@ class Choice:
     """One value of a group: the dataclass it selects, and the fields that it sets."""
 
     section: type
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,28 +154,27 @@ class Key:
 class KeyReference:
     """All sections, groups and keys of a recipe."""
 
-    def __init__(self, conf: Path, schemas: Mapping[tuple[str | None, str], type]) -> None:
-        """`conf` is the folder of the groups; `schemas` the classes that its files name."""
+    def __init__(self, root: Path, groups: Mapping[str, Mapping[str, Choice]]) -> None:
+        """`root` is the file that selects a choice of each group; `groups` holds the choices."""
         hints: dict[str, Any] = typing.get_type_hints(config.Config)
         sections: dict[str, Any] = {
             name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
         }
-        self._documents = _documents(Path(config.__file__).parent)
         self._scalars = [name for name in hints if name not in sections]
-        folders = [folder for folder in sorted(conf.iterdir()) if folder.is_dir()]
-        self.groups = {folder.name: _choices(folder, schemas) for folder in folders}
-        self._composed = yaml.safe_load((conf / "config.yaml").read_text())
-        for name, selected in _selected(self._composed["defaults"]).items():
-            choices = self.groups[name]
-            self.groups[name] = {selected: choices[selected], **choices}  # the default first
+        self._composed = yaml.safe_load(root.read_text())
+        selected = _selected(self._composed["defaults"])
+        self.groups = {
+            name: {selected[name]: choices[selected[name]], **choices}  # the default first
+            for name, choices in groups.items()
+        }
         self.sections: dict[str, dict[str, Choice]] = {
-            name: self.groups.get(name, {"": Choice(kind, {})}) for name, kind in sections.items()
+            name: self.groups.get(name, {"": Choice(kind)}) for name, kind in sections.items()
         }
 
     @cached_property
     def keys(self) -> dict[str, Key]:
         """Every key by its name, in the order of the dataclasses."""
-        root = {"": Choice(config.Config, {})}
+        root = {"": Choice(config.Config)}
         found = {name: self._key("", name, root) for name in self._scalars}
         for section, choices in self.sections.items():
             names = [name for each in choices.values() for name in _fields(each.section)]
@@ -194,15 +194,11 @@ class KeyReference:
             name=f"{section}.{name}".lstrip("."),
             type=_type_words(typing.get_type_hints(kind)[name]),
             limits=_limit_words(kind, name),
-            meaning=self._meaning(kind, name),
+            meaning=_meaning(kind, name),
             defaults=defaults,
             choices=tuple(having),
             is_everywhere=len(having) == len(choices),
         )
-
-    def _meaning(self, kind: type, name: str) -> str:
-        texts = (self._documents.get(each.__name__, {}).get(name) for each in kind.__mro__)
-        return next((text for text in texts if text), "")
 
     def overview(self, width: int | None = None) -> str:
         """One line per key, then what others call them; at most `width` characters in each."""
@@ -285,14 +281,18 @@ def did_you_mean(names: list[str]) -> str:
     return f" (did you mean {' or '.join(names)}?)" if names else ""
 
 
-def _documents(folder: Path) -> dict[str, dict[str, str]]:
-    """Class -> field -> the text under it, as one line, of all classes in the files of `folder`."""
-    found: dict[str, dict[str, str]] = {}
-    for path in folder.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = _field_texts(node.body)
-    return found
+def _meaning(section: type, name: str) -> str:
+    """The text under a field, of this class or of one that it inherits from."""
+    classes = [each for each in section.__mro__ if each is not object]
+    texts = (_documents(inspect.getfile(each))[each.__name__].get(name) for each in classes)
+    return next((text for text in texts if text), "")
+
+
+@cache
+def _documents(path: str) -> dict[str, dict[str, str]]:
+    """Class -> field -> the text under it, as one line, of all classes in a file."""
+    body = ast.parse(Path(path).read_text()).body
+    return {node.name: _field_texts(node.body) for node in body if isinstance(node, ast.ClassDef)}
 
 
 def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
@@ -302,15 +302,6 @@ def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
                 texts[name] = " ".join(str(text).split())
     return texts
-
-
-def _choices(folder: Path, schemas: Mapping[tuple[str | None, str], type]) -> dict[str, Choice]:
-    found = {}
-    for path in sorted(folder.glob("*.yaml")):
-        values = yaml.safe_load(path.read_text())
-        (schema,) = values.pop("defaults")
-        found[path.stem] = Choice(schemas[folder.name, schema], values)
-    return found
 
 
 def _selected(entries: list[Any]) -> dict[str, str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.checkpoints import manifest
 from llamarl.config import Config, VllmConfig
 from llamarl.config.check import require
@@ -24,23 +25,28 @@ from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.resumable_prompts import ResumablePrompts
-from llamarl.environments.rewards.functions import check_answers, check_rewards
+from llamarl.environments.rewards.functions import check_answers
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.divisibility import check_parallel
 from llamarl.models.inventory import check_checkpoint
+from llamarl.task_file import FILE, check, load
 from llamarl.types import Prompt, Sampling
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 PROMPTS = "data.prompts"
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
+CONTROLLER_TASKS = {"advantages", "drop"}  # functions of task.py that run in this process
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # an old name and a new one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute."""
+    """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute.
+
+    `task` holds the functions of task.py that the controller calls, by name.
+    """
 
     checkpoint: str
     tokenizer_folder: str
@@ -49,6 +55,7 @@ class Inputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     task_source: str | None
+    task: Mapping[str, Callable[..., Any]]
     replay_lengths: list[int]
 
 
@@ -65,8 +72,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_architecture(config, architecture)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
-    task_source = _task_source(config)
-    check_rewards(config.reward, task_source, str(Path(config.recipe_dir) / "task.py"))
+    named = _task_functions(config)
+    task_source = _task_source(config, named)
     prompts, held_out = [], []
     if needs_prompts:
         prompts = _read_prompts(config, config.data.prompts, tokenizer)
@@ -85,6 +92,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         task_source=task_source,
+        task=load(task_source, named & CONTROLLER_TASKS) if task_source is not None else {},
         replay_lengths=replay_lengths,
     )
 
@@ -256,17 +264,33 @@ def _replay_lengths(config: Config) -> list[int]:
     return read_lengths(path, config.sampling.max_tokens)
 
 
-def _task_source(config: Config) -> str | None:
-    if "task" not in config.reward.functions:
+def _task_functions(config: Config) -> set[str]:
+    """The functions of task.py that the recipe names."""
+    algorithm = config.algorithm
+    is_named = {
+        "reward": "task" in config.reward.functions,
+        "loss": isinstance(algorithm, TaskConfig),
+        "advantages": algorithm.advantage == "task",
+        "drop": "task" in algorithm.filters,
+    }
+    return {name for name, value in is_named.items() if value}
+
+
+def _task_source(config: Config, names: set[str]) -> str | None:
+    """The text of task.py, checked for these functions; None without any."""
+    if not names:
         return None
-    path = Path(config.recipe_dir) / "task.py"
-    require(path.is_file(), "reward.functions", f"not name task without a {path}", "task")
+    path = Path(config.recipe_dir) / FILE
+    named = ", ".join(sorted(names))
+    require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        source = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
     except OSError as error:
         raise ValueError(f"{path} must be a file that can be read, got {error}") from error
+    check(source, str(path), names)
+    return source
 
 
 def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:

@@ -137,7 +137,7 @@ def return_liar():
     return Liar(0.5)
 
 def patch_answers():
-    sys.modules["__main__"].judge = lambda *_: {"parts": {"task": "forged"}}
+    sys.modules["__main__"].grade = lambda *_: {"parts": {"task": "forged"}}
 
 def reward(prompt, completion):
     attack = globals().get(completion)

@@ -241,7 +241,7 @@ def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
             "x = 1\nimport nowhere_to_be_found\n",
             r"No module named .* \(task\.py, line 2: import nowhere_to_be_found\)",
         ),
-        ("x = 1\n", r"task\.py must define a function reward"),
+        ("x = 1\n", r"task\.py must define reward"),
         ("raise SystemExit(2)\n", "SystemExit: 2"),
     ],
 )

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.checkpoints.checkpoint import begin, latest, read_state
-from llamarl.config import AIPOConfig, PlacementConfig, TrainerConfig
+from llamarl.config import PlacementConfig, TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
 from llamarl.models.transformer import Transformer

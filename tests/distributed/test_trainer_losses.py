@@ -30,7 +30,7 @@ from tests.distributed.training import (
     make_rollouts,
     train,
 )
-from tests.loss_formulas import CONFIGS, PAPERS, PartialOutput, step
+from tests.loss_formulas import CONFIGS, PAPERS, Sampled, step
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)
 MAX_TOKENS = 64  # of the executor that `training` makes
@@ -75,7 +75,7 @@ def expected(checkpoint, cells, rows, algorithm) -> Expected:
         weights = (cell[TOKEN_VERSIONS] >= row.oldest_version) & (not is_truncated)
         outputs.append((log_pi, entropy))
         rollouts.append(
-            PartialOutput(
+            Sampled(
                 log_pi=log_pi.tolist(),
                 log_mu=cell[GENERATOR_LOGPROBS].tolist(),
                 log_ref=cell[REF_LOGPROBS].tolist(),

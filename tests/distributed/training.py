@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.checkpoints import checkpoint
 from llamarl.config import (
-    AIPOConfig,
     EmbeddedConfig,
     PlacementConfig,
     SamplingConfig,

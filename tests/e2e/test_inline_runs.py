@@ -119,7 +119,7 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
         "data: {prompts: prompts.jsonl}\n"
         "sampling: {max_tokens: 64}\n"
         "generator: {max_model_len: 128}\n"
-        "algorithm: {drop_equal_rewards: false}\n"
+        "algorithm: {filters: []}\n"
     )
     done = llamarl("train", recipe, *SMALL, f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
@@ -187,7 +187,7 @@ def test_a_run_without_signal_stops_and_says_why(llamarl: Command, tmp_path: Pat
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
     (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 0\n")
-    drops = ["algorithm.drop_equal_rewards=true", "algorithm.max_drops_in_row=12"]
+    drops = ["algorithm.filters=[equal_rewards]", "algorithm.max_drops_in_row=12"]
     task = ["reward.functions=[task]", "data.held_out=null", *drops]
     done = llamarl("train", recipe, *SMALL, *task, f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 1
@@ -202,7 +202,7 @@ def test_a_task_that_is_solved_ends_well_and_early(llamarl: Command, tmp_path: P
         "def reward(prompt, completion):\n    return float('Answer' in completion)\n"
     )
     overrides = [
-        *("reward.functions=[task]", "algorithm.drop_equal_rewards=true", "num_steps=90"),
+        *("reward.functions=[task]", "algorithm.filters=[equal_rewards]", "num_steps=90"),
         *("sampling.rollouts_per_prompt=4", "evaluation.max_prompts=4", "trainer.lr=3e-3"),
         *("algorithm.max_drops_in_row=60", "checkpoint.export=true"),
     ]

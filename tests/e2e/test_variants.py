@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.forks import Forks
-from tests.loss_formulas import PartialOutput, advantages, step
+from tests.loss_formulas import Sampled, advantages, step
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -87,7 +87,7 @@ def assert_losses(run: Ended, algorithm: str, tolerance: float, **fields: Any) -
                 weights = [int(v >= row["oldest_version"]) for v in versions(row)]
                 log_ref = row.get("ref_logprobs", log_pi)
                 blank = [0.0] * len(log_mu)
-                rollouts.append(PartialOutput(log_pi, log_mu, log_ref, blank, weights, advantage))
+                rollouts.append(Sampled(log_pi, log_mu, log_ref, blank, weights, advantage))
         assert len(rollouts) == GROUPS * SIZE
         want, _, _ = step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields)
         assert record["trainer/loss"] == pytest.approx(want, rel=tolerance, abs=tolerance), version
@@ -173,7 +173,7 @@ def test_dapo_from_two_int8_replicas(forks: Forks, tmp_path: Path) -> None:
         tmp_path,
         "num_steps=2",
         "algorithm=dapo",
-        "algorithm.drop_equal_rewards=true",
+        "algorithm.filters=[equal_rewards]",
         "generator.quantization=int8",
         "generator.num_replicas=2",
     )

@@ -22,6 +22,7 @@ from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
     Batch,
+    Dropped,
     FinishReason,
     Outcome,
     Prompt,
@@ -417,9 +418,9 @@ class FakeJournal:
         self.evaluations: list[object] = []
         self.steps: list[int] = []
 
-    def log_group(self, group: object, reason: str | None) -> None:
-        if reason is not None:
-            self.drops.append(reason)
+    def log_group(self, group: object, verdict: object) -> None:
+        if isinstance(verdict, Dropped):
+            self.drops.append(verdict.reason)
 
     def publish(self, seconds: float) -> None: ...
 

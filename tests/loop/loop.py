@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.algorithms.group_filters import filter_group
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
-    AIPOConfig,
     CheckpointConfig,
     ClusterConfig,
     Config,

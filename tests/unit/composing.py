@@ -16,10 +16,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from llamarl.config import Config
-from llamarl.recipe.composition import CONF_FOLDER, store_schemas, to_config
+from llamarl.recipe.composition import CHOICES, CONF_FOLDER, store_choices, to_config
 
-store_schemas()
-GROUPS = {path.name for path in CONF_FOLDER.iterdir() if path.is_dir()}
+store_choices()
 
 
 def compose_recipe(folder: Path, overrides: Sequence[str]) -> Config:
@@ -31,7 +30,7 @@ def compose_file(folder: Path, file: str, overrides: Sequence[str]) -> Config:
     choices, values = [], []
     for override in ["run_dir=x", *overrides]:
         key = override.partition("=")[0]
-        (choices if key in GROUPS or key.startswith("hydra.") else values).append(override)
+        (choices if key in CHOICES or key.startswith("hydra.") else values).append(override)
     text = (folder / f"{file}.yaml").read_text()
     composed = copy.deepcopy(_compose_choices(folder, file, text, tuple(choices)))
     ConfigLoaderImpl._apply_overrides_to_config(PARSER.parse_overrides(values), composed)

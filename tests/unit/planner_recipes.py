@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
-    AIPOConfig,
     ClusterConfig,
     Config,
     DataConfig,

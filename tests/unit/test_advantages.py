@@ -10,51 +10,84 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.algorithms.advantages import (
-    drop_reason,
-    group_advantages,
-    overlong_penalty,
-    shaped_rewards,
+from llamarl.algorithms.advantages import ADVANTAGES, overlong_penalty, shaped_rewards
+from llamarl.algorithms.group_filters import filter_group
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.algorithms.losses.cispo import CISPOConfig
+from llamarl.algorithms.losses.clip import DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
+from llamarl.algorithms.losses.gspo import GSPOConfig
+from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
+from llamarl.config import AlgorithmConfig
+from llamarl.types import (
+    Dropped,
+    FinishReason,
+    Group,
+    Kept,
+    Prompt,
+    RolloutInfo,
+    Score,
+    ScoreStatus,
 )
-from llamarl.config import (
-    AIPOConfig,
-    CISPOConfig,
-    DAPOConfig,
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    PPOConfig,
-    ReinforceConfig,
-    RLOOConfig,
-)
-from llamarl.types import Score, ScoreStatus
 
-NONE = ReinforceConfig(advantage="none", drop_equal_rewards=True)
+NONE = ReinforceConfig(advantage="none", filters=["equal_rewards"])
+mean, mean_std, leave_one_out = (ADVANTAGES[n] for n in ("mean", "mean_std", "leave_one_out"))
 
 
-def scores(*statuses: ScoreStatus) -> list[Score]:
-    return [Score(row_id=i, status=status, reward=1.0) for i, status in enumerate(statuses)]
+def decide(
+    rewards: list[float], config: AlgorithmConfig, firsts: list[float] | None = None
+) -> Kept | Dropped:
+    """What becomes of a group with these rewards; `firsts` are what its first function gave."""
+    rows = {
+        i: RolloutInfo(
+            row_id=i,
+            num_prompt_tokens=1,
+            num_tokens=1,
+            spans=(),
+            finish_reason=FinishReason.STOP,
+        )
+        for i in range(len(rewards))
+    }
+    scores = {
+        i: Score(
+            row_id=i,
+            status=ScoreStatus.RAISED if math.isnan(reward) else ScoreStatus.OK,
+            reward=reward,
+            parts={"exact": first, "format": 0.0},
+        )
+        for i, (reward, first) in enumerate(zip(rewards, firsts or [0.0] * 9, strict=False))
+    }
+    group = Group(
+        group_id=0,
+        prompt=Prompt(prompt_id=0, text="", token_ids=()),
+        row_ids=tuple(rows),
+        min_version=0,
+        rows=rows,
+        scores=scores,
+    )
+    verdict = filter_group(group, max_tokens=8, config=config)
+    assert group.advantages == (), "nothing is changed"
+    return verdict
 
 
 def test_mean_baseline():
-    assert group_advantages([1, 0, 0, 1], AIPOConfig()) == (0.5, -0.5, -0.5, 0.5)
-    assert group_advantages([3, 0, 0, 0], AIPOConfig()) == (2.25, -0.75, -0.75, -0.75)
+    assert mean([1, 0, 0, 1]) == [0.5, -0.5, -0.5, 0.5]
+    assert mean([3, 0, 0, 0]) == [2.25, -0.75, -0.75, -0.75]
 
 
 def test_mean_std_baseline_divides_by_the_population_deviation():
     # mean 3, deviations -2 -1 0 3, variance (4 + 1 + 0 + 9) / 4 = 3.5
     std = math.sqrt(3.5)
-    expected = (-2 / std, -1 / std, 0, 3 / std)
-    assert group_advantages([1, 2, 3, 6], GRPOConfig()) == pytest.approx(expected, rel=1e-5)
+    expected = [-2 / std, -1 / std, 0, 3 / std]
+    assert mean_std([1, 2, 3, 6]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_leave_one_out_baseline_is_the_mean_of_the_others():
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
-    assert group_advantages([1, 2, 6], RLOOConfig()) == pytest.approx((-3, -1.5, 4.5))
+    assert leave_one_out([1, 2, 6]) == pytest.approx([-3, -1.5, 4.5])
 
 
 def test_without_baseline_the_advantage_is_the_reward():
-    assert group_advantages([1, 0.25], NONE) == (1, 0.25)
+    assert ADVANTAGES["none"]([1, 0.25]) == [1, 0.25]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12))
@@ -63,29 +96,21 @@ def test_leave_one_out_equals_a_naive_loop(rewards):
         reward - math.fsum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1)
         for i, reward in enumerate(rewards)
     ]
-    assert group_advantages(rewards, RLOOConfig()) == pytest.approx(naive, abs=1e-12)
+    assert leave_one_out(rewards) == pytest.approx(naive, abs=1e-12)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12), st.randoms())
 def test_advantages_follow_their_rollouts_when_the_group_is_shuffled(rewards, random):
     order = list(range(len(rewards)))
     random.shuffle(order)
-    for config in (AIPOConfig(), GRPOConfig(), RLOOConfig(), NONE):
-        plain = group_advantages(rewards, config)
-        shuffled = group_advantages([rewards[i] for i in order], config)
-        assert shuffled == tuple(plain[i] for i in order)
+    for advantages in ADVANTAGES.values():
+        plain = advantages(rewards)
+        assert advantages([rewards[i] for i in order]) == [plain[i] for i in order]
 
 
 def test_equal_rewards_give_exact_zeros_whatever_the_rounding():
-    for config in (AIPOConfig(), GRPOConfig(), RLOOConfig()):
-        assert group_advantages([0.1] * 3, config) == (0.0,) * 3
-
-
-def test_impossible_groups_are_refused():
-    with pytest.raises(ValueError, match="must have at least 2 rewards, got 1"):
-        group_advantages([1.0], RLOOConfig())
-    with pytest.raises(ValueError, match="must be finite"):
-        group_advantages([1.0, math.nan], AIPOConfig())
+    for advantages in (mean, mean_std, leave_one_out):
+        assert advantages([0.1] * 3) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -102,24 +127,18 @@ def test_shaped_rewards_subtract_the_penalty_before_the_baseline():
     assert shaped_rewards([1, 1, 0], [50, 90, 100], 100, config) == pytest.approx((1, 0.5, -1))
 
 
-@pytest.mark.parametrize("status", [ScoreStatus.RAISED, ScoreStatus.HUNG, ScoreStatus.INVALID])
-def test_one_failed_reward_drops_the_group(status):
-    group = scores(ScoreStatus.OK, status, ScoreStatus.OK)
-    assert drop_reason(group, [1, math.nan, 0], AIPOConfig()) == "failed_reward"
-    keep_equal = AIPOConfig(drop_equal_rewards=False)
-    assert drop_reason(group, [1, math.nan, 1], keep_equal) == "failed_reward"
+def test_one_failed_reward_drops_the_group():
+    for config in (AIPOConfig(), AIPOConfig(filters=[])):
+        assert decide([1, math.nan, 1], config) == Dropped("failed_reward")
 
 
 def test_a_failed_reward_that_is_a_zero_keeps_the_group():
-    group = scores(ScoreStatus.OK, ScoreStatus.HUNG)
-    assert drop_reason(group, [1, 0], AIPOConfig()) is None
+    assert decide([1, 0], AIPOConfig()) == Kept((0.5, -0.5))
 
 
 def test_equal_rewards_drop_the_group_only_where_configured():
-    group = scores(ScoreStatus.OK, ScoreStatus.OK)
-    assert drop_reason(group, [1, 1], AIPOConfig()) == "equal_rewards"
-    assert drop_reason(group, [1, 0], AIPOConfig()) is None
-    assert drop_reason(group, [1, 1], AIPOConfig(drop_equal_rewards=False)) is None
+    assert decide([1, 1], AIPOConfig()) == Dropped("equal_rewards")
+    assert decide([1, 1], AIPOConfig(filters=[])) == Kept((0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -137,14 +156,12 @@ def test_equal_rewards_drop_the_group_only_where_configured():
     ],
 )
 def test_groups_of_equal_rewards_are_filtered_where_the_paper_does_so(config, drops):
-    reason = drop_reason(scores(ScoreStatus.OK, ScoreStatus.OK), [1, 1], config)
-    assert (reason is not None) == drops
+    assert isinstance(decide([1, 1], config), Dropped if drops else Kept)
 
 
 def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():
-    group = scores(ScoreStatus.OK)
-    assert drop_reason(group, [1], NONE) is None
-    assert drop_reason(group, [0], NONE) == "equal_rewards"
+    assert decide([1], NONE) == Kept((1.0,))
+    assert decide([0], NONE) == Dropped("equal_rewards")
 
 
 @pytest.mark.parametrize(
@@ -158,13 +175,13 @@ def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():
     ],
 )
 def test_a_group_of_full_marks_alone_is_dropped_as_solved(firsts, rewards, reason):
-    group = [
-        Score(row_id=i, status=ScoreStatus.OK, reward=reward, parts={"exact": first, "format": 0})
-        for i, (first, reward) in enumerate(zip(firsts, rewards, strict=True))
-    ]
-    assert drop_reason(group, rewards, AIPOConfig()) == reason
+    verdict = decide(rewards, AIPOConfig(), firsts)
+    assert verdict == (Dropped(reason) if reason else Kept((0.25, -0.25)))
 
 
-def test_advantages_load_no_torch():
-    code = "import llamarl.algorithms.advantages, sys; sys.exit('torch' in sys.modules)"
+def test_advantages_filters_and_the_options_of_losses_load_no_torch():
+    code = (
+        "import sys, llamarl.algorithms.group_filters; from llamarl.algorithms.losses import "
+        "algorithms; sys.exit(len(algorithms()) < 9 or 'torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

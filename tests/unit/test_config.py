@@ -13,14 +13,14 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config import Config
-from llamarl.recipe.composition import CONF_FOLDER, SCHEMAS
+from llamarl.recipe.composition import CHOICES, CONF_FOLDER
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_file, compose_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent for path in ROOT.glob("recipes/*/run.yaml"))
 MINIMUM = ["model.checkpoint=x", "data.prompts=x.jsonl"]
-GROUPS = [(path.parent.name, path.stem) for path in sorted(CONF_FOLDER.glob("*/*.yaml"))]
+GROUPS = [(group, choice) for group, choices in CHOICES.items() for choice in choices]
 
 
 def make_config(*overrides: str) -> Config:
@@ -34,7 +34,9 @@ NEEDS = {"cuda_ipc": GPUS}
 @pytest.mark.parametrize(("group", "choice"), GROUPS, ids=[f"{g}={c}" for g, c in GROUPS])
 def test_every_choice_composes(group: str, choice: str) -> None:
     config = make_config(f"{group}={choice}", *NEEDS.get(choice, []), *MINIMUM)
-    assert type(getattr(config, group)) in SCHEMAS.values()
+    section = getattr(config, group)
+    assert type(section) is CHOICES[group][choice].section
+    assert vars(section).items() >= CHOICES[group][choice].values.items()
 
 
 VLLM_ON_GPUS = ["generator=vllm", "weights=collective", *GPUS]

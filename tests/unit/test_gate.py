@@ -59,7 +59,7 @@ def ids(groups: list[Group]) -> list[int]:
 
 async def settle(gate: Gate, groups: list[Group]) -> None:
     for group in groups:
-        await gate.settle(group)
+        await gate.settle(group, ())
 
 
 def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_version() -> None:
@@ -94,9 +94,9 @@ def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
         groups = await gate.admit(make_prompts())
         await settle(gate, [groups[1], groups[3]])
         await must_wait(gate.take(1, 2))
-        await gate.settle(groups[0])
+        await gate.settle(groups[0], ())
         assert ids(await gate.take(1, 4)) == [0, 1]
-        await gate.settle(groups[2])
+        await gate.settle(groups[2], ())
         assert ids(await gate.take(1, 1)) == [2]
 
     asyncio.run(scenario())
@@ -121,7 +121,7 @@ def test_a_part_takes_what_is_ready_between_its_two_limits() -> None:
         await settle(gate, groups[:3])
         assert ids(await gate.take(1, 2)) == [0, 1]
         await must_wait(gate.take(2, 2))
-        await gate.settle(groups[3])
+        await gate.settle(groups[3], ())
         assert ids(await gate.take(2, 2)) == [2, 3]
 
     asyncio.run(scenario())
@@ -149,7 +149,7 @@ def test_too_many_drops_in_a_row_stop_the_run_with_their_reasons() -> None:
         groups = await gate.admit(prompts)
         for group in groups[:3]:
             await gate.drop(group, "equal_rewards")
-        await gate.settle(groups[3])  # one trainable group begins the count anew
+        await gate.settle(groups[3], ())  # one trainable group begins the count anew
         for group in groups[4:7]:
             await gate.drop(group, "failed_reward")
         with pytest.raises(RuntimeError, match=r"among the last 4 \(3 x failed_reward, 1 x equal"):
@@ -177,7 +177,7 @@ def test_solved_groups_in_a_row_end_admission_and_training_without_an_error(
         prompts = make_prompts()
         taking = asyncio.create_task(gate.take(2, 2))
         settled, *groups = await gate.admit(prompts)
-        await gate.settle(settled)  # there is signal still, but less than a step
+        await gate.settle(settled, ())  # there is signal still, but less than a step
         for reason in reasons:
             if not groups:
                 groups = await gate.admit(prompts)
@@ -265,7 +265,7 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
                         await gate.drop(group, "equal_rewards")
                         num_open -= 1
                     else:
-                        await gate.settle(group)
+                        await gate.settle(group, ())
                 batch += await gate.take(0, groups_per_step - len(batch))
             for group in batch:
                 if late == "wait":

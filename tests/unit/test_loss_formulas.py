@@ -10,10 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.algorithms.advantages import group_advantages
-from llamarl.algorithms.losses import LOSSES, LossInputs, denominator, policy_loss
-from llamarl.config import AlgorithmConfig, GSPOConfig, PPOConfig
-from tests.loss_formulas import CONFIGS, PAPERS, PartialOutput, advantages, step
+from llamarl.algorithms.advantages import ADVANTAGES
+from llamarl.algorithms.loss_inputs import LossInputs
+from llamarl.algorithms.losses import algorithms
+from llamarl.algorithms.losses.clip import PPOConfig
+from llamarl.algorithms.losses.gspo import GSPOConfig
+from llamarl.algorithms.policy_loss import denominator, policy_loss
+from llamarl.config import AlgorithmConfig
+from tests.loss_formulas import CONFIGS, PAPERS, Sampled, advantages, step
 
 MAX_TOKENS = 16
 PENALTIES = {"kl_coefficient": 0.3, "entropy_coefficient": 0.05}
@@ -27,7 +31,7 @@ class Ours:
     by_entropy: list[list[float]]
 
 
-def ours(config: AlgorithmConfig, rollouts: list[PartialOutput], dtype=torch.float64) -> Ours:
+def ours(config: AlgorithmConfig, rollouts: list[Sampled], dtype=torch.float64) -> Ours:
     """What `policy_loss` and `denominator` make of a step."""
 
     def packed(name: str) -> torch.Tensor:
@@ -56,7 +60,7 @@ def ours(config: AlgorithmConfig, rollouts: list[PartialOutput], dtype=torch.flo
     return Ours(loss.item(), *gradients)
 
 
-def theirs(algorithm: str, rollouts: list[PartialOutput], **fields) -> Ours:
+def theirs(algorithm: str, rollouts: list[Sampled], **fields) -> Ours:
     return Ours(*step(algorithm, rollouts, max_tokens=MAX_TOKENS, **fields))
 
 
@@ -69,7 +73,7 @@ def difference(left: Ours, right: Ours) -> float:
     return max(abs(x - y) / max(1.0, abs(y)) for x, y in pairs)
 
 
-def random_rollouts(seed: int = 0, num: int = 6, spread: float = 1.0) -> list[PartialOutput]:
+def random_rollouts(seed: int = 0, num: int = 6, spread: float = 1.0) -> list[Sampled]:
     """Of 1 to 12 tokens; one token in five has no weight, and in one rollout no token has any."""
     random = np.random.default_rng(seed)
     rollouts = []
@@ -77,7 +81,7 @@ def random_rollouts(seed: int = 0, num: int = 6, spread: float = 1.0) -> list[Pa
         length = int(random.integers(1, 13))
         log_pi = random.uniform(-4, 0, length)
         rollouts.append(
-            PartialOutput(
+            Sampled(
                 log_pi=log_pi.tolist(),
                 log_mu=(log_pi - random.normal(0, spread, length)).tolist(),
                 log_ref=(log_pi - random.normal(0, 2 * spread, length)).tolist(),
@@ -92,14 +96,14 @@ def random_rollouts(seed: int = 0, num: int = 6, spread: float = 1.0) -> list[Pa
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[PartialOutput]:
+def steps(draw: st.DrawFn) -> list[Sampled]:
     logprob = st.floats(-12, -0.01)
     rollouts = []
     for _ in range(draw(st.integers(1, 4))):
         length = draw(st.integers(1, 6))
         column = st.lists(logprob, min_size=length, max_size=length)
         rollouts.append(
-            PartialOutput(
+            Sampled(
                 log_pi=draw(column),
                 log_mu=draw(column),
                 log_ref=draw(column),
@@ -113,7 +117,8 @@ def steps(draw: st.DrawFn) -> list[PartialOutput]:
 
 def test_all_algorithms_are_here():
     assert CONFIGS.keys() == PAPERS.keys()
-    assert {type(config) for config in CONFIGS.values()} == set(LOSSES)
+    assert CONFIGS.keys() == algorithms().keys() - {"task"}
+    assert all(type(config) is algorithms()[name] for name, config in CONFIGS.items())
 
 
 @pytest.mark.parametrize("algorithm", PAPERS)
@@ -168,7 +173,7 @@ def test_the_gradient_reaches_the_logits_as_by_hand(algorithm):
     for rows, ids, h in zip(logp, tokens, entropy, strict=True):
         log_pi = rows[np.arange(len(ids)), ids]
         rollouts.append(
-            PartialOutput(
+            Sampled(
                 log_pi=log_pi.tolist(),
                 log_mu=(log_pi + random.normal(0, 1, len(ids))).tolist(),
                 log_ref=(log_pi + random.normal(0, 1, len(ids))).tolist(),
@@ -217,7 +222,7 @@ def test_the_gradient_reaches_the_logits_as_by_hand(algorithm):
 @settings(max_examples=25, deadline=None)
 @given(rewards=st.lists(st.sampled_from([0.0, 0.25, 1.0, -2.0]), min_size=2, max_size=8))
 def test_advantages_are_the_paper_s(algorithm, rewards):
-    got = group_advantages(rewards, CONFIGS[algorithm])
+    got = ADVANTAGES[CONFIGS[algorithm].advantage](rewards)
     # 1e-6 in the divisor keeps nearly equal rewards from exploding
     assert got == pytest.approx(advantages(algorithm, rewards), rel=1e-4, abs=1e-9)
 
@@ -228,7 +233,7 @@ def test_no_ratio_and_no_reference_however_far_makes_a_loss_or_gradient_explode(
     for far in (5.0, 20.0, 90.0, 300.0):  # e^90 is beyond float32
         for mu, ref in ((far, 0.0), (-far, 0.0), (0.0, far), (0.0, -far)):
             for advantage in (-1.0, 1.0):
-                rollout = PartialOutput([-1.0], [-1 - mu], [-1 - ref], [0.5], [1], advantage)
+                rollout = Sampled([-1.0], [-1 - mu], [-1 - ref], [0.5], [1], advantage)
                 got = ours(replace(config, normalization="tokens"), [rollout], torch.float32)
                 assert abs(got.by_log_pi[0][0]) < 25
                 assert abs(got.loss) < 25 + 25 * max(abs(ref), 1)
@@ -238,12 +243,12 @@ def test_no_ratio_and_no_reference_however_far_makes_a_loss_or_gradient_explode(
 def test_a_bad_token_made_likelier_has_its_weight_bounded_by_dual_clip(algorithm):
     config = replace(CONFIGS[algorithm], kl_coefficient=0.0)
     off = replace(config, clip_ratio_c=1e9)
-    bad = PartialOutput([-1.0], [-6.0], [-1.0], [0.5], [1], -1.0)  # ratio e^5 = 148
+    bad = Sampled([-1.0], [-6.0], [-1.0], [0.5], [1], -1.0)  # ratio e^5 = 148
     scale = MAX_TOKENS if algorithm == "dr_grpo" else 1
     assert ours(config, [bad]).loss * scale == pytest.approx(3)
     assert ours(config, [bad]).by_log_pi == [[0.0]]
     assert ours(off, [bad]).loss * scale == pytest.approx(148.413159)
-    milder = PartialOutput([-1.0], [-2.0], [-1.0], [0.5], [1], -1.0)  # ratio e: below the bound
+    milder = Sampled([-1.0], [-2.0], [-1.0], [0.5], [1], -1.0)  # ratio e: below the bound
     assert ours(config, [milder]).by_log_pi[0][0] * scale == pytest.approx(2.718281828)
     good = replace(bad, advantage=1.0)
     assert ours(config, [good]).loss == ours(off, [good]).loss

@@ -28,8 +28,10 @@ from llamarl.metrics.sinks import MOST_BUCKETS, MetricsLog, _histogram, read_met
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import SpanReader
 from llamarl.types import (
+    Dropped,
     FinishReason,
     Group,
+    Kept,
     Prompt,
     RolloutInfo,
     Score,
@@ -311,8 +313,8 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
             num_samples=1,
         )
         run_logger.begin(5)
-        run_logger.log_group(DROPPED, "equal_rewards")
-        run_logger.log_group(TRAINED, None)
+        run_logger.log_group(DROPPED, Dropped("equal_rewards"))
+        run_logger.log_group(TRAINED, Kept((0.5, -0.5)))
         run_logger.publish(0.25)
         asyncio.run(run_logger.step(STATS, [TRAINED]))
         run_logger.evaluation(FinishedEvaluation())

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.algorithms.loss_inputs import LossInputs
 from llamarl.algorithms.loss_metrics import LossMetrics, statistics
-from llamarl.algorithms.losses import LossInputs, policy_loss
-from llamarl.config import AIPOConfig
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.data.micro_batch import column, micro_batch
 from llamarl.types import GENERATOR_LOGPROBS, PROMPT_IDS, RESPONSE_IDS
 

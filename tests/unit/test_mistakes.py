@@ -120,7 +120,7 @@ def test_a_wrong_recipe_is_named_with_its_line(
 
 def test_a_key_of_a_group_file_of_the_recipes_own_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "slow.yaml").write_text("defaults: [fsdp2_schema]\nlr: 1\nlrr: 2\n")
+    (tmp_path / "trainer" / "slow.yaml").write_text("defaults: [fsdp2]\nlr: 1\nlrr: 2\n")
     text = (RECIPE / "run.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text.replace("aipo}", "aipo}, {override /trainer: slow}"))
     said = mistake(tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from llamarl.config import ReinforceConfig
+from llamarl.algorithms.losses.reinforce import ReinforceConfig
 from llamarl.planner.report.recipe import run_config
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_costs, read_trace
 from llamarl.planner.simulation.costs import Costs

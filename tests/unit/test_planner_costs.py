@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
-    AIPOConfig,
     ClusterConfig,
     Config,
     EmbeddedConfig,

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.algorithms.losses.clip import GRPOConfig
 from llamarl.config import (
     ClusterConfig,
     Config,
     EmbeddedConfig,
-    GRPOConfig,
     PlacementConfig,
     TrainerConfig,
     VllmConfig,

@@ -23,9 +23,9 @@ from rich.console import Console
 
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.build import Executors, build_controller
 from llamarl.config import (
-    AIPOConfig,
     CheckpointConfig,
     ClusterConfig,
     Config,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
-    AIPOConfig,
     ClusterConfig,
     Config,
     DataConfig,
@@ -178,7 +178,7 @@ def make_config(setting: Setting, checkpoint: str, **sections: dict[str, Any]) -
             {"transport": "cuda_ipc" if setting.is_cuda else "shared_memory"},
         ),
         "sampling": (SamplingConfig, {"max_tokens": setting.new_tokens}),
-        "algorithm": (AIPOConfig, {"drop_equal_rewards": False}),
+        "algorithm": (AIPOConfig, {"filters": []}),
         "reward": (RewardConfig, {"functions": ["exact"]}),
         "data": (DataConfig, {"prompts": str(QUICKSTART / "prompts.jsonl")}),
         "model": (ModelConfig, {"checkpoint": checkpoint}),

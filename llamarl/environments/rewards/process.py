@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 OWN_FRAMES = (
     "llamarl/environments/rewards/worker.py",
     "llamarl/environments/rewards/task.py",
+    "llamarl/task_file.py",
     "<frozen runpy>",
 )
 STACK_S = 0.5  # a hung worker gets this long to write its stack

@@ -32,14 +32,16 @@ import sys
 import traceback
 from typing import Any
 
+from llamarl import task_file
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards import task
 from llamarl.environments.rewards.functions import Reward, load_functions
 from llamarl.environments.rewards.supervisor import supervise
+from llamarl.task_file import where
 from llamarl.types import Prompt, ScoreStatus
 
 MAX_TRACEBACK_CHARS = 8000
-OWN_FILES = {__file__, task.__file__}  # whose lines say nothing about user code
+OWN_FILES = {__file__, task.__file__, task_file.__file__}  # whose lines say nothing about user code
 # First number, and how many: above those that a loop which closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)
 
@@ -75,7 +77,7 @@ def _serve() -> None:
     try:
         functions = load_functions(config, setup["task_source"])
     except BaseException as error:  # noqa: BLE001 - running the user's task.py
-        answer(setup["token"], {"error": _where(error)})
+        answer(setup["token"], {"error": where(error)})
         os._exit(1)
     answer(setup["token"], {"pid": own_pid})
     for line in requests:
@@ -85,7 +87,7 @@ def _serve() -> None:
             for fields in message["prompts"]
         ]
         for index, completion, finished, token in message["completions"]:
-            answer(token, filter_group(functions, prompts[index], completion, finished, config))
+            answer(token, grade(functions, prompts[index], completion, finished, config))
         sys.stdout.flush()
 
 
@@ -100,7 +102,7 @@ def _move(descriptor: int, mode: int) -> int:
     return moved
 
 
-def filter_group(
+def grade(
     functions: dict[str, Reward],
     prompt: Prompt,
     completion: str,
@@ -136,16 +138,6 @@ def _traceback(error: BaseException) -> str:
     lines = report.format() if report.stack else report.format_exception_only()
     text = "".join(lines).rstrip()
     return text if len(text) <= MAX_TRACEBACK_CHARS else "..." + text[-MAX_TRACEBACK_CHARS:]
-
-
-def _where(error: BaseException) -> str:
-    """The error on one line, with the line of task.py it came from."""
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    if isinstance(error, SyntaxError) and error.filename == task.FILE:
-        return f"{text} ({task.FILE}, line {error.lineno})"
-    stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if frame.filename == task.FILE]
-    return f"{text} ({task.FILE}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
@@ -134,12 +135,12 @@ def _check_workload(config: Config, trace: Trace | None) -> None:
     most, num_tokens = config.generator.max_model_len, config.plan.prompt_tokens
     wanted = f"be below generator.max_model_len ({most})"
     require(num_tokens < most, "plan.prompt_tokens", wanted, num_tokens)
-    if trace is None or not config.algorithm.drop_equal_rewards:
+    if trace is None or EQUAL_REWARDS not in config.algorithm.filters:
         return
     if trace.equal_share(config.sampling.rollouts_per_prompt) == 1:
         raise ValueError(
             f"--trace must name a run with rewards that differ within a group (or set "
-            f"algorithm.drop_equal_rewards=false), got {len(trace.rewards)} groups without"
+            f"algorithm.filters=[]), got {len(trace.rewards)} groups without"
         )
 
 

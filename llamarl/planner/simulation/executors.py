@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from llamarl.algorithms.losses import is_inert
+from llamarl.algorithms.policy_loss import is_inert
 from llamarl.config import Config
 from llamarl.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
@@ -290,7 +290,7 @@ class SilentRunLogger:
     def __init__(self, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline
 
-    def log_group(self, group: object, reason: str | None) -> None:
+    def log_group(self, group: object, verdict: object) -> None:
         """Dropped groups cost what their rollouts cost."""
 
     def evaluation(self, evaluation: object) -> None:

@@ -105,6 +105,7 @@ async def drive(
         prompts=workload.prompts(),
         held_out=[],
         task_source=None,
+        task={"advantages": list, "drop": lambda group: None},  # a plan runs no code of the recipe
         replay_lengths=[],
     )
     with tempfile.TemporaryDirectory() as run_dir:

@@ -1,0 +1,55 @@
+"""What a loss is given and what it returns. Invariant: importing this loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # nats; e^20 is beyond every bound, and far from float32's largest number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The response tokens of whole rollouts, packed one after another (N tokens, R rollouts).
+
+    `weights` is 1 for a trained token and 0 for one that is only context (too stale, truncated);
+    a token of weight 0 has no part in the loss, its gradient or the metrics.
+    `rollout_lengths` counts response tokens, those of weight 0 included.
+    """
+
+    trainer_logprobs: Tensor  # float32 [N], log pi, with gradient
+    generator_logprobs: Tensor  # float32 [N], log mu
+    advantages: Tensor  # float32 [N]
+    weights: Tensor  # float32 [N], 0 or 1
+    entropy: Tensor  # float32 [N], nats; with gradient if there is an entropy bonus
+    rollout_index: Tensor  # int64 [N], which rollout (0..R-1) a token belongs to
+    rollout_lengths: Tensor  # int64 [R]
+    ref_logprobs: Tensor | None = None  # float32 [N]
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log (pi / mu), float32 [N] with gradient; 0 where the weight is 0."""
+        # Chosen before exp: an overflow on a token without weight would turn 0 * inf into NaN.
+        log_ratio = self.trainer_logprobs - self.generator_logprobs
+        return log_ratio.masked_fill(self.weights <= 0, 0.0)
+
+    @property
+    def ratio(self) -> Tensor:
+        """pi / mu, float32 [N] with gradient, always finite."""
+        return bounded_ratio(self.log_ratio)
+
+
+LossTerms: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""The loss of each token [N], with gradient; and if it clips, which tokens it clipped, [N] bool."""
+
+TokenLoss = Callable[[LossInputs, Any], LossTerms]
+"""(inputs, options of its algorithm) -> its terms."""
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """exp, finite: an infinite ratio times the zero gradient of a clipped token would be NaN."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

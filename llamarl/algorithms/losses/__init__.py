@@ -1,0 +1,51 @@
+"""The losses: one file each, with the formula and its sources, the options and the function.
+
+A file defines `loss(inputs, config)` and `ALGORITHMS`, from each name that a recipe may select it
+by to the options that come with it; that is all it takes. Importing a loss loads no torch, because
+the process that composes recipes reads the options: a file that needs more than the methods of its
+tensors imports torch inside `loss`.
+
+What holds for every table in these files, against TRL 1.10 (GRPOTrainer, RLOOTrainer) and verl 0.8:
+
+    mu           Here the probability that the generator recorded when it sampled the token, so r
+                 corrects staleness and engine in one, as in verl's bypass mode. By default TRL and
+                 verl recompute "old" log-probs in the trainer at the start of a step (and can
+                 multiply a truncated or masked old / mu on top); with one optimizer step per batch,
+                 as here, their r is then always 1.
+    std          Divided by n (the papers' formulas); TRL and verl divide by n - 1.
+    masks        A rollout is averaged over all its tokens, those of weight 0 included, so masking
+                 never makes the others louder; TRL and verl average over unmasked tokens.
+    equal        Groups with equal rewards stay in for grpo, dr_grpo, rloo, reinforce, ppo and gspo:
+    rewards      advantage 0, but part of the divisor, and their KL and entropy terms count. They
+                 are dropped for dapo and cispo, as their papers do (dynamic sampling), and for
+                 aipo, where no paper says so: a dropped group frees its slot for one that teaches.
+                 TRL keeps them; verl drops them only with filter_groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from llamarl.algorithms.loss_inputs import TokenLoss
+from llamarl.algorithms.losses.task import TaskConfig, load_loss
+from llamarl.config import AlgorithmConfig
+
+
+@cache
+def algorithms() -> dict[str, type[AlgorithmConfig]]:
+    """The options of every algorithm, by its name."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return dict(sorted(item for module in modules for item in module.ALGORITHMS.items()))
+
+
+def find_loss(config: AlgorithmConfig, task_source: str | None = None) -> TokenLoss:
+    """The loss that stands in one file with the options `config`; `task_source` is the text of the
+    recipe's task.py, for `algorithm=task`."""
+    if isinstance(config, TaskConfig):
+        assert task_source is not None, "algorithm=task comes with a task.py"
+        return load_loss(task_source)
+    loss: TokenLoss = importlib.import_module(type(config).__module__).loss
+    return loss

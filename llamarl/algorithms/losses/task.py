@@ -1,0 +1,34 @@
+"""The loss that a recipe's own task.py defines, as `loss(inputs)`.
+
+It runs in the trainer's processes, on its device. The file is the user's own code and has all the
+rights of the process; see docs/extending/loss.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llamarl.algorithms.loss_inputs import LossInputs, LossTerms, TokenLoss
+from llamarl.config import AlgorithmConfig
+from llamarl.task_file import load
+
+
+@dataclass(kw_only=True)
+class TaskConfig(AlgorithmConfig):
+    """The recipe's own task.py defines the loss."""
+
+    scales_with_advantage: ClassVar[bool] = False
+
+
+ALGORITHMS = {"task": TaskConfig}
+
+
+def load_loss(source: str) -> TokenLoss:
+    """The function `loss` of this text. ValueError, or TaskError later, in one line."""
+    function = load(source, ["loss"])["loss"]
+
+    def loss(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
+        return function(inputs)
+
+    return loss

@@ -1,0 +1,144 @@
+"""From the tokens of a micro-batch to the loss of a step.
+
+Owns: the KL and entropy terms, the sums reported with a loss and the number the step's gradient is
+divided by. Does not own: the losses themselves (`losses/`), advantages, collectives, masks.
+Invariant: a loss is a sum over tokens, so the gradient of a step is the same however it is cut into
+micro-batches and ranks; `denominator` scales it once at the end.
+
+Words: per token t of rollout i, pi is the trainer's probability, mu the generator's, ref the
+reference's, ratio r = pi / mu, A the advantage, sg() is stop-gradient. Every log-prob is at the
+sampling temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.loss_inputs import LossInputs, TokenLoss
+from llamarl.algorithms.losses import find_loss
+from llamarl.config import AlgorithmConfig
+from llamarl.errors import TaskError
+
+K3_TANGENT_BELOW = -3.0  # nats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutputs:
+    """The loss of these tokens, not yet divided, and detached scalars to reduce over ranks.
+
+    `sums` adds up over micro-batches and ranks: tokens (of weight 1), ratio, clipped (tokens whose
+    ratio the algorithm cut), kl (mu to pi, estimator k3), entropy, ref_kl. `ratio_max` is a
+    maximum, 0 without trained tokens.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    ratio_max: Tensor
+
+
+def policy_loss(
+    inputs: LossInputs, config: AlgorithmConfig, token_loss: TokenLoss | None = None
+) -> LossOutputs:
+    """The summed loss of these tokens under `token_loss`, or the loss that `config` belongs to.
+
+        sum_t w_t (algorithm's loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t)
+
+    With normalization `rollouts` each rollout's sum is divided by its own length. Backward on
+    `loss`, add gradients up over all rows of the step, then divide once by `denominator`.
+
+    Raises ValueError if a KL penalty is asked for without `ref_logprobs`, TaskError for a loss of
+    another shape.
+    """
+    if config.kl_coefficient > 0 and inputs.ref_logprobs is None:
+        raise ValueError("ref_logprobs must be given for algorithm.kl_coefficient > 0, got None")
+    trained, log_ratio = inputs.weights > 0, inputs.log_ratio
+    terms = (token_loss or find_loss(config))(inputs, config)
+    loss, clipped = terms if isinstance(terms, tuple) else (terms, torch.zeros_like(trained))
+    for tensor in (loss, clipped):
+        if not isinstance(tensor, Tensor) or tensor.shape != log_ratio.shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            must = f"loss must return one value per token, a tensor {tuple(log_ratio.shape)}"
+            raise TaskError(f"{must}, got {got}")
+    ref_kl = torch.zeros_like(log_ratio)
+    if inputs.ref_logprobs is not None:
+        log_ref_ratio = torch.where(trained, inputs.trainer_logprobs - inputs.ref_logprobs, 0.0)
+        ref_kl = kl_penalty(log_ref_ratio, config.kl_estimator)
+    if config.kl_coefficient > 0:
+        loss = loss + config.kl_coefficient * ref_kl
+    if config.entropy_coefficient != 0:
+        loss = loss - config.entropy_coefficient * inputs.entropy
+    if config.normalization == "rollouts":
+        loss = loss / inputs.rollout_lengths[inputs.rollout_index]
+    with torch.no_grad():
+        ratio = inputs.ratio
+        values = {
+            "tokens": torch.ones_like(ratio),
+            "ratio": ratio,
+            "clipped": clipped.to(ratio.dtype),
+            "kl": ratio - 1 - log_ratio,
+            "entropy": inputs.entropy,
+            "ref_kl": ref_kl,
+        }
+        sums = {name: torch.where(trained, value, 0.0).sum() for name, value in values.items()}
+        ratio_max = torch.cat([ratio[trained], ratio.new_zeros(1)]).max()
+    total = torch.where(trained, loss, 0.0).sum()
+    return LossOutputs(loss=total, sums=sums, ratio_max=ratio_max)
+
+
+def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(pi || ref), from d = log pi - log ref [N] with gradient.
+
+        estimator   value            gradient (times grad log pi)
+        k1          d                d
+        k2          d^2 / 2          d
+        k3          e^-d - 1 + d     1 - e^-d       below d = -3 the tangent at -3
+
+    On tokens drawn from pi, d grad log pi is the true gradient of KL(pi || ref). k2 has it by
+    plain differentiation; k1 does not (grad d averages to zero), so it is given the score-function
+    form. k3 is differentiated as GRPO writes it: low variance and never negative, but its gradient
+    is that of KL(ref || pi), equal to first order near the reference. No estimator is weighted by
+    pi / mu: tokens a few versions old bias the penalty slightly, as in GRPO.
+
+    Unbounded, k3 of one token with d = -20 is 4.9e8 and outweighs every other. Below -3, where ref
+    is 20 times as likely as pi, it goes on along its tangent: at most 19 in the gradient, still
+    convex, and always towards ref. verl clamps d to +-20 and the value to +-10, which is constant,
+    hence without any pull, from d < -2.6 on: on just those tokens that went farthest. TRL bounds
+    nothing.
+    """
+    if estimator == "k1":
+        value = log_ref_ratio.detach()
+        return value + value * (log_ref_ratio - value)
+    if estimator == "k2":
+        return log_ref_ratio.square() / 2
+    d = log_ref_ratio.clamp(min=K3_TANGENT_BELOW)
+    slope = 1 - math.exp(-K3_TANGENT_BELOW)
+    return torch.exp(-d) - 1 + d + slope * (log_ref_ratio - d)
+
+
+def denominator(
+    num_tokens: int, num_rollouts: int, max_tokens: int, config: AlgorithmConfig
+) -> float:
+    """The number that the summed gradient of a whole step is divided by.
+
+        tokens     num_tokens                     rollouts   num_rollouts
+        constant   num_rollouts * max_tokens
+
+    Both counts cover every rollout of the step and all its response tokens, those with advantage 0
+    or weight 0 included: what contributes nothing may be left out of the forward pass without
+    changing the gradient, and masking a token never makes the others louder.
+    """
+    if config.normalization == "rollouts":
+        return float(num_rollouts)
+    if config.normalization == "constant":
+        return float(num_rollouts * max_tokens)
+    return float(num_tokens)
+
+
+def is_inert(advantage: float, config: AlgorithmConfig) -> bool:
+    """True if a rollout with this advantage has no gradient, so its forward may be skipped."""
+    has_others = config.kl_coefficient != 0 or config.entropy_coefficient != 0
+    return advantage == 0 and config.scales_with_advantage and not has_others

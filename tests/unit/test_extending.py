@@ -1,0 +1,180 @@
+"""The examples of docs/extending/ work as they stand there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from llamarl.algorithms.group_filters import filter_group
+from llamarl.algorithms.loss_inputs import LossInputs
+from llamarl.algorithms.losses import find_loss
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.algorithms.losses.task import TaskConfig
+from llamarl.algorithms.policy_loss import policy_loss
+from llamarl.config import Config
+from llamarl.errors import TaskError
+from llamarl.recipe.inputs import Inputs, read_inputs
+from llamarl.task_file import load
+from llamarl.types import (
+    Dropped,
+    FinishReason,
+    Group,
+    Kept,
+    Prompt,
+    RolloutInfo,
+    Score,
+    ScoreStatus,
+)
+from tests.e2e.forks import Forks
+from tests.unit.composing import compose_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("loss", "advantage", "group_filter", "reward")
+
+
+def block(page: str, language: str) -> str:
+    """The only fenced block of this language on a page."""
+    text = (ROOT / "docs" / "extending" / f"{page}.md").read_text()
+    (body,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return body
+
+
+def write_recipe(folder: Path, run: str, task: str) -> Path:
+    recipe = folder / "recipes" / "mine"
+    recipe.mkdir(parents=True)
+    (folder / "recipes" / "quickstart").symlink_to(ROOT / "recipes" / "quickstart")
+    (recipe / "run.yaml").write_text(run)
+    (recipe / "task.py").write_text(task)
+    return recipe
+
+
+def compose(recipe: Path) -> tuple[Config, Inputs]:
+    config = compose_recipe(recipe, [f"recipe_dir='{recipe}'"])
+    return config, read_inputs(config)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_recipe_of_a_page_composes_and_its_task_is_checked(page: str, tmp_path: Path) -> None:
+    task = block(page, "python")
+    assert 10 <= len(task.splitlines()) <= 30
+    recipe = write_recipe(tmp_path, block(page, "yaml"), task)
+    _, inputs = compose(recipe)
+    assert inputs.task_source == task
+    name = re.findall(r"^def (\w+)\(", task, re.MULTILINE)[0]
+    (recipe / "task.py").write_text(task.replace(f"def {name}(", f"def {name}(other, "))
+    with pytest.raises(ValueError, match=rf"task\.py:\d+: {name} must be {name}\(.*got {name}\(o"):
+        compose(recipe)
+
+
+def test_the_loss_of_the_page_is_its_paper_s() -> None:
+    pi = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    inputs = LossInputs(
+        trainer_logprobs=pi,
+        generator_logprobs=pi.detach() - torch.tensor([4.0, 4.0, 0.5]).log(),
+        advantages=torch.tensor([1.0, -1.0, -1.0]),
+        weights=torch.ones(3),
+        entropy=torch.zeros(3),
+        rollout_index=torch.tensor([0, 1, 1]),
+        rollout_lengths=torch.tensor([1, 2]),
+    )
+    config = TaskConfig()
+    outputs = policy_loss(inputs, config, find_loss(config, block("loss", "python")))
+    outputs.loss.backward()
+    assert pi.grad is not None
+    assert pi.grad.tolist() == pytest.approx([-1.0, 1.0, 0.5])  # weights 1, 1 (of 4), 1/2
+    assert outputs.sums["clipped"].item() == 1
+    short = find_loss(config, "def loss(inputs):\n    return inputs.ratio[1:]\n")
+    with pytest.raises(TaskError, match=r"one value per token, a tensor \(3,\), got \(2,\)"):
+        policy_loss(inputs, config, short)
+
+
+def group(rewards: list[float], num_cut: int) -> Group:
+    reasons = [FinishReason.LENGTH] * num_cut + [FinishReason.STOP] * (len(rewards) - num_cut)
+    rows = {
+        i: RolloutInfo(row_id=i, num_prompt_tokens=1, num_tokens=4, spans=(), finish_reason=reason)
+        for i, reason in enumerate(reasons)
+    }
+    scores = {
+        i: Score(row_id=i, status=ScoreStatus.OK, reward=reward) for i, reward in enumerate(rewards)
+    }
+    prompt = Prompt(prompt_id=0, text="", token_ids=())
+    return Group(
+        group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rows=rows, scores=scores
+    )
+
+
+def test_the_advantage_of_the_page_is_a_rank() -> None:
+    task = load(block("advantage", "python"), ["advantages"])
+    config = AIPOConfig(advantage="task")
+    verdict = filter_group(group([5.0, 0.0, 1.0, 1.0], 0), max_tokens=8, config=config, task=task)
+    assert verdict == Kept((1.0, -1.0, 0.0, 0.0))
+    for body, got in (("rewards[1:]", r"\(0.0,"), ("[None] * 4", r"\[None"), ("3", "3")):
+        wrong = load(f"def advantages(rewards):\n    return {body}\n", ["advantages"])
+        with pytest.raises(TaskError, match=rf"must be 4 finite numbers, .*, got {got}"):
+            filter_group(group([5.0, 0.0, 1.0, 1.0], 0), max_tokens=8, config=config, task=wrong)
+
+
+def test_the_filter_of_the_page_drops_groups_that_were_cut() -> None:
+    task = load(block("group_filter", "python"), ["drop"])
+    config = AIPOConfig(filters=["equal_rewards", "task"])
+
+    def decide(rewards: list[float], num_cut: int, task: dict = task) -> Kept | Dropped:
+        return filter_group(group(rewards, num_cut), max_tokens=8, config=config, task=task)
+
+    assert decide([1.0, 0.0], 1) == Kept((0.5, -0.5))
+    assert decide([1.0, 0.0], 2) == Dropped("cut_short")
+    assert decide([1.0, 1.0], 2) == Dropped("equal_rewards")
+    wrong = load("def drop(group):\n    return True\n", ["drop"])
+    with pytest.raises(TaskError, match=r"must be None or a reason of small .*, got True"):
+        decide([1.0, 0.0], 1, wrong)
+
+
+def test_the_reward_of_the_page_grades() -> None:
+    reward = load(block("reward", "python"), ["reward"])["reward"]
+    prompt = Prompt(prompt_id=0, text="", token_ids=(), fields={"answer": 4})
+    assert reward(prompt, "2 + 2 = 4. Answer: 4") == 1.0
+    assert reward(prompt, "2 + 2 = 5. Answer: 5") == 0.1
+    assert reward(prompt, "word " * 30 + "Answer: 4") == pytest.approx(1 - 0.12)
+
+
+RUN = """
+defaults: [config, {override /algorithm: task}, {override /reward: task}, _self_]
+num_steps: 1
+model: {checkpoint: ../quickstart/checkpoint}
+data: {prompts: ../quickstart/prompts.jsonl}
+sampling: {max_tokens: 96}
+generator: {max_model_len: 128}
+trainer: {groups_per_step: 2}
+algorithm: {advantage: task, filters: [task]}
+"""
+
+
+def run_of(folder: Path, forks: Forks, more: str = "") -> subprocess.CompletedProcess[str]:
+    """A run whose task.py is the text of all pages, and `more`."""
+    pages = [block(page, "python").replace("MOST_CUT = 0.5", "MOST_CUT = 1") for page in PAGES]
+    write_recipe(folder, RUN, "\n\n".join([*pages, more]))
+    command = ["train", "--config-dir=recipes/mine", "cluster=inline", "run_dir=run"]
+    return forks.run(*command, where=folder)
+
+
+def test_a_run_learns_by_the_four_functions_of_the_pages(tmp_path: Path, forks: Forks) -> None:
+    done = run_of(tmp_path, forks)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "export").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "got"), [("loss", "inputs"), ("drop", "group")])
+def test_a_run_ends_in_one_line_if_a_function_of_its_task_fails(
+    name: str, got: str, tmp_path: Path, forks: Forks
+) -> None:
+    done = run_of(tmp_path, forks, f"def {name}({got}):\n    return {got}.nothing\n")
+    assert done.returncode == 2, done.stderr
+    line, *others = done.stderr.strip().splitlines()
+    assert line.startswith(f"llamarl: {name} of task.py must not raise, got AttributeError: ")
+    assert line.endswith(f": return {got}.nothing)")
+    assert others == ["llamarl: no version is saved in run"]

@@ -1,0 +1,132 @@
+"""What a recipe's own task.py must look like is said before anything of it runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.errors import TaskError
+from llamarl.task_file import FORMS, check, load
+
+PATH = "/recipe/task.py"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (
+            "def reward(:\n",
+            "reward",
+            "got invalid syntax in line 1: 'def rew",
+        ),
+        ("x = '\0'\n", "reward", "task.py must be Python, got source code string cannot contain"),
+        ("x = " + "[" * 9999, "reward", "task.py must be Python, got"),
+        (
+            "import os\ndef score(p, c):\n    reward = 1\n",
+            "reward",
+            "must define reward(prompt: Prompt, completion: str) -> float, got os, score",
+        ),
+        ("", "drop", "must define drop(group: ScoredGroup) -> str | None, got no name at all"),
+        (
+            "\ndef reward(completion, prompt): return 1",
+            "reward",
+            "task.py:2: reward must be reward(prompt: Prompt, completion: str) -> float, "
+            "got reward(completion, prompt)",
+        ),
+        ("def reward(prompt): return 1", "reward", "got reward(prompt)"),
+        ("def loss(inputs, rho): return 1", "loss", "got loss(inputs, rho)"),
+        ("def loss(*, inputs): return 1", "loss", "got loss(*, inputs)"),
+        ("def loss(inputs, *, rho): return 1", "loss", "got loss(inputs, *, rho)"),
+        ("async def drop(group): return", "drop", "got async drop(group)"),
+        ("def drop(group) -> bool: return", "drop", "got drop(group) -> bool"),
+        (
+            "def advantages(rewards: list[int]): return rewards",
+            "advantages",
+            "task.py:1: advantages must be advantages(rewards: Sequence[float]) -> "
+            "Sequence[float], got advantages(rewards: list[int])",
+        ),
+    ],
+)
+def test_a_function_of_another_form_is_refused_in_one_line(
+    source: str, name: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        check(source, PATH, [name])
+    assert str(error.value).startswith(PATH)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def reward(prompt, completion): return 1", "reward"),
+        ("def reward(_prompt, completion, scale=2): return 1", "reward"),
+        ("import torch\ndef loss(inputs) -> torch.Tensor: return 1", "loss"),
+        ("def loss(inputs: 'LossInputs') -> tuple[torch.Tensor, torch.Tensor]: return", "loss"),
+        ("def drop(group) -> typing.Optional[str]: return", "drop"),
+        ("def advantages(rewards: list[float]) -> list[float]: return rewards", "advantages"),
+        ("def reward(prompt): return 1\ndef reward(prompt, completion): return 1", "reward"),
+        ("from words import reward", "reward"),
+        ("from words import score as reward", "reward"),
+        ("from words import *", "reward"),
+        ("reward = lambda p, c: 1", "reward"),
+        ("if 1:\n  def reward(prompt, completion): return 1", "reward"),
+        ("try:\n  import a\nexcept ImportError:\n  a, (b, reward) = 1, (2, 3)", "reward"),
+        ("class reward: pass", "reward"),
+        ("(reward := print)", "reward"),
+        ("globals()['rew' + 'ard'] = print", "reward"),
+    ],
+)
+def test_a_function_that_may_fit_is_left_to_the_process_that_loads_it(
+    source: str, name: str
+) -> None:
+    check(source, PATH, [name])
+
+
+@given(st.text(st.characters(codec=None)) | st.binary().map(lambda data: data.decode("latin-1")))
+def test_whatever_text_a_task_is_it_passes_or_is_refused_in_one_line(source: str) -> None:
+    refusal = f"{PATH} must pass"
+    try:
+        check(source, PATH, FORMS)
+    except ValueError as error:
+        refusal = str(error)
+    assert refusal.startswith(PATH)
+    assert len(refusal.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "got"),
+    [
+        (
+            "drop = 3",
+            "task.py must define drop(group: ScoredGroup) -> str | None, got 3",
+        ),
+        ("drop = lambda: 3", "got drop(): too many positional arguments"),
+        (
+            "import nowhere",
+            "got ModuleNotFoundError: No module named 'nowhere' (task.py, line 1: ",
+        ),
+        ("import sys\nsys.exit(3)", "got SystemExit: 3 (task.py, line 2: sys.exit(3))"),
+    ],
+)
+def test_a_text_that_does_not_load_is_refused_in_one_line(source: str, got: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(got)) as error:
+        load(source, ["drop"])
+    assert str(error.value).startswith("task.py must load, got ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_that_raises_is_named_with_its_line() -> None:
+    source = "def helper(x):\n    return 1 / x\n\ndef drop(group):\n    return helper(0)\n"
+    drop = load(source, ["drop"])["drop"]
+    with pytest.raises(TaskError) as error:
+        drop(None)
+    assert str(error.value) == (
+        "drop of task.py must not raise, got ZeroDivisionError: division by zero "
+        "(task.py, line 2: return 1 / x)"
+    )
+    assert sys.modules["task"].__file__ == "task.py"
