@@ -25,24 +25,14 @@ from torch import Tensor
 
 from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
+from llamarl.models.divisibility import check_split
+from llamarl.models.families import FUSED, split_dimension
 from llamarl.models.inventory import parameter_shapes
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
 
 MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # what is quantised
-
-SPLIT = {  # by linear layer, the dimension of its weight [out, in] that the ranks divide
-    "embed_tokens": 0,
-    "q_proj": 0,
-    "k_proj": 0,
-    "v_proj": 0,
-    "gate_proj": 0,
-    "up_proj": 0,
-    "lm_head": 0,
-    "o_proj": 1,
-    "down_proj": 1,
-}
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -80,8 +70,8 @@ class _Builder:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of this rank's boxes
         for name, shape in self.whole.items():
             start, size = [0] * len(shape), list(shape)
-            dim = SPLIT.get(name.removesuffix(".weight").removesuffix(".bias").split(".")[-1])
-            if dim is not None and dim < len(shape):
+            dim = split_dimension(name)
+            if dim is not None:
                 size[dim] = shape[dim] // num_ranks
                 start[dim] = rank * size[dim]
             self.starts[name], self.shapes[name] = tuple(start), tuple(size)
@@ -113,19 +103,22 @@ class _Builder:
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         self.put(name, self.reserve(name, shape), strides)
 
-    def fuse(self, name: str, parts: list[str]) -> None:
-        """Linear weights or biases side by side in one tensor `name` [in, out] or [out].
+    def fuse(self, prefix: str, name: str) -> None:
+        """The weights of `name`, or of those that it fuses, side by side in one tensor [in, out];
+        likewise their biases [out].
 
         Absent parameters (biases, qk-norm) are passed over.
         """
-        if parts[0] not in self.shapes:
-            return
-        num_outputs = sum(self.shapes[part][0] for part in parts)
-        inputs = self.shapes[parts[0]][1:]
-        offset = self.reserve(name, (*inputs, num_outputs))
-        for part in parts:
-            self.put(part, offset, (1, num_outputs) if inputs else (1,))
-            offset += self.shapes[part][0]
+        for kind in ("weight", "bias"):
+            parts = [f"{prefix}{part}.{kind}" for part in FUSED.get(name, (name,))]
+            if parts[0] not in self.shapes:
+                continue
+            num_outputs = sum(self.shapes[part][0] for part in parts)
+            inputs = self.shapes[parts[0]][1:]
+            offset = self.reserve(f"{prefix}{name}.{kind}", (*inputs, num_outputs))
+            for part in parts:
+                self.put(part, offset, (1, num_outputs) if inputs else (1,))
+                offset += self.shapes[part][0]
 
 
 def buffer_layout(
@@ -135,32 +128,21 @@ def buffer_layout(
 
     ValueError if the ranks cannot split heads, feed-forward and vocabulary evenly.
     """
-    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
-        if getattr(architecture, name) % num_ranks:
-            raise ValueError(
-                f"generator.num_ranks must divide the model's {name} "
-                f"({getattr(architecture, name)}), got {num_ranks}"
-            )
+    check_split("generator.num_ranks", num_ranks, architecture)
     builder = _Builder(architecture, dtype, rank, num_ranks)
     builder.plain("model.embed_tokens.weight")
     for layer in range(architecture.num_layers):
-        prefix = f"model.layers.{layer}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        builder.plain(f"{prefix}.input_layernorm.weight")
-        for kind in ("weight", "bias"):
-            builder.fuse(
-                f"{attention}.qkv.{kind}", [f"{attention}.{part}_proj.{kind}" for part in "qkv"]
-            )
-        for name in ("q_norm.weight", "k_norm.weight", "o_proj.weight", "o_proj.bias"):
-            builder.fuse(f"{attention}.{name}", [f"{attention}.{name}"])
-        builder.plain(f"{prefix}.post_attention_layernorm.weight")
-        for kind in ("weight", "bias"):
-            builder.fuse(
-                f"{mlp}.gate_up.{kind}", [f"{mlp}.gate_proj.{kind}", f"{mlp}.up_proj.{kind}"]
-            )
-            builder.fuse(f"{mlp}.down_proj.{kind}", [f"{mlp}.down_proj.{kind}"])
+        prefix = f"model.layers.{layer}."
+        builder.plain(f"{prefix}input_layernorm.weight")
+        builder.fuse(prefix, "self_attn.qkv")
+        builder.fuse(prefix, "self_attn.q_norm")
+        builder.fuse(prefix, "self_attn.k_norm")
+        builder.fuse(prefix, "self_attn.o_proj")
+        builder.plain(f"{prefix}post_attention_layernorm.weight")
+        builder.fuse(prefix, "mlp.gate_up")
+        builder.fuse(prefix, "mlp.down_proj")
     builder.plain("model.norm.weight")
-    builder.fuse("lm_head.weight", ["lm_head.weight"])
+    builder.fuse("", "lm_head")
     missing = builder.shapes.keys() - builder.parameters.keys()
     assert not missing, f"parameters without a place in the weight buffer: {missing}"
     return BufferLayout(

@@ -1,9 +1,9 @@
 """The architecture of a checkpoint: what its config.json says.
 
 Owns: reading config.json (old and new spellings of the rotary settings) and refusing what the
-decoder would compute otherwise than the checkpoint was trained. Does not own: weights (`hf.py`) or
-the computation (`transformer.py`). Invariant: an Architecture that exists is computed exactly;
-nothing unsupported is ignored.
+decoder would compute otherwise than the checkpoint was trained. Does not own: what a family implies
+(`families.py`), weights (`hf.py`) or the computation (`transformer.py`). Invariant: an Architecture
+that exists is computed exactly; nothing unsupported is ignored.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.json_file import read_object
+from llamarl.models.families import FAMILIES
 
-MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 DEFAULT_ROPE_THETA = 10000.0
 MAX_NUMBER = 1e15
 MAX_SIZES = {  # far above any model: the shapes of larger ones alone would fill the memory
@@ -101,7 +97,8 @@ def read_architecture(folder: str | Path) -> Architecture:
     eos = _ids(values.get("eos_token_id")) + _ids(more.get("eos_token_id"))
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
-    bias = fields.flag("attention_bias")
+    per_head = hidden_size // num_heads if hidden_size % num_heads == 0 else None
+    family = FAMILIES[values["model_type"]]
     architecture = Architecture(
         model_type=values["model_type"],
         vocab_size=fields.size("vocab_size"),
@@ -110,15 +107,15 @@ def read_architecture(folder: str | Path) -> Architecture:
         num_layers=fields.size("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.size("num_key_value_heads", num_heads),
-        head_dim=fields.size("head_dim", _default_head_dim(fields, hidden_size, num_heads)),
+        head_dim=fields.size("head_dim", family.head_dim or per_head),
         max_positions=fields.size("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps"),
         **_rope(fields),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=bias or values["model_type"] == "qwen2",
-        output_bias=bias and values["model_type"] != "qwen2",
-        mlp_bias=fields.flag("mlp_bias") and values["model_type"] == "llama",
-        qk_norm=values["model_type"] == "qwen3",
+        attention_bias=fields.given(family.attention_bias),
+        output_bias=fields.given(family.output_bias),
+        mlp_bias=fields.given(family.mlp_bias),
+        qk_norm=family.qk_norm,
         eos_token_ids=tuple(dict.fromkeys(eos)),
     )
     _check_sizes(fields, architecture)
@@ -160,6 +157,10 @@ class _Fields:
             raise self.error(key, "be true or false", value)
         return bool(value)
 
+    def given(self, value: str | bool) -> bool:
+        """What a family says, or the flag that it names."""
+        return self.flag(value) if isinstance(value, str) else value
+
     def error(self, key: str, must: str, got: object) -> ValueError:
         return ValueError(f"{key} in {self.path} must {must}, got {got!r}")
 
@@ -167,30 +168,26 @@ class _Fields:
 def _refuse_unsupported(fields: _Fields) -> None:
     values = fields.values
     model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise fields.error("model_type", "be one of " + ", ".join(MODEL_TYPES), model_type)
-    architectures = values.get("architectures") or [MODEL_TYPES[model_type]]
-    if architectures != [MODEL_TYPES[model_type]]:
-        raise fields.error("architectures", f"be [{MODEL_TYPES[model_type]!r}]", architectures)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise fields.error("model_type", "be one of " + ", ".join(FAMILIES), model_type)
+    family = FAMILIES[model_type]
+    architectures = values.get("architectures") or [family.model_class]
+    if architectures != [family.model_class]:
+        raise fields.error("architectures", f"be [{family.model_class!r}]", architectures)
     if values.get("quantization_config") is not None:
         method = values["quantization_config"]
         raise fields.error("quantization_config", "be absent: weights cannot be quantised", method)
     if values.get("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", "be silu", values["hidden_act"])
-    if fields.flag("use_sliding_window"):
-        raise fields.error("use_sliding_window", "be false: attention is always full", True)
+    if window := values.get(family.window_key):
+        must = "be false or absent: attention is always full"
+        raise fields.error(family.window_key, must, window)
     layer_types = values.get("layer_types") or []
     if any(kind != "full_attention" for kind in layer_types):
         raise fields.error("layer_types", "be full_attention throughout", sorted(set(layer_types)))
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if values.get(key):
             raise fields.error(key, "be absent: only dense models are supported", values[key])
-
-
-def _default_head_dim(fields: _Fields, hidden_size: int, num_heads: int) -> int | None:
-    if fields.values["model_type"] == "qwen3":
-        return 128  # what transformers takes where Qwen3's file is silent
-    return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:

@@ -15,12 +15,13 @@ def check_parallel(
     architecture: Architecture, trainer: TrainerConfig, generator: GeneratorConfig
 ) -> None:
     """ValueError, in one line, unless every tensor-parallel rank gets an equal share."""
-    _check("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
+    check_split("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
     if isinstance(generator, EmbeddedConfig):
-        _check("generator.num_ranks", generator.num_ranks, architecture)
+        check_split("generator.num_ranks", generator.num_ranks, architecture)
 
 
-def _check(name: str, num_ranks: int, architecture: Architecture) -> None:
+def check_split(name: str, num_ranks: int, architecture: Architecture) -> None:
+    """ValueError, in one line, unless `num_ranks`, which `name` says, get equal shares."""
     a = architecture
     sizes = {
         "attention heads": a.num_heads,

@@ -1,7 +1,8 @@
 """Which tensors a checkpoint must hold, and whether it does.
 
 Owns: names and shapes of all parameters, every check that file headers allow. Does not own:
-config.json's meaning (`architecture.py`) or weights (`hf.py`). Invariant: torch-free, because the
+config.json's meaning (`architecture.py`), what a layer is made of (`families.py`) or weights
+(`hf.py`). Invariant: torch-free, because the
 controller's process checks checkpoints before any other process starts.
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from llamarl.json_file import read_object
 from llamarl.models.architecture import Architecture, read_architecture
+from llamarl.models.families import LINEARS
 from llamarl.models.safetensors_file import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -32,26 +34,29 @@ def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def sizes(architecture: Architecture) -> dict[str, int]:
+    """Extents of the matrices, by the names that `families.LINEARS` calls them."""
     a = architecture
-    q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    linears = {
-        "self_attn.q_proj": (q_size, a.hidden_size, a.attention_bias),
-        "self_attn.k_proj": (kv_size, a.hidden_size, a.attention_bias),
-        "self_attn.v_proj": (kv_size, a.hidden_size, a.attention_bias),
-        "self_attn.o_proj": (a.hidden_size, q_size, a.output_bias),
-        "mlp.gate_proj": (a.intermediate_size, a.hidden_size, a.mlp_bias),
-        "mlp.up_proj": (a.intermediate_size, a.hidden_size, a.mlp_bias),
-        "mlp.down_proj": (a.hidden_size, a.intermediate_size, a.mlp_bias),
+    return {
+        "hidden": a.hidden_size,
+        "queries": a.num_heads * a.head_dim,
+        "keys": a.num_kv_heads * a.head_dim,
+        "intermediate": a.intermediate_size,
     }
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (a.hidden_size,)}
-    for name, (num_out, num_in, has_bias) in linears.items():
-        shapes[f"{name}.weight"] = (num_out, num_in)
-        if has_bias:
-            shapes[f"{name}.bias"] = (num_out,)
-    if a.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (a.head_dim,)
-    shapes["post_attention_layernorm.weight"] = (a.hidden_size,)
+
+
+def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    extents = sizes(architecture)
+    norm = (architecture.hidden_size,)
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": norm}
+    for name, linear in LINEARS.items():
+        shapes[f"{name}.weight"] = (extents[linear.outputs], extents[linear.inputs])
+        if getattr(architecture, linear.bias):
+            shapes[f"{name}.bias"] = (extents[linear.outputs],)
+    if architecture.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            shapes[f"self_attn.{name}.weight"] = (architecture.head_dim,)
+    shapes["post_attention_layernorm.weight"] = norm
     return shapes
 
 

@@ -29,14 +29,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import TrainerConfig
 from llamarl.models.architecture import Architecture
+from llamarl.models.families import LINEARS, split_dimension
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.transformer import Layer, Transformer
 
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
-
-# What tensor-parallel ranks hold of a parameter, by the module it belongs to; all others are whole.
-SPLIT_OUTPUTS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-SPLIT_INPUTS = ("o_proj", "down_proj")
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
@@ -57,7 +54,8 @@ def parameter_placements(
     shape = mesh_shape(config)
     found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
     for name in parameter_shapes(architecture):
-        tensor = _tensor_placement(name)
+        split = split_dimension(name)
+        tensor = Replicate() if split is None else Shard(split)
         is_cut_twice = "tensor" in shape and tensor == Shard(0)
         placements: dict[str, Placement] = {
             "replicate": Replicate(),
@@ -112,12 +110,9 @@ def _split(model: Transformer, mesh: DeviceMesh) -> None:
         "post_attention_layernorm": norm,
         "mlp": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
     }
-    for name in ("q_proj", "k_proj", "v_proj"):
-        plan[f"self_attn.{name}"] = ColwiseParallel()
-    for name in ("gate_proj", "up_proj"):
-        plan[f"mlp.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[name] = RowwiseParallel(output_layouts=Shard(0))
+    for name, linear in LINEARS.items():
+        by_inputs = RowwiseParallel(output_layouts=Shard(0))
+        plan[name] = by_inputs if linear.split == 1 else ColwiseParallel()
     for layer in model.model.layers:
         present = {key: style for key, style in plan.items() if _has(layer, key)}
         parallelize_module(layer, mesh, present)
@@ -183,11 +178,3 @@ def gather(tensor: DTensor) -> torch.Tensor:
         placements[dimension] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local().detach()
-
-
-def _tensor_placement(name: str) -> Placement:
-    """What one tensor-parallel rank holds of the parameter `name`."""
-    module, kind = name.split(".")[-2:]
-    if module in SPLIT_OUTPUTS:
-        return Shard(0)
-    return Shard(1) if module in SPLIT_INPUTS and kind == "weight" else Replicate()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.algorithms.loss_inputs import LossInputs
@@ -15,8 +16,12 @@ from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.algorithms.policy_loss import policy_loss
-from llamarl.config import Config
+from llamarl.config import Config, TrainerConfig
 from llamarl.errors import TaskError
+from llamarl.generation.parameters import buffer_layout
+from llamarl.models import architecture, families
+from llamarl.models.architecture import read_architecture
+from llamarl.models.parallelize import parameter_placements
 from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.task_file import load
 from llamarl.types import (
@@ -31,6 +36,15 @@ from llamarl.types import (
 )
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_recipe
+from tests.unit.reference_checkpoints import (
+    CASES,
+    LENGTHS,
+    reference_logits,
+    relative_error,
+    token_ids,
+    write_reference,
+)
+from tests.unit.reference_checkpoints import load as load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("loss", "advantage", "group_filter", "reward")
@@ -178,3 +192,24 @@ def test_a_run_ends_in_one_line_if_a_function_of_its_task_fails(
     assert line.startswith(f"llamarl: {name} of task.py must not raise, got AttributeError: ")
     assert line.endswith(f": return {got}.nothing)")
     assert others == ["llamarl: no version is saved in run"]
+
+
+def test_the_family_of_the_page_computes_what_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"num_key_value_heads": 1, "sliding_window": None}
+    monkeypatch.setitem(CASES, "mistral", (MistralConfig, MistralForCausalLM, changes))
+    expected = reference_logits(write_reference(tmp_path, "mistral"))
+    with pytest.raises(ValueError, match=r"model_type .* must be one of llama, .*, got 'mistral'"):
+        read_architecture(tmp_path)
+    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES.copy())
+    monkeypatch.setattr(architecture, "FAMILIES", families.FAMILIES)
+    exec(block("model_family", "python"), {})
+    assert relative_error(load_model(tmp_path).logits(token_ids(), LENGTHS), expected) <= 1e-5
+    found = read_architecture(tmp_path)
+    placed = buffer_layout(found, "float32").parameters.keys()
+    assert placed == parameter_placements(found, TrainerConfig()).keys()
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"sliding_window": null', '"sliding_window": 64'))
+    with pytest.raises(ValueError, match=r"sliding_window .* must be false or absent.*, got 64"):
+        read_architecture(tmp_path)

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llamarl.config import TrainerConfig
 from llamarl.models import hf, inventory
-from llamarl.models.parallelize import SPLIT_INPUTS, SPLIT_OUTPUTS, make_mesh, parallelize
+from llamarl.models.families import split_dimension
+from llamarl.models.parallelize import make_mesh, parallelize
 from llamarl.models.transformer import Transformer
 from tests.unit.reference_checkpoints import (
     CASES,
@@ -282,10 +283,9 @@ def test_a_rank_reads_its_own_shards(
         hf.load_into(dict(model.named_parameters()), checkpoint)
         for name, parameter in model.named_parameters():
             mine = whole[name]
-            module = name.split(".")[-2]
-            if tensor_parallel > 1 and module in (*SPLIT_OUTPUTS, *SPLIT_INPUTS):
-                dim = 1 if module in SPLIT_INPUTS else 0
-                mine = mine.chunk(tensor_parallel, dim)[rank % tensor_parallel]
+            split = split_dimension(name)
+            if tensor_parallel > 1 and split is not None:
+                mine = mine.chunk(tensor_parallel, split)[rank % tensor_parallel]
             rows = -(-len(mine) // num_shards)  # FSDP2 cuts dimension 0 as torch.chunk does
             mine = mine[shard * rows : (shard + 1) * rows]
             assert torch.equal(parameter.to_local(), mine), name

@@ -22,7 +22,8 @@ import torch
 
 from llamarl.config import VllmConfig
 from llamarl.generation.vllm.limits import check_limits, memory_share
-from llamarl.models.architecture import MODEL_TYPES, Architecture
+from llamarl.models.architecture import Architecture
+from llamarl.models.families import FAMILIES
 from llamarl.models.process_group import compute_device
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
@@ -149,7 +150,7 @@ def _register(architecture: Architecture) -> None:
     """Load the model's class here: vLLM would start a process of ten seconds to look at it."""
     from vllm.model_executor.models import ModelRegistry
 
-    name = MODEL_TYPES[architecture.model_type]
+    name = FAMILIES[architecture.model_type].model_class
     if name not in ModelRegistry.models:
         raise ValueError(f"it has no model {name}")
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

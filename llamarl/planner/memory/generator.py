@@ -22,12 +22,15 @@ from llamarl.config import Config, VllmConfig
 from llamarl.generation.cpu_kv_cache import CpuKVCache
 from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.engine import PREFILL_TOKENS
-from llamarl.generation.parameters import DTYPES, SPLIT, buffer_layout
+from llamarl.generation.parameters import DTYPES, buffer_layout
 from llamarl.models.architecture import Architecture
+from llamarl.models.families import FUSED, LINEARS
 from llamarl.planner.memory.placements import ITEM_BYTES, weight_buffer
 from llamarl.weights.layout import buckets
 
 QUANTIZED = ("qkv.weight", "o_proj.weight", "gate_up.weight", "down_proj.weight", "lm_head.weight")
+LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in LINEARS)
+FUSED_INTO = {part: whole for whole, parts in FUSED.items() for part in parts}
 FLOAT32_BYTES = 4
 
 Kinds = dict[str, int]
@@ -129,8 +132,7 @@ def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
     for name, layout in parameters.items():
         shapes = [buckets.extents(box) for box in layout.boxes]
         num_elements = sum(math.prod(shape) for shape in shapes)
-        module, kind = name.split(".")[-2:]
-        if kind == "weight" and module in SPLIT and module not in ("embed_tokens", "lm_head"):
+        if name.endswith(LINEAR_WEIGHTS):
             total += num_elements + FLOAT32_BYTES * sum(shape[0] for shape in shapes)
         else:
             total += num_elements * item
@@ -138,16 +140,15 @@ def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
 
 
 def _largest_linear(config: Config, architecture: Architecture) -> int:
-    """Elements of the largest linear layer that vLLM quantises: it fuses q, k and v, and gate and
-    up."""
+    """Elements of the largest linear layer that vLLM quantises, which are fused."""
     parameters, _ = weight_buffer(config, architecture, 0)
     sizes: Counter[str] = Counter()
     for name, layout in parameters.items():
         if ".layers.0." in name and name.endswith("_proj.weight"):
-            module = name.split(".")[-2]
-            fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv"}.get(module, module)
-            fused = {"gate_proj": "gate_up", "up_proj": "gate_up"}.get(fused, fused)
-            sizes[fused] += sum(math.prod(buckets.extents(box)) for box in layout.boxes)
+            module = ".".join(name.split(".")[-3:-1])
+            sizes[FUSED_INTO.get(module, module)] += sum(
+                math.prod(buckets.extents(box)) for box in layout.boxes
+            )
     return max(sizes.values())
 
 

@@ -28,8 +28,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.rank_assignment import Device, assign
-from llamarl.generation.parameters import SPLIT, buffer_layout
+from llamarl.generation.parameters import buffer_layout
 from llamarl.models.architecture import Architecture
+from llamarl.models.families import split_dimension
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import parameter_placements
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout, RankLayout
@@ -169,12 +170,12 @@ def _vllm_boxes(
 ) -> Iterator[tuple[str, Shape, Shape, Shape]]:
     """(name, whole shape, first index, shape) of each parameter of one vLLM rank."""
     for name, shape in parameter_shapes(architecture).items():
-        module, kind = name.split(".")[-2:]
-        dim = SPLIT.get(module)
+        dim = split_dimension(name)
         start, size = [0] * len(shape), list(shape)
-        if dim is not None and (dim == 0 or kind == "weight"):
+        if dim is not None:
             parts, part = num_ranks, rank
-            if module in ("k_proj", "v_proj") and num_ranks > architecture.num_kv_heads:
+            is_kv = name.split(".")[-2] in ("k_proj", "v_proj")
+            if is_kv and num_ranks > architecture.num_kv_heads:
                 parts = architecture.num_kv_heads
                 part = rank * parts // num_ranks
             size[dim] = -(-shape[dim] // parts)

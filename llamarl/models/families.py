@@ -1,0 +1,99 @@
+"""The model families: what differs between them, and the parameters that all of them have.
+
+Owns: what a `model_type` implies beyond config.json's sizes; for each parameter its name, its shape
+by sizes, and how tensor-parallel ranks divide it. Does not own: reading config.json
+(`architecture.py`) or the computation (`transformer.py`, `generation/decoder.py`). Invariant:
+nothing else in llamarl asks for the family; trainer, embedded engine, reshard plan and planner all
+read these tables. Free of torch, because the controller's process checks checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What one `model_type` of config.json means.
+
+    `model_class` is the class of transformers and vLLM, which `architectures` names. Biases are
+    there always, never, or if a flag of config.json says so, by its name: of q, k and v
+    (`attention_bias`), of the attention's output, of the feed-forward. `qk_norm`: q and k are
+    normalised per head. `head_dim` is what holds where the file is silent, hidden size over heads
+    if None. `window_key` must be false or absent in the file: attention is always full.
+    """
+
+    model_class: str
+    attention_bias: str | bool = False
+    output_bias: str | bool = False
+    mlp_bias: str | bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    window_key: str = "use_sliding_window"
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        model_class="LlamaForCausalLM",
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "qwen2": Family(model_class="Qwen2ForCausalLM", attention_bias=True),
+    "qwen3": Family(
+        model_class="Qwen3ForCausalLM",
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        head_dim=128,
+    ),
+}
+"""By `model_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix [outputs, inputs] of a layer, by names of `inventory.sizes`.
+
+    `bias` is the field of Architecture that says whether it has one; `split` the dimension that
+    tensor-parallel ranks divide.
+    """
+
+    outputs: str
+    inputs: str
+    bias: str
+    split: int
+
+
+LINEARS: dict[str, Linear] = {
+    "self_attn.q_proj": Linear("queries", "hidden", "attention_bias", 0),
+    "self_attn.k_proj": Linear("keys", "hidden", "attention_bias", 0),
+    "self_attn.v_proj": Linear("keys", "hidden", "attention_bias", 0),
+    "self_attn.o_proj": Linear("hidden", "queries", "output_bias", 1),
+    "mlp.gate_proj": Linear("intermediate", "hidden", "mlp_bias", 0),
+    "mlp.up_proj": Linear("intermediate", "hidden", "mlp_bias", 0),
+    "mlp.down_proj": Linear("hidden", "intermediate", "mlp_bias", 1),
+}
+"""The matrices of a layer, by name."""
+
+FUSED: dict[str, tuple[str, ...]] = {
+    "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Matrices that an engine multiplies with at once, side by side along their outputs."""
+
+VOCABULARY = ("embed_tokens", "lm_head")
+"""Matrices [vocabulary, hidden]; ranks divide the vocabulary."""
+
+_SPLITS = {
+    **{name.rpartition(".")[2]: linear.split for name, linear in LINEARS.items()},
+    **dict.fromkeys(VOCABULARY, 0),
+}
+
+
+def split_dimension(name: str) -> int | None:
+    """The dimension of the parameter `name` that tensor-parallel ranks divide; None if each has the
+    whole: norms, and biases of what is divided along its inputs."""
+    module, kind = name.split(".")[-2:]
+    split = _SPLITS.get(module)
+    return None if split == 1 and kind == "bias" else split
