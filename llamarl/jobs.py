@@ -44,11 +44,12 @@ from llamarl.metrics.console import Progress
 from llamarl.metrics.ending import is_finished, repeat_end, show, show_why
 from llamarl.metrics.flat import flatten
 from llamarl.metrics.live import LiveSpans, SpanTails
+from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.panel import shorten
 from llamarl.metrics.run_logger import RunLogger
-from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
+from llamarl.metrics.trackers import open_trackers
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import Storage
@@ -96,7 +97,6 @@ async def _train(
     progress = Progress(config.num_steps, live=config.metrics.live, times=times, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     metrics = _open_metrics(config, run_dir, state)
-    metrics.log_hyperparameters(flatten(config))
     with progress:
         async with _cluster(config, run_dir) as (cluster, signals):
             with progress.startup() as report:
@@ -147,7 +147,8 @@ async def _train(
 
 def _open_metrics(config: Config, run_dir: str, state: dict[str, Any]) -> MetricsLog:
     first_step = state["version"] + 1 if state else 0
-    return MetricsLog(run_dir, tensorboard=config.metrics.tensorboard, first_step=first_step)
+    names, flat = config.metrics.trackers, flatten(config)
+    return MetricsLog(run_dir, open_trackers(names, Path(run_dir), flat, first_step))
 
 
 async def _until_end(

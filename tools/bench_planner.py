@@ -57,7 +57,7 @@ COMMON = (
     "data.held_out=null",
     "checkpoint.export=false",
     "metrics.live=false",
-    "metrics.tensorboard=false",
+    "metrics.trackers=[]",
 )
 FITTED = "staleness 1"
 LIVE = {  # name -> overrides, most processors used (0: all)

@@ -159,8 +159,9 @@ class CheckpointConfig:
 class MetricsConfig:
     """What is recorded."""
 
-    tensorboard: bool = True
-    """Write TensorBoard files beside the metrics JSONL."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio. All
+    but tensorboard come with `pip install 'llamarl[trackers]'`."""
     sample_rollouts: int = number(4, least=0, most=1000)
     """Rollouts per step shown as text, with prompt, reward and the answer expected."""
     live: bool = True

@@ -1,7 +1,7 @@
 """What TensorBoard shows beside a tag: in which section it stands, and what it means.
 
 Owns: sections and descriptions. Does not own: the values (`record.py`, `run logger.py`) or the file
-(`sinks.py`). Invariant: every tag of a run has a section and a description.
+(`tensorboard.py`). Invariant: every tag of a run has a section and a description.
 
 TensorBoard sorts by name, so a section's name begins with its place; the tag that metrics.jsonl
 has follows it.

@@ -24,7 +24,7 @@ from llamarl.metrics.summary import SUMMARY_FILE, summarize
 def show(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
     """Print the table that ends a run, where its results lie, and what to try next."""
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
-    if config.metrics.tensorboard:
+    if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
     next_command = f"{_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:

@@ -1,7 +1,7 @@
 """What one optimizer step says, as numbers: metadata in, tagged values out.
 
-Owns: the tags and what each means. Does not own: where the values go (`sinks.py`) or where times
-come from. Invariant: pure; the same rows and statistics give the same record.
+Owns: the tags and what each means. Does not own: where the values go (`metrics_log.py`) or where
+times come from. Invariant: pure; the same rows and statistics give the same record.
 """
 
 from __future__ import annotations

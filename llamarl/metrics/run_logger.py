@@ -1,7 +1,8 @@
 """The controller's diary: what it says happened becomes metrics, progress and step marks.
 
-Owns: what is remembered between two steps. Does not own: tags (`record.py`), files (`sinks.py`) or
-the display (`console.py`). Invariant: it only listens; the run would go the same way without it.
+Owns: what is remembered between two steps. Does not own: tags (`record.py`), where numbers go
+(`metrics_log.py`) or the display (`console.py`). Invariant: it only listens; the run would go the
+same way without it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass, field
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import Drops
 from llamarl.metrics.live import LiveSpans
+from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.record import sample_rows, step_scalars
-from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.types import Dropped, Evaluation, Group, StepStats, Verdict
 

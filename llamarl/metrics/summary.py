@@ -20,8 +20,8 @@ import numpy as np
 from llamarl.json_file import parse
 from llamarl.metrics.aggregate import RunTimeline, by_executor, read_timeline
 from llamarl.metrics.intervals import length
+from llamarl.metrics.metrics_log import METRICS_FILE, read_metrics
 from llamarl.metrics.record import TRAINED_TOKENS
-from llamarl.metrics.sinks import METRICS_FILE, read_metrics
 from llamarl.metrics.trace import TraceFile
 
 LOGGER = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.environments.rewards.functions import check_answers
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
+from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.divisibility import check_parallel
 from llamarl.models.inventory import check_checkpoint
@@ -64,6 +65,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_devices(config)
     if isinstance(config.generator, VllmConfig):
         check_installed()
+    check_trackers(config.metrics.trackers)
     _check_allocator(config)
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)

@@ -1,4 +1,4 @@
-"""Numbers of a step, and that both sinks hold them: read back with TensorBoard's own reader."""
+"""Numbers of a step, in metrics.jsonl and, read with TensorBoard's own reader, in its files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from llamarl.metrics.charts import OTHERS, chart_tag, description
 from llamarl.metrics.console import Progress
+from llamarl.metrics.metrics_log import MetricsLog, read_metrics
 from llamarl.metrics.record import (
     TRAINER_TAGS,
     count_values,
@@ -24,9 +25,10 @@ from llamarl.metrics.record import (
     token_staleness,
 )
 from llamarl.metrics.run_logger import RunLogger
-from llamarl.metrics.sinks import MOST_BUCKETS, MetricsLog, _histogram, read_metrics
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import SpanReader
+from llamarl.metrics.tensorboard import MOST_BUCKETS, _histogram
+from llamarl.metrics.trackers import open_trackers
 from llamarl.types import (
     Dropped,
     FinishReason,
@@ -167,6 +169,12 @@ def test_samples_show_the_best_and_the_worst_by_turns():
     assert "Expected:\n\n    *4*" in texts["rollouts"]
 
 
+def tensorboard_log(run_dir, config=None, first_step=0):
+    return MetricsLog(
+        run_dir, open_trackers(["tensorboard"], run_dir, config or {}, first_step=first_step)
+    )
+
+
 def read_events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -174,21 +182,19 @@ def read_events(folder):
     return events.Reload()
 
 
-def test_both_sinks_hold_every_value(tmp_path):
+def test_metrics_jsonl_and_tensorboard_hold_every_value(tmp_path):
     from tensorboard.util.tensor_util import make_ndarray
 
-    log = MetricsLog(tmp_path, tensorboard=True)
+    config = {
+        "trainer.lr": 1e-4,
+        "trainer.betas": [0.9, 0.95],
+        "metrics.live": True,
+        "data.system": None,
+    }
+    log = tensorboard_log(tmp_path, config)
     log.log(0, {"evaluation/accuracy": 0.5})
     log.log(6, *record(completions={0: "four"}))
     log.log(6, {"evaluation/accuracy": float("nan")})
-    log.log_hyperparameters(
-        {
-            "trainer.lr": 1e-4,
-            "trainer.betas": [0.9, 0.95],
-            "metrics.live": True,
-            "data.system": None,
-        },
-    )
     # Everything is on disk already: nobody calls close() in a killed process.
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert list(steps) == [0, 6]
@@ -207,7 +213,7 @@ def test_both_sinks_hold_every_value(tmp_path):
     (histogram,) = events.Tensors("4_pace/staleness/tokens")
     assert make_ndarray(histogram.tensor_proto).tolist() == [[0.5, 1.5, 26], [1.5, 2.5, 4]]
     (text,) = events.Tensors("2_rollouts/rollouts")
-    assert b"four" in make_ndarray(text.tensor_proto)[0]
+    assert b"four" in make_ndarray(text.tensor_proto).item()
     log.close()
 
 
@@ -215,10 +221,8 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
     from tensorboard.plugins.hparams import metadata
     from tensorboard.plugins.hparams.api_pb2 import DataType
 
-    log = MetricsLog(tmp_path, tensorboard=True)
     config = {"trainer.lr": 1e-4, "trainer.betas": [1, 2], "metrics.live": True}
-    log.log_hyperparameters(config)
-    log.close()
+    tensorboard_log(tmp_path, config).close()
     events = read_events(tmp_path / "tensorboard")
     contents = events.PluginTagToContent("hparams")
     start = metadata.parse_session_start_info_plugin_data(contents[metadata.SESSION_START_INFO_TAG])
@@ -238,7 +242,7 @@ def test_the_hyperparameters_tab_finds_them(tmp_path):
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
     for session, first_step, last_step in ((0, 0, 5), (1, 3, 4)):
-        log = MetricsLog(tmp_path, tensorboard=True, first_step=first_step)
+        log = tensorboard_log(tmp_path, first_step=first_step)
         if session == 1:  # a version that was made before, and is evaluated only now
             log.log(2, {"evaluation/accuracy": 0.5})
         for step in range(max(1, first_step), last_step + 1):
@@ -254,7 +258,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
 
 def test_a_run_begun_again_from_nothing_has_no_empty_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")  # what a cut to the start leaves
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.log(1, {"reward/mean": 0.5})
     log.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -265,13 +269,15 @@ def test_metrics_load_neither_torch_nor_tensorflow():
     names = [
         "aggregate",
         "console",
+        "metrics_log",
         "run_logger",
         "record",
-        "sinks",
         "span",
         "span_file",
         "summary",
+        "tensorboard",
         "trace",
+        "trackers",
     ]
     program = (
         "import sys\n"
@@ -302,7 +308,7 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
         return dict.fromkeys(row_ids, "four")
 
     spans = Spans("controller", tmp_path / "spans")
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     with (tmp_path / "console").open("w") as file:
         run_logger = RunLogger(
             log=log,
@@ -348,13 +354,14 @@ def test_every_chart_has_a_section_and_a_description_that_tensorboard_reads(tmp_
 
     scalars, histograms, texts = record(completions={0: "four"})
     scalars |= dict.fromkeys(TRAINER_TAGS.values(), 0.0)
-    log = MetricsLog(tmp_path, tensorboard=True)
+    log = tensorboard_log(tmp_path)
     log.log(6, scalars, histograms, texts)
     log.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
     events = [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
     values = [data_compat.migrate_value(v) for e in events for v in e.summary.value]
     found = {value.tag: value.metadata.summary_description for value in values}
+    found = {tag: words for tag, words in found.items() if not tag.startswith("_hparams_")}
     assert set(found) == {chart_tag(tag) for tag in (*scalars, *histograms, *texts)}
     for tag, words in found.items():
         assert not tag.startswith(OTHERS), tag

@@ -18,8 +18,8 @@ from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import MEANINGS, Drops
 from llamarl.metrics.live import LiveSpans, SpanTails
+from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.panel import render_summary
-from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
 from llamarl.types import FinishReason, Group
@@ -92,7 +92,7 @@ def run_dir(tmp_path):
     write_spans(spans, "generator-0", [("decode", "busy", 10, 16, 60)])
     write_spans(spans, "trainer-0", [("batch", "wait", 10, 14), ("accumulate", "busy", 14, 20)])
     write_spans(spans, "controller", [("publish", "publish", 15, 16)])
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = MetricsLog(tmp_path)
     log.log(1, {"ratio/mean": 1.0, "ratio/clipped_share": 0.0, "tokens/trained": 10})
     log.log(2, {"ratio/mean": 0.5, "ratio/clipped_share": 0.1, "tokens/trained": 30})
     log.log(2, {"evaluation/accuracy": 0.123})

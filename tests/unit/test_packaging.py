@@ -23,7 +23,7 @@ DECLARED = {
     requirement.name: requirement.specifier
     for requirement in map(Requirement, PROJECT["dependencies"])
 }
-OPTIONAL = {"vllm"}
+OPTIONAL = {"vllm", "wandb", "mlflow", "trackio"}
 
 
 def test_what_is_imported_is_declared() -> None:

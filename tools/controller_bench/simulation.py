@@ -45,9 +45,10 @@ from llamarl.executors.collector import CollectorExecutor
 from llamarl.experience.store import Store
 from llamarl.jobs import GC_THRESHOLDS
 from llamarl.metrics.console import Progress
+from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.run_logger import RunLogger
-from llamarl.metrics.sinks import MetricsLog
 from llamarl.metrics.span import Spans
+from llamarl.metrics.trackers import open_trackers
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import ModelledGroup
 from llamarl.planner.simulation.run import NoTokenizer, model_executors
@@ -322,7 +323,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:
         spans = Spans("controller", folder)
         run_logger = Measured(
-            log=MetricsLog(folder, tensorboard=True),
+            log=MetricsLog(folder, open_trackers(["tensorboard"], Path(folder), {}, 0)),
             progress=Progress(shape.num_steps, live=False, console=Console(file=null)),
             spans=spans,
             max_staleness=shape.max_staleness,

@@ -70,7 +70,7 @@ SETTINGS = [
     *("cluster=inline", "num_steps=3", "trainer.groups_per_step=2", "trainer.groups_per_part=0"),
     *("trainer.warmup_steps=0", "evaluation.every_steps=0", "evaluation.max_prompts=4"),
     *("sampling.rollouts_per_prompt=2", "sampling.max_tokens=16", "checkpoint.export=false"),
-    *("metrics.live=false", "metrics.tensorboard=false", "checkpoint.every_steps=1"),
+    *("metrics.live=false", "metrics.trackers=[]", "checkpoint.every_steps=1"),
     "checkpoint.keep=0",
 ]
 

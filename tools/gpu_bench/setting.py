@@ -186,7 +186,7 @@ def make_config(setting: Setting, checkpoint: str, **sections: dict[str, Any]) -
         "cluster": (ClusterConfig, {"gpu": gpu_kind(setting)[0]}),
         "staleness": (StalenessConfig, {}),
         "checkpoint": (CheckpointConfig, {"export": False, "keep": 1}),
-        "metrics": (MetricsConfig, {"tensorboard": False, "live": False}),
+        "metrics": (MetricsConfig, {"trackers": [], "live": False}),
     }
     made = {
         name: kind(**fields | sections.pop(name, {})) for name, (kind, fields) in defaults.items()

@@ -1,0 +1,158 @@
+"""Where the numbers of a run go beside metrics.jsonl: the trackers that `metrics.trackers` names.
+
+Owns: what a tracker is, the table of them, and those that hand numbers to other programs. Does not
+own: which numbers (`record.py`), TensorBoard's files (`tensorboard.py`) or metrics.jsonl
+(`sinks.py`). Invariant: a tracker's package is imported only if the recipe names the tracker, and
+none of them loads torch into the controller.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from llamarl.config.check import require, require_choice
+from llamarl.metrics.record import Histograms, Scalars, Texts
+
+PROJECT = "llamarl"  # where runs are filed, unless the tracker's own variables say otherwise
+STEP = "step"
+
+
+class Tracker(Protocol):
+    """Takes the numbers of one run."""
+
+    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
+        """Record values by tag for `step` (optimizer steps completed). A step may come again, and
+        after later ones: its version is evaluated while training goes on."""
+        ...
+
+    def close(self) -> None:
+        """Write or send what is left."""
+        ...
+
+
+OpenTracker = Callable[[Path, Mapping[str, object], int], Tracker]
+"""Opens a tracker for a run's folder, the recipe as dotted key -> value, and the step that the run
+does next: above 0 if it is resumed."""
+
+
+@dataclass(frozen=True)
+class TrackerEntry:
+    """One tracker: how it is opened, and the module that must be installed for it."""
+
+    open: OpenTracker
+    package: str
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """ValueError unless all these trackers are known, different and installed."""
+    for name in names:
+        require_choice("metrics.trackers", name, TRACKERS)
+        require(names.count(name) == 1, "metrics.trackers", "name each tracker once", list(names))
+        if find_spec(TRACKERS[name].package) is None:
+            raise ValueError(
+                f"metrics.trackers must be installed, got {name} without the package "
+                f"{TRACKERS[name].package}: pip install 'llamarl[trackers]'"
+            )
+
+
+def open_trackers(
+    names: Sequence[str], run_dir: Path, config: Mapping[str, object], first_step: int
+) -> dict[str, Tracker]:
+    """The trackers of `names`, opened; ValueError says which one cannot be, and why."""
+    trackers = {}
+    for name in names:
+        try:
+            trackers[name] = TRACKERS[name].open(run_dir, config, first_step)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - packages have errors of their own
+            reason = " ".join(str(error).split())
+            raise ValueError(f"metrics.trackers must open, got {name}: {reason}") from None
+    return trackers
+
+
+class WandbTracker:
+    """Weights & Biases. Its own variables hold: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=_run_name(run_dir, first_step),
+            dir=run_dir,
+            config=dict(config),
+            settings=wandb.Settings(console="off"),  # capturing would tear the live display
+        )
+        self._run.define_metric("*", step_metric=STEP)  # W&B's own step cannot go back
+
+    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
+        """Send the scalars."""
+        self._run.log({**scalars, STEP: step})
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow. Its own variables hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        mlflow.start_run(run_name=_run_name(run_dir, first_step))
+        mlflow.log_params(dict(config))
+
+    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
+        """Send the scalars."""
+        self._mlflow.log_metrics(scalars, step=step)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._mlflow.end_run()
+
+
+class TrackioTracker:
+    """Trackio, Hugging Face's local dashboard: `trackio show --project llamarl`."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=PROJECT, name=_run_name(run_dir, first_step), config=dict(config)
+        )
+
+    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
+        """Store the scalars."""
+        self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Wait until all is stored."""
+        self._run.finish()
+
+
+def _open_tensorboard(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
+    from llamarl.metrics.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(run_dir, config, first_step)
+
+
+def _run_name(run_dir: Path, first_step: int) -> str:
+    """A resumed run is a run of its own: these trackers keep what an earlier one logged."""
+    return f"{run_dir.name} from step {first_step}" if first_step else run_dir.name
+
+
+TRACKERS = {
+    "tensorboard": TrackerEntry(_open_tensorboard, "tensorboard"),
+    "wandb": TrackerEntry(WandbTracker, "wandb"),
+    "mlflow": TrackerEntry(MlflowTracker, "mlflow"),
+    "trackio": TrackerEntry(TrackioTracker, "trackio"),
+}
