@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,19 @@ from typing import Any
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
 from llamarl.config import Config
-from llamarl.config.rank_assignment import Device, assign, companions
+from llamarl.config.rank_assignment import assign, companions
 from llamarl.data.batch import make_batch
 from llamarl.environments.requests import make_requests
 from llamarl.environments.rewards.pool import try_loading
+from llamarl.executors.specs import (
+    CollectorSpec,
+    GeneratorSpec,
+    ReferenceSpec,
+    ScorerSpec,
+    Spec,
+    StorageSpec,
+    TrainerSpec,
+)
 from llamarl.experience.store import Store
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
@@ -35,16 +44,6 @@ from llamarl.metrics.startup import Report
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.types import Group, Request, Verdict
 from llamarl.weights.sync.publisher import Publisher
-
-# By name: this process never loads torch, which would cost every start two seconds.
-EXECUTORS = {
-    "generator": "llamarl.executors.generator:GeneratorExecutor",
-    "trainer": "llamarl.executors.trainer:TrainerExecutor",
-    "reference": "llamarl.executors.reference:ReferenceExecutor",
-    "scorer": "llamarl.executors.scorer:ScorerExecutor",
-    "storage": "llamarl.executors.storage:StorageExecutor",
-    "collector": "llamarl.executors.collector:CollectorExecutor",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,50 +74,53 @@ async def spawn_executors(
     """
     if "task" in config.reward.functions:
         await try_loading(config.reward, inputs.task_source)
-    spawn = partial(_spawn, cluster, assign(config) | companions(config))
-    start = partial(_start, spawn, report)
-    archive = {
-        "archive_folder": f"{run_dir}/archive",
-        "archive_tokens": config.experience.archive_tokens,
-    }
-    num_units = config.experience.num_storage_units
+    places = assign(config) | companions(config)
+
+    async def spawn(name: str, spec: Spec) -> ExecutorGroup:
+        return await cluster.spawn(name, spec.executor, spec, len(places[name]), places[name])
+
+    async def start(name: str, spec: Spec) -> ExecutorGroup:
+        """Spawn the executor and let it load what it needs."""
+        report(name, "starting")
+        group = await spawn(name, spec)
+        report(name, "loading")
+        await group.call_all.start()
+        report(name, "ready")
+        return group
+
     units = await asyncio.gather(
-        *(start(f"storage-{unit}", {"unit": unit, **archive}) for unit in range(num_units))
+        *(
+            start(f"storage-{unit}", _storage(config, run_dir, unit))
+            for unit in range(config.experience.num_storage_units)
+        )
     )
     storage = Store([unit.call_one for unit in units])
-    replicas = range(config.generator.num_replicas)
-    scorer_kwargs = {
-        "config": config.reward,
-        "tokenizer": inputs.tokenizer_folder,
-        "task_source": inputs.task_source,
-        "storage": storage,
-    }
-    shared = {
-        "weights": config.weights,
-        "placement": config.placement,
-        "storage": storage,
-        "run_dir": run_dir,
-        "rdma": make_rdma() if config.weights.transport == "rdma" else None,
-    }
-    starts = [start("scorer", scorer_kwargs)]
-    for i in replicas:
-        starts.append(start(f"generator-{i}", _generator(config, inputs, shared, i, not trains)))
+    specs: dict[str, Spec] = {"scorer": _scorer(config, inputs, storage)}
+    for i in range(config.generator.num_replicas):
+        specs[f"generator-{i}"] = _generator(config, inputs, storage, run_dir, i, not trains)
     if trains:
-        starts.append(start("trainer", _trainer(config, inputs, shared)))
+        specs["trainer"] = _trainer(config, inputs, storage, run_dir)
     if trains and config.algorithm.kl_coefficient > 0:
-        starts.append(start("reference", _reference(config, inputs, shared)))
-    scorer, *others = await asyncio.gather(*starts)
-    generators = dict(zip(replicas, others, strict=False))
-    rest = others[len(replicas) :]
-    collectors = await _spawn_collectors(spawn, config, generators) if trains else []
+        specs["reference"] = _reference(config, inputs, storage, run_dir)
+    started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
+    groups = dict(zip(specs, started, strict=True))
+    generators = {
+        spec.replica: groups.pop(name)
+        for name, spec in specs.items()
+        if isinstance(spec, GeneratorSpec)
+    }
+    shares = _collectors(config, generators) if trains else []
+    collectors = await asyncio.gather(
+        *(spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
+    )
     return Executors(
-        vital=[*units, scorer, *rest, *collectors],
+        vital=[*units, *groups.values(), *collectors],
         storage=storage,
         generators=generators,
         collectors=collectors,
-        scorer=scorer,
-        trainer=rest[0] if rest else None,
-        reference=rest[1] if len(rest) > 1 else None,
+        scorer=groups["scorer"],
+        trainer=groups.get("trainer"),
+        reference=groups.get("reference"),
     )
 
 
@@ -298,79 +300,87 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     return Colocated(executors.trainer.call_one, generators, spans)
 
 
-async def _spawn(
-    cluster: Cluster, places: dict[str, list[Device]], name: str, kwargs: dict[str, Any]
-) -> ExecutorGroup:
-    factory = EXECUTORS[name.partition("-")[0]]
-    return await cluster.spawn(name, factory, kwargs, len(places[name]), places[name])
+def _storage(config: Config, run_dir: str, unit: int) -> StorageSpec:
+    return StorageSpec(
+        unit=unit,
+        archive_folder=f"{run_dir}/archive",
+        archive_tokens=config.experience.archive_tokens,
+    )
 
 
-async def _start(
-    spawn: Callable[..., Awaitable[ExecutorGroup]],
-    report: Report,
-    name: str,
-    kwargs: dict[str, Any],
-) -> ExecutorGroup:
-    """Spawn the executor and let it load what it needs."""
-    report(name, "starting")
-    group = await spawn(name, kwargs)
-    report(name, "loading")
-    await group.call_all.start()
-    report(name, "ready")
-    return group
-
-
-async def _spawn_collectors(
-    spawn: Callable[..., Awaitable[ExecutorGroup]],
-    config: Config,
-    generators: dict[int, ExecutorGroup],
-) -> list[ExecutorGroup]:
-    """Each hears from an equal share of the replicas."""
-    shares: list[dict[int, Any]] = [{} for _ in range(config.generator.num_collectors)]
-    for index, group in generators.items() if shares else ():
-        shares[index % len(shares)][index] = group.call_one
-    spawns = (spawn(f"collector-{i}", {"generators": share}) for i, share in enumerate(shares))
-    return await asyncio.gather(*spawns)
+def _scorer(config: Config, inputs: Inputs, storage: Store) -> ScorerSpec:
+    return ScorerSpec(
+        config=config.reward,
+        tokenizer=inputs.tokenizer_folder,
+        task_source=inputs.task_source,
+        storage=storage,
+    )
 
 
 def _generator(
-    config: Config, inputs: Inputs, shared: dict[str, Any], index: int, loads: bool
-) -> dict[str, Any]:
-    return {
-        "replica": index,
-        "checkpoint": inputs.checkpoint,
-        "load_weights": loads,
-        "config": config.generator,
-        "tokenizer": inputs.tokenizer_folder,
-        "run_id": uuid.uuid4().hex[:8],
-        **shared,
-    }
+    config: Config, inputs: Inputs, storage: Store, run_dir: str, replica: int, loads: bool
+) -> GeneratorSpec:
+    return GeneratorSpec(
+        replica=replica,
+        checkpoint=inputs.checkpoint,
+        load_weights=loads,
+        tokenizer=inputs.tokenizer_folder,
+        config=config.generator,
+        weights=config.weights,
+        placement=config.placement,
+        storage=storage,
+        run_dir=run_dir,
+        run_id=_new_id(),
+        rdma=_rdma(config),
+    )
 
 
-def _trainer(config: Config, inputs: Inputs, shared: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "checkpoint": inputs.checkpoint,
-        "tokenizer": inputs.tokenizer_folder,
-        "rendezvous": f"{shared['run_dir']}/.rendezvous-trainer-{uuid.uuid4().hex[:8]}",
-        "config": config.trainer,
-        "algorithm": config.algorithm,
-        "task_source": inputs.task_source,
-        "sampling": config.sampling,
-        "num_steps": config.num_steps,
-        "seed": config.seed,
-        "needs_reference": config.algorithm.kl_coefficient > 0,
-        **shared,
-    }
+def _trainer(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> TrainerSpec:
+    return TrainerSpec(
+        checkpoint=inputs.checkpoint,
+        tokenizer=inputs.tokenizer_folder,
+        task_source=inputs.task_source,
+        rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
+        config=config.trainer,
+        algorithm=config.algorithm,
+        sampling=config.sampling,
+        weights=config.weights,
+        placement=config.placement,
+        storage=storage,
+        run_dir=run_dir,
+        num_steps=config.num_steps,
+        seed=config.seed,
+        rdma=_rdma(config),
+    )
 
 
-def _reference(config: Config, inputs: Inputs, shared: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "checkpoint": inputs.checkpoint,
-        "rendezvous": f"{shared['run_dir']}/.rendezvous-reference-{uuid.uuid4().hex[:8]}",
-        "config": config.trainer,
-        "sampling": config.sampling,
-        "storage": shared["storage"],
-    }
+def _reference(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> ReferenceSpec:
+    return ReferenceSpec(
+        checkpoint=inputs.checkpoint,
+        rendezvous=f"{run_dir}/.rendezvous-reference-{_new_id()}",
+        config=config.trainer,
+        sampling=config.sampling,
+        storage=storage,
+    )
+
+
+def _collectors(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
+    """Each asks an equal share of the replicas."""
+    num = config.generator.num_collectors
+    return [
+        CollectorSpec(
+            generators={i: group.call_one for i, group in generators.items() if i % num == number}
+        )
+        for number in range(num)
+    ]
+
+
+def _rdma(config: Config) -> Any:
+    return make_rdma() if config.weights.transport == "rdma" else None
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def _gate(config: Config, state: dict[str, Any], num_prompts: int) -> Gate:

@@ -23,6 +23,7 @@ import time
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from fuzzing.cases import KEYS, SETTINGS, make_case
 from fuzzing.children import CallResult, make_inputs, try_all
@@ -72,9 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _import() -> None:
     """What every case needs, so that its fork has it."""
-    from llamarl.build import EXECUTORS
+    from llamarl.executors.specs import Spec
 
-    for name in (*IMPORTS, *(where.split(":")[0] for where in EXECUTORS.values())):
+    for name in (*IMPORTS, *(spec.executor.split(":")[0] for spec in get_args(Spec))):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     gc.freeze()

@@ -59,7 +59,7 @@ class ExecutorActor(Actor):
         first_rank: int,
         name: str,
         factory: Factory,
-        kwargs: Any,
+        spec: Any,
         make_spans: Callable[[str], Spans],
         logs_folder: str,
     ) -> list[CallResult]:
@@ -73,7 +73,7 @@ class ExecutorActor(Actor):
             gc.disable()  # imports make next to no garbage: looking for it is a fifth of their time
             maker = resolve(factory)
             gc.enable()
-            self._executor = maker(rank=rank, num_ranks=num_ranks, spans=self._spans, **kwargs)
+            self._executor = maker(spec, rank=rank, num_ranks=num_ranks, spans=self._spans)
         except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
             return [failure(error, self._where, rank)]
         return [CallResult(rank, os.getpid())]

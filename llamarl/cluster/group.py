@@ -40,7 +40,7 @@ class ExecutorGroup(Protocol):
     `call_one` and `call_all` have the executor's methods: calling one runs it on all ranks at once;
     `await group.call_one.method(...)` gives rank 0's result, `await group.call_all.method(...)` the
     list by rank (if they are Mergeable, one for all). Both can be handed to other executors in
-    `spawn`'s kwargs or in any call; those then call peer to peer. Calls run concurrently;
+    `spawn`'s spec or in any call; those then call peer to peer. Calls run concurrently;
     cancelling one does not cancel the remote work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
@@ -70,11 +70,11 @@ class Cluster(Protocol):
         self,
         name: str,
         factory: Factory,
-        kwargs: dict[str, Any],
+        spec: Any,
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
-        """Start `num_ranks` processes; construct `factory(rank=, num_ranks=, spans=, **kwargs)`.
+        """Start `num_ranks` processes; construct `factory(spec, rank=, num_ranks=, spans=)`.
 
         Rank i sits on `devices[i]`; without devices all are on the first host and have no GPU. The
         first spawn attaches and checks the hosts: ValueError for what is wrong with one.

@@ -33,7 +33,7 @@ class InlineCluster:
         self,
         name: str,
         factory: Factory,
-        kwargs: dict[str, Any],
+        spec: Any,
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
@@ -46,7 +46,7 @@ class InlineCluster:
             spans = self._make_spans(where)
             group.spans.append(spans)
             try:
-                executor = resolve(factory)(rank=rank, num_ranks=num_ranks, spans=spans, **kwargs)
+                executor = resolve(factory)(spec, rank=rank, num_ranks=num_ranks, spans=spans)
             except Exception as error:  # noqa: BLE001 - raised again in the shape all calls use
                 failure(error, where, rank).result()
             group.executors.append(executor)

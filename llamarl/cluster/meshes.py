@@ -265,7 +265,7 @@ class MonarchCluster:
         self,
         name: str,
         factory: Factory,
-        kwargs: dict[str, Any],
+        spec: Any,
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
@@ -280,7 +280,7 @@ class MonarchCluster:
             self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
         hosts = await asyncio.shield(self._attaching)
         places = devices or [Device(host=0, gpu=None)] * num_ranks
-        await group.start(hosts, places, self._config, (factory, kwargs), self._make_spans)
+        await group.start(hosts, places, self._config, (factory, spec), self._make_spans)
         return group
 
     async def watch(self) -> None:

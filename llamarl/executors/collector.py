@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from llamarl.executors.specs import CollectorSpec
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Generator
 from llamarl.types import RolloutInfo
@@ -17,12 +18,10 @@ GATHER_S = 0.1  # what hundreds of replicas tell meanwhile goes together; nobody
 
 
 class CollectorExecutor:
-    """Hears from `generators`, by replica, from the first `collect` on."""
+    """Asks the replicas from its first `collect` on."""
 
-    def __init__(
-        self, *, rank: int, num_ranks: int, spans: Spans, generators: dict[int, Generator]
-    ) -> None:
-        self._generators = generators
+    def __init__(self, spec: CollectorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        self._generators = spec.generators
         self._told: list[tuple[int, list[RolloutInfo] | Exception]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._has_news = asyncio.Event()

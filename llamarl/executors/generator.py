@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.decoding import TAGS, Decoding
@@ -30,15 +29,14 @@ from llamarl.executors.engines import make_engine
 from llamarl.executors.lockstep import Lockstep
 from llamarl.executors.offload import Offloader
 from llamarl.executors.rollout_columns import read_written, row_of, write_finished
+from llamarl.executors.specs import GeneratorSpec
 from llamarl.generation.protocol import RequestOutput
 from llamarl.metrics.span import Spans
 from llamarl.models.process_group import compute_device, use_device
-from llamarl.protocols import Storage
 from llamarl.types import FinishReason, Request, RolloutInfo
 from llamarl.weights.layout.boxes import BUFFER, RankLayout, Route, StagingHandle
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.protocol import Rdma
 from llamarl.weights.transports.shared_memory import this_host
 
 T = TypeVar("T")
@@ -49,38 +47,17 @@ GATHER_S = 0.05  # several decode steps: a fraction of the messages, and nobody 
 class GeneratorExecutor:
     """One rank of one generator replica.
 
-    `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
-    weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
-    when the first request with stop strings comes. `run_dir` holds the ranks' meeting place and,
-    unless `placement` says otherwise, what is offloaded. After an error of the engine every call
-    raises it.
+    After an error of the engine every call raises it.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        spans: Spans,
-        replica: int,
-        checkpoint: str,
-        load_weights: bool,
-        config: GeneratorConfig,
-        weights: WeightsConfig,
-        placement: PlacementConfig,
-        storage: Storage,
-        tokenizer: str,
-        run_id: str,
-        run_dir: str,
-        rdma: Rdma | None = None,
-    ) -> None:
-        if num_ranks != config.num_ranks:
-            raise ValueError(f"generator.num_ranks must be {num_ranks}, got {config.num_ranks}")
-        self._rank, self._num_ranks, self._replica = rank, num_ranks, replica
-        self._spans, self._storage, self._config = spans, storage, config
-        self._weights, self._placement, self._rdma = weights, placement, rdma
-        self._checkpoint, self._load_weights = checkpoint, load_weights
-        self._tokenizer, self._run_id, self._run_dir = tokenizer, run_id, run_dir
+    def __init__(self, spec: GeneratorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        if num_ranks != spec.config.num_ranks:
+            raise ValueError(
+                f"generator.num_ranks must be {num_ranks}, got {spec.config.num_ranks}"
+            )
+        self._spec = spec
+        self._rank, self._num_ranks = rank, num_ranks
+        self._spans = spans
         self._lock = threading.Lock()
         self._finished: list[RequestOutput] = []  # guarded by _lock, as are _open and _error
         self._open: Counter[object] = Counter()  # prefix group -> rollouts that have not stopped
@@ -99,7 +76,7 @@ class GeneratorExecutor:
         self._has_weights, self._is_unpublished = asyncio.Event(), asyncio.Event()
         self._has_weights.set()
         self._is_unpublished.set()
-        name = f"generator-{self._replica}-{self._rank}"
+        name = f"generator-{self._spec.replica}-{self._rank}"
         if self._num_ranks == 1:
             self._compute = ComputeThread(name, self._work, self._fail)
         else:
@@ -124,7 +101,7 @@ class GeneratorExecutor:
         if any(request.sampling.stop_strings for request in requests):
             await self._load_tokenizer()
         resumed = [request for request in requests if request.resume]
-        written = await read_written(self._storage, resumed) if resumed else {}
+        written = await read_written(self._spec.storage, resumed) if resumed else {}
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         await self._ordered(functools.partial(decoding.submit, requests, written), key)
 
@@ -140,15 +117,15 @@ class GeneratorExecutor:
         if self._rank > 0:
             return []
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._has_news.wait(), self._config.heartbeat_s)
+            await asyncio.wait_for(self._has_news.wait(), self._spec.config.heartbeat_s)
             await asyncio.sleep(GATHER_S)
         self._alive()
         with self._lock:
             finished, self._finished = self._finished, []
             self._has_news.clear()
         if finished:
-            await write_finished(self._storage, finished)
-        return [row_of(item, self._replica) for item in finished]
+            await write_finished(self._spec.storage, finished)
+        return [row_of(item, self._spec.replica) for item in finished]
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each comes out of `collect`, marked ABORTED."""
@@ -189,7 +166,7 @@ class GeneratorExecutor:
         opening = self._opening
         with self._spans.span("verify", "publish", version=version):
             prints = await asyncio.to_thread(self._weight_buffer.verify, version, bucket)
-        if self._weights.staging != "bucket":
+        if self._spec.weights.staging != "bucket":
             with self._spans.span("process_weights", "publish", version=version):
                 processed = await asyncio.to_thread(self._process_weights)
             if self._opening is opening:  # else what it was made of has been overwritten
@@ -260,15 +237,15 @@ class GeneratorExecutor:
     # On the compute thread
 
     def _build(self) -> None:
-        device = compute_device(self._config.device, "generator.device")
+        device = compute_device(self._spec.config.device, "generator.device")
         use_device(device)
         engine = make_engine(
-            self._config,
-            self._checkpoint,
+            self._spec.config,
+            self._spec.checkpoint,
             rank=self._rank,
             num_ranks=self._num_ranks,
             rendezvous=self._meeting("engine"),
-            run_id=self._run_id,
+            run_id=self._spec.run_id,
         )
         self._exit.callback(engine.close)
         self._weight_buffer = WeightBuffer(
@@ -276,15 +253,15 @@ class GeneratorExecutor:
             num_elements=engine.memory.num_elements,
             dtype=engine.memory.dtype,
             is_staged=engine.memory.is_staged,
-            replica=self._replica,
+            replica=self._spec.replica,
             rank=self._rank,
-            run_id=self._run_id,
-            staging=self._weights.staging,
-            bucket_bytes=self._weights.bucket_bytes,
+            run_id=self._spec.run_id,
+            staging=self._spec.weights.staging,
+            bucket_bytes=self._spec.weights.bucket_bytes,
             device=device,
-            rdma=self._rdma,
-            timeout_s=self._weights.timeout_s,
-            is_offloaded=self._placement.colocated and self._placement.offload != "none",
+            rdma=self._spec.rdma,
+            timeout_s=self._spec.weights.timeout_s,
+            is_offloaded=self._spec.placement.colocated and self._spec.placement.offload != "none",
         )
         self._exit.callback(self._weight_buffer.close)
         tensors = {BUFFER: self._weight_buffer.active}
@@ -293,19 +270,19 @@ class GeneratorExecutor:
             this_host(),
             tensors,
             engine.memory.parameters,
-            timeout_s=self._weights.timeout_s,
-            rdma=self._rdma,
+            timeout_s=self._spec.weights.timeout_s,
+            rdma=self._spec.rdma,
         )
         self._exit.callback(self._writer.close)
         self._weight_buffer.before_overwrite = self._writer.tensors.invalidate
-        folder = self._placement.offload_folder or self._run_dir
-        mode = self._placement.offload if self._placement.colocated else "none"
-        offload = Offloader(mode, folder, f"generator-{self._replica}-{self._rank}")
+        folder = self._spec.placement.offload_folder or self._spec.run_dir
+        mode = self._spec.placement.offload if self._spec.placement.colocated else "none"
+        offload = Offloader(mode, folder, f"generator-{self._spec.replica}-{self._rank}")
         self._exit.callback(offload.close)
         decoding = Decoding(engine, self._weight_buffer, offload, self._spans, self._finish)
         self._exit.callback(decoding.end_idle)
-        if self._load_weights:
-            engine.load(self._weight_buffer.active, self._checkpoint)
+        if self._spec.load_weights:
+            engine.load(self._weight_buffer.active, self._spec.checkpoint)
             self._weight_buffer.version = 0
             engine.commit(engine.process_weights(self._weight_buffer.active), 0)
             self._writer.tensors.label(0)
@@ -315,7 +292,8 @@ class GeneratorExecutor:
 
     def _meeting(self, purpose: str) -> str:
         """A file that the ranks of this replica, and nobody else, meet at."""
-        return f"{self._run_dir}/.rendezvous-generator-{self._replica}-{self._run_id}-{purpose}"
+        spec = self._spec
+        return f"{spec.run_dir}/.rendezvous-generator-{spec.replica}-{spec.run_id}-{purpose}"
 
     def _work(self) -> bool:
         return self._decoding is not None and self._decoding.work()
@@ -371,7 +349,7 @@ class GeneratorExecutor:
 
     async def _load_tokenizer(self) -> None:
         if self._decode_text is None:
-            tokenizer = await asyncio.to_thread(load_tokenizer, self._tokenizer)
+            tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
             self._decode_text = self._alive().engine.decode_text = tokenizer.decode
 
     async def _ordered(self, call: Callable[[], T], key: tuple[object, ...]) -> T:
@@ -385,7 +363,7 @@ class GeneratorExecutor:
             if self._error is not None:
                 raise self._error
         if self._decoding is None:
-            raise RuntimeError(f"generator {self._replica} must be started first")
+            raise RuntimeError(f"generator {self._spec.replica} must be started first")
         return self._decoding
 
 

@@ -16,49 +16,32 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llamarl.config import SamplingConfig, TrainerConfig
 from llamarl.data.micro_batch import micro_batch
 from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
+from llamarl.executors.specs import ReferenceSpec
 from llamarl.metrics.span import Spans
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh, parallelize, reshard
 from llamarl.models.process_group import compute_device, join, leave, use_device
 from llamarl.models.transformer import Transformer
-from llamarl.protocols import Storage
 from llamarl.types import PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS, Columns
 
 
 class ReferenceExecutor:
     """protocols.Reference for one rank; calls are served in order of arrival.
 
-    `config` is the trainer's, `num_ranks` its number of ranks; `rendezvous` is a file path that no
-    earlier run used, nor any other group. A single rank forms no group: with `cluster=inline` the
-    trainer's is in the same process.
+    A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        spans: Spans,
-        checkpoint: str,
-        rendezvous: str,
-        config: TrainerConfig,
-        sampling: SamplingConfig,
-        storage: Storage,
-    ) -> None:
+    def __init__(self, spec: ReferenceSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        self._spec = spec
         self._rank = rank
         self._num_ranks = num_ranks
-        self._data_rank, self._tensor_rank = divmod(rank, config.tensor_parallel)
+        self._data_rank, self._tensor_rank = divmod(rank, spec.config.tensor_parallel)
         self._spans = spans
-        self._checkpoint = checkpoint
-        self._rendezvous = rendezvous
-        self._config = config
-        self._sampling = sampling
-        self._storage = storage
+        self._config = spec.config
         self._compute = ComputeThread(f"reference-{rank}")
         self._resources = ExitStack()
         self._lock = asyncio.Lock()  # collectives must start in the same order on all ranks
@@ -80,27 +63,27 @@ class ReferenceExecutor:
         """Write `ref_logprobs`, at the sampling temperature, of this data rank's rows."""
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
         async with self._lock:
-            columns = await self._storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
+            columns = await self._spec.storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
             self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
             num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])
             with self._spans.span("infer", tokens=num_tokens):
                 logprobs = await self._compute.run(lambda: self._infer(columns))
             if mine and self._tensor_rank == 0:
-                await self._storage.write(mine, {REF_LOGPROBS: logprobs})
+                await self._spec.storage.write(mine, {REF_LOGPROBS: logprobs})
             self._idle_since_ns = time.monotonic_ns()
 
     def _build(self) -> None:
         self._device = compute_device(self._config.device, "trainer.device")
         use_device(self._device)
         with torch.device("meta"):
-            model = Transformer(read_architecture(self._checkpoint))
+            model = Transformer(read_architecture(self._spec.checkpoint))
         model = model.to(getattr(torch, self._config.compute_dtype)).requires_grad_(False)
         if self._num_ranks > 1:
-            join(self._rendezvous, self._rank, self._num_ranks, self._device)
+            join(self._spec.rendezvous, self._rank, self._num_ranks, self._device)
             self._resources.callback(leave)
             model = parallelize(model, make_mesh(self._device.type, self._config), self._config)
         self._model = model.to_empty(device=self._device).eval()
-        hf.load_into(dict(self._model.named_parameters()), self._checkpoint)
+        hf.load_into(dict(self._model.named_parameters()), self._spec.checkpoint)
 
     @torch.no_grad()
     def _infer(self, columns: Columns) -> list[np.ndarray]:
@@ -113,7 +96,7 @@ class ReferenceExecutor:
         for indices in self._in_step(pack(lengths, 1, self._config.tokens_per_micro_batch)[0]):
             packed = micro_batch(columns, indices, self._device)
             stats = self._model(
-                packed.token_ids, packed.lengths, packed.targets, self._sampling.temperature
+                packed.token_ids, packed.lengths, packed.targets, self._spec.sampling.temperature
             )
             values = stats.logprobs[packed.response].float().cpu()
             for i, part in zip(indices, values.split(list(packed.response_lengths)), strict=True):

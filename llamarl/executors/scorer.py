@@ -14,12 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.environments.rewards.pool import Completion, RewardPool
 from llamarl.errors import UserCodeError
+from llamarl.executors.specs import ScorerSpec
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Storage
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
@@ -38,29 +37,14 @@ RATE_MINIMUM = 50  # rewards before it is judged
 
 
 class ScorerExecutor:
-    """Scores finished rollouts with a pool of reward processes.
+    """Scores finished rollouts with a pool of reward processes. Calls to `score` may overlap."""
 
-    `tokenizer` is a folder with tokenizer files, `task_source` the content of the recipe's
-    task.py, if it has one. Calls to `score` may overlap.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        spans: Spans,
-        config: RewardConfig,
-        tokenizer: str,
-        task_source: str | None,
-        storage: Storage,
-    ) -> None:
+    def __init__(self, spec: ScorerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        self._spec = spec
         self._spans = spans
-        self._config = config
-        self._tokenizer_folder = tokenizer
+        self._config = spec.config
         self._tokenizer: Tokenizer | None = None
-        self._storage = storage
-        self._pool = RewardPool(config, task_source)
+        self._pool = RewardPool(spec.config, spec.task_source)
         self._statuses: deque[ScoreStatus] = deque(maxlen=RATE_WINDOW)
         self._logged_cause = ""
         self._num_calls = 0  # running now
@@ -69,7 +53,7 @@ class ScorerExecutor:
 
     async def start(self) -> None:
         """Load the tokenizer and start the reward processes; ValueError if either cannot work."""
-        self._tokenizer = load_tokenizer(self._tokenizer_folder)
+        self._tokenizer = load_tokenizer(self._spec.tokenizer)
         await self._pool.start()
         self._changed_ns = time.monotonic_ns()
 
@@ -87,7 +71,7 @@ class ScorerExecutor:
                 scores = [s if s.has_reward else replace(s, reward=0.0) for s in scores]
             scored = [score for score in scores if score.has_reward]
             if scored:
-                await self._storage.write(
+                await self._spec.storage.write(
                     [score.row_id for score in scored],
                     {REWARD: [np.array([score.reward]) for score in scored]},
                 )
@@ -103,7 +87,8 @@ class ScorerExecutor:
     async def _read(self, rollouts: list[tuple[int, Prompt]]) -> list[Completion]:
         if self._tokenizer is None:
             raise RuntimeError("a scorer must be started before it scores")
-        columns = await self._storage.read([row for row, _ in rollouts], [RESPONSE_IDS, SAMPLING])
+        row_ids = [row_id for row_id, _ in rollouts]
+        columns = await self._spec.storage.read(row_ids, [RESPONSE_IDS, SAMPLING])
         pairs = zip(columns[RESPONSE_IDS], columns[SAMPLING], strict=True)
         return [
             Completion(

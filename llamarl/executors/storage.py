@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import PackedColumns
 from llamarl.metrics.span import Spans
 from llamarl.types import (
@@ -53,31 +54,18 @@ Cells = dict[str, np.ndarray]
 
 
 class StorageExecutor:
-    """Storage unit number `unit`.
+    """One storage unit."""
 
-    Retired rows go to `archive_folder/rollouts-<unit>.jsonl` (None: nowhere), with their tokens
-    and log-probs if `archive_tokens`.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        spans: Spans,
-        unit: int,
-        archive_folder: str | None,
-        archive_tokens: bool,
-    ) -> None:
+    def __init__(self, spec: StorageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         if num_ranks != 1:
             raise ValueError(f"a storage unit must have one rank, got {num_ranks}")
         self._spans = spans
-        self._archive_tokens = archive_tokens
+        self._archive_tokens = spec.archive_tokens
         self._rows: dict[int, Cells] = {}
         self._attempts: Counter[int] = Counter()  # of rows that were lost, and how often
-        self._path = (
-            Path(archive_folder) / f"rollouts-{unit}.jsonl" if archive_folder is not None else None
-        )
+        self._path: Path | None = None
+        if spec.archive_folder is not None:
+            self._path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
         self._archive: TextIO | None = None
 
     async def start(self) -> None:

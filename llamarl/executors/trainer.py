@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,22 +24,15 @@ from llamarl.algorithms.loss_metrics import LossMetrics, on_policy_warning, stat
 from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.policy_loss import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
-from llamarl.config import (
-    AlgorithmConfig,
-    PlacementConfig,
-    SamplingConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
 from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offload import Offloader
 from llamarl.executors.passes import Passes
+from llamarl.executors.specs import TrainerSpec
 from llamarl.metrics.span import Spans
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import compute_device, join, leave, use_device
-from llamarl.protocols import Storage
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
@@ -65,54 +58,17 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class TrainerExecutor:
-    """protocols.Trainer, Sender and Offloadable for one rank; calls are served in order of arrival.
+    """One rank of the trainer. Calls are served in order of arrival."""
 
-    `tokenizer` is the folder an export takes its tokenizer from (None: the checkpoint);
-    `rendezvous` is a file path that no earlier run used; `num_steps` ends the schedule. `run_dir`
-    takes the offload files unless `placement` says otherwise; `rdma` is what the transport of that
-    name works with.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        spans: Spans,
-        checkpoint: str,
-        tokenizer: str | None = None,
-        rendezvous: str,
-        config: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        task_source: str | None = None,
-        sampling: SamplingConfig,
-        weights: WeightsConfig,
-        placement: PlacementConfig,
-        run_dir: str,
-        num_steps: int,
-        seed: int,
-        storage: Storage,
-        needs_reference: bool,
-        rdma: Any = None,
-    ) -> None:
+    def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        self._spec = spec
         self._rank = rank
         self._num_ranks = num_ranks
-        self._data_rank, self._tensor_rank = divmod(rank, config.tensor_parallel)
+        self._data_rank, self._tensor_rank = divmod(rank, spec.config.tensor_parallel)
         self._spans = spans
-        self._checkpoint = checkpoint
-        self._tokenizer = tokenizer
-        self._rendezvous = rendezvous
-        self._config = config
-        self._algorithm = algorithm
-        self._task_source = task_source
-        self._sampling = sampling
-        self._num_steps = num_steps
-        self._seed = seed
-        self._storage = storage
-        self._weights = weights
-        self._rdma = rdma
+        self._config = spec.config
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
-        if needs_reference:
+        if spec.algorithm.kl_coefficient > 0:
             self._columns.append(REF_LOGPROBS)
         self._compute = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
@@ -120,8 +76,8 @@ class TrainerExecutor:
         self._version = 0
         self._rows: list[BatchRow] = []  # of the current step, on all ranks
         self._is_whole = True  # False amid an update
-        folder = placement.offload_folder or run_dir
-        mode = placement.offload if placement.colocated else "none"
+        folder = spec.placement.offload_folder or spec.run_dir
+        mode = spec.placement.offload if spec.placement.colocated else "none"
         self._offloader = Offloader(mode, folder, f"trainer-{rank}")
         self._resources.callback(self._offloader.close)
         self._idle_since_ns = time.monotonic_ns()
@@ -151,7 +107,7 @@ class TrainerExecutor:
             micro_batches = self._plan(batch)
             rows = [batch.rows[i] for positions in micro_batches for i in positions]
             row_ids = [row.row_id for row in rows]
-            columns = await self._storage.read(row_ids, self._columns)
+            columns = await self._spec.storage.read(row_ids, self._columns)
             _check(rows, columns)
             self._waited("batch", self._idle_since_ns)
             num_tokens = sum(row.num_tokens for row in rows)
@@ -161,7 +117,7 @@ class TrainerExecutor:
                     lambda: self._passes.accumulate(self._version, rows, columns, sizes)
                 )
             if row_ids and self._tensor_rank == 0:
-                await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
+                await self._spec.storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
             self._rows += batch.rows
             self._idle_since_ns = time.monotonic_ns()
 
@@ -225,7 +181,7 @@ class TrainerExecutor:
             return []
         async with self._lock:
             names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
-            columns = await self._storage.read(row_ids, names)
+            columns = await self._spec.storage.read(row_ids, names)
             return await self._aside("infer", lambda: self._infer(columns))
 
     async def offload(self, tags: list[str]) -> None:
@@ -246,23 +202,24 @@ class TrainerExecutor:
                 await self._move("onload", tag, self._onload)
 
     def _build(self) -> None:
-        token_loss = find_loss(self._algorithm, self._task_source)
+        token_loss = find_loss(self._spec.algorithm, self._spec.task_source)
         device = compute_device(self._config.device, "trainer.device")
         use_device(device)
-        join(self._rendezvous, self._rank, self._num_ranks, device)
+        join(self._spec.rendezvous, self._rank, self._num_ranks, device)
         self._resources.callback(leave)
         mesh = make_mesh(device.type, self._config)
-        self.policy = Policy(self._checkpoint, mesh, self._config, self._seed, self._tokenizer)
+        spec = self._spec
+        self.policy = Policy(spec.checkpoint, mesh, spec.config, spec.seed, spec.tokenizer)
         self._device = device
         self._passes = Passes(
-            self.policy, device, self._algorithm, token_loss, self._sampling.temperature
+            self.policy, device, self._spec.algorithm, token_loss, self._spec.sampling.temperature
         )
         self._writer = Writer(
             self._rank,
             this_host(),
             *shard_boxes(self.policy.parameters),
-            timeout_s=self._weights.timeout_s,
-            rdma=self._rdma,
+            timeout_s=self._spec.weights.timeout_s,
+            rdma=self._spec.rdma,
         )
         self._writer.tensors.label(self._version)
         self._resources.callback(self._writer.close)
@@ -278,7 +235,7 @@ class TrainerExecutor:
         active = {
             i
             for i, row in enumerate(batch.rows)
-            if row.num_tokens > 0 and not is_inert(row.advantage, self._algorithm)
+            if row.num_tokens > 0 and not is_inert(row.advantage, self._spec.algorithm)
         }
         kept = [
             [tuple(i for i in positions if i in active) for positions in micro_batches]
@@ -290,9 +247,9 @@ class TrainerExecutor:
         """The optimizer step, on the compute thread."""
         num_tokens = sum(row.num_tokens for row in self._rows)
         divisor = denominator(
-            num_tokens, len(self._rows), self._sampling.max_tokens, self._algorithm
+            num_tokens, len(self._rows), self._spec.sampling.max_tokens, self._spec.algorithm
         )
-        lr = learning_rate(self._config, self._version, self._num_steps)
+        lr = learning_rate(self._config, self._version, self._spec.num_steps)
         start_ns = time.monotonic_ns()
         self._writer.tensors.begin_step()
         self._waited("publish", start_ns)

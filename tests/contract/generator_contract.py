@@ -22,6 +22,7 @@ import torch
 from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.errors import StaleVersion
 from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.specs import GeneratorSpec
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.hf import load_into
@@ -127,23 +128,23 @@ def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> Re
     fields = {"num_ranks": case.num_ranks} | sizes | case.fields | kwargs.pop("config", {})
     num_ranks = kwargs.pop("num_ranks", case.num_ranks)
     spans = kwargs.pop("spans", Spans("generator-0", None))
-    shared = {
-        "replica": kwargs.pop("replica", 3),
-        "checkpoint": case.checkpoint,
-        "load_weights": kwargs.pop("load_weights", True),
-        "config": case.config(**fields),
-        "weights": WeightsConfig(**kwargs.pop("weights", {})),
-        "placement": PlacementConfig(colocated=True),
-        "storage": storage,
-        "tokenizer": case.checkpoint,
-        "run_id": f"test{next(RUNS)}",  # which names the ranks' meeting
-        "run_dir": run_dir,
+    spec = GeneratorSpec(
+        replica=kwargs.pop("replica", 3),
+        checkpoint=case.checkpoint,
+        load_weights=kwargs.pop("load_weights", True),
+        config=case.config(**fields),
+        weights=WeightsConfig(**kwargs.pop("weights", {})),
+        placement=PlacementConfig(colocated=True),
+        storage=storage,
+        tokenizer=case.checkpoint,
+        run_id=f"test{next(RUNS)}",  # which names the ranks' meeting
+        run_dir=run_dir,
         **kwargs,
-    }
+    )
     ranks = []
     for rank in range(num_ranks):
         own = Spans(f"generator-0-{rank}", None) if rank else spans
-        ranks.append(GeneratorExecutor(rank=rank, num_ranks=num_ranks, spans=own, **shared))
+        ranks.append(GeneratorExecutor(spec, rank=rank, num_ranks=num_ranks, spans=own))
     return Replica(ranks)
 
 

@@ -30,7 +30,7 @@ def parameters(buffer, strides):
 class Source:
     """An executor with weights."""
 
-    def __init__(self, rank, num_ranks, spans):
+    def __init__(self, spec, rank, num_ranks, spans):
         from llamarl.cluster.rdma import MonarchRdma
 
         self._weights = torch.zeros(SHAPE)
@@ -55,7 +55,7 @@ class Source:
 class Target:
     """An executor with a weight buffer, transposed."""
 
-    def __init__(self, rank, num_ranks, spans):
+    def __init__(self, spec, rank, num_ranks, spans):
         from llamarl.cluster.rdma import MonarchRdma
 
         self._weight_buffer = WeightBuffer(

@@ -36,14 +36,14 @@ class ChangedError(Exception):
 class Probe:
     """Tells where it runs, and fails on request."""
 
-    def __init__(self, *, rank, num_ranks, spans, peer=None, fails=False, folder=None) -> None:
-        if fails:
+    def __init__(self, spec, *, rank, num_ranks, spans) -> None:
+        if spec.get("fails"):
             raise ValueError("trainer.lr must be at least 0, got -1")
         self.rank = rank
         self.num_ranks = num_ranks
         self.spans = spans
-        self.peer = peer
-        self.folder = folder
+        self.peer = spec.get("peer")
+        self.folder = spec.get("folder")
         self.meeting = asyncio.Event()
 
     async def place(self) -> tuple[int, int, str, int]:

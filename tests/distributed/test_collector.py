@@ -11,14 +11,15 @@ from typing import Any
 from llamarl.cluster import GroupLost, make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.collector import CollectorExecutor
+from llamarl.executors.specs import CollectorSpec
 from llamarl.types import FinishReason, RolloutInfo
 
 
 class Writing:
-    """A replica that stops a rollout every 20 ms, and fails after `num_rows`."""
+    """A replica that stops a rollout every 20 ms, and fails after the last of `row_ids`."""
 
-    def __init__(self, *, rank: int, num_ranks: int, spans: Any, first: int, num_rows: int) -> None:
-        self._rows = iter(range(first, first + num_rows))
+    def __init__(self, row_ids: range, *, rank: int, num_ranks: int, spans: Any) -> None:
+        self._rows = iter(row_ids)
 
     async def collect(self) -> list[RolloutInfo]:
         await asyncio.sleep(0.02)
@@ -50,15 +51,13 @@ def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Pa
         num_rows = {0: 100_000, 1: 100_000, 2: 5}
         groups = await asyncio.gather(
             *(
-                cluster.spawn(
-                    f"generator-{i}", Writing, {"first": first[i], "num_rows": num_rows[i]}
-                )
+                cluster.spawn(f"generator-{i}", Writing, range(first[i], first[i] + num_rows[i]))
                 for i in first
             )
         )
         generators = {i: group.call_one for i, group in enumerate(groups)}
         collector = await cluster.spawn(
-            "collector-0", CollectorExecutor, {"generators": generators}
+            "collector-0", CollectorExecutor, CollectorSpec(generators=generators)
         )
         rows: dict[int, list[int]] = {i: [] for i in first}
         errors: dict[int, Exception] = {}

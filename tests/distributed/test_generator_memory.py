@@ -7,6 +7,7 @@ import pytest
 
 from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.specs import GeneratorSpec
 from llamarl.metrics.span import Spans
 from llamarl.types import RESPONSE_IDS, Request, Sampling
 from tests.distributed.training import MemoryStorage, make_checkpoint, resident_bytes
@@ -41,19 +42,21 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
     """The same rollout undisturbed and with two absences in its middle; a full cache."""
     storage, spans = MemoryStorage({0: {}, 1: {}}), Spans("generator-0", folder)
     generator = GeneratorExecutor(
+        GeneratorSpec(
+            replica=0,
+            checkpoint=checkpoint,
+            load_weights=True,
+            config=EmbeddedConfig(max_num_seqs=8, max_model_len=768, heartbeat_s=0.2),
+            weights=WeightsConfig(staging=staging, bucket_bytes=1 << 24),
+            placement=PlacementConfig(colocated=True),
+            storage=storage,
+            tokenizer=checkpoint,
+            run_id="memory",
+            run_dir=folder,
+        ),
         rank=rank,
         num_ranks=num_ranks,
         spans=spans,
-        replica=0,
-        checkpoint=checkpoint,
-        load_weights=True,
-        config=EmbeddedConfig(max_num_seqs=8, max_model_len=768, heartbeat_s=0.2),
-        weights=WeightsConfig(staging=staging, bucket_bytes=1 << 24),
-        placement=PlacementConfig(colocated=True),
-        storage=storage,
-        tokenizer=checkpoint,
-        run_id="memory",
-        run_dir=folder,
     )
     await generator.start()
     engine, weight_buffer = generator._decoding.engine, generator._weight_buffer

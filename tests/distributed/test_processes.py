@@ -19,6 +19,7 @@ import pytest
 from llamarl.cluster import Cluster, GroupLost, RemoteError, make_cluster, meshes
 from llamarl.cluster.process import MARK
 from llamarl.config import ClusterConfig
+from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from tests.distributed.executors import Gathering, Probe, StuckInClose
 from tests.signals import hear_ctrl_c
@@ -202,14 +203,16 @@ def test_clusters_follow_one_another_in_one_process(tmp_path: Path) -> None:
 class ImportingStorage(StorageExecutor):
     """A storage unit that says which modules its process has loaded."""
 
-    def __init__(self, *, rank, num_ranks, spans) -> None:
+    def __init__(self, spec, *, rank, num_ranks, spans) -> None:
         super().__init__(
+            StorageSpec(
+                unit=0,
+                archive_folder=None,
+                archive_tokens=False,
+            ),
             rank=rank,
             num_ranks=num_ranks,
             spans=spans,
-            unit=0,
-            archive_folder=None,
-            archive_tokens=False,
         )
 
     modules = Probe.modules

@@ -13,6 +13,7 @@ from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.errors import UserCodeError
 from llamarl.executors.scorer import ScorerExecutor
+from llamarl.executors.specs import ScorerSpec
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     FINISH_CODES,
@@ -73,13 +74,15 @@ def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
 
     async def run():
         scorer = ScorerExecutor(
+            ScorerSpec(
+                config=config,
+                tokenizer=folder,
+                task_source=task_source,
+                storage=storage,
+            ),
             rank=0,
             num_ranks=1,
             spans=spans or Spans("scorer-0", None),
-            config=config,
-            tokenizer=folder,
-            task_source=task_source,
-            storage=storage,
         )
         await scorer.start()
         try:

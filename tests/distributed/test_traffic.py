@@ -9,6 +9,7 @@ import numpy as np
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
+from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.store import Store
 from llamarl.types import (
@@ -35,7 +36,7 @@ NUM_ROLLOUTS = 64
 class Writer:
     """Stores rollouts of a fixed length and tells their rows, as a generator does."""
 
-    def __init__(self, *, rank, num_ranks, spans, storage) -> None:
+    def __init__(self, storage, *, rank, num_ranks, spans) -> None:
         self.storage = storage
         self.rows: list[RolloutInfo] = []
 
@@ -70,7 +71,7 @@ class Writer:
 class Reader:
     """Reads what the writer stored and rewards its length, as a scorer does."""
 
-    def __init__(self, *, rank, num_ranks, spans, storage) -> None:
+    def __init__(self, storage, *, rank, num_ranks, spans) -> None:
         self.storage = storage
 
     async def score(self, row_ids: list[int]) -> list[Score]:
@@ -86,18 +87,21 @@ class Reader:
 async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float]:
     """(bytes of the controller's messages, bytes of one read of the arrays) per rollout."""
     cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
-    archive = {"archive_folder": str(folder), "archive_tokens": False}
     try:
         units = await asyncio.gather(
             *(
-                cluster.spawn(f"storage-{unit}", StorageExecutor, {"unit": unit, **archive})
+                cluster.spawn(
+                    f"storage-{unit}",
+                    StorageExecutor,
+                    StorageSpec(unit=unit, archive_folder=str(folder), archive_tokens=False),
+                )
                 for unit in range(2)
             )
         )
         store = Store([unit.call_one for unit in units])
         writer, reader, *_ = await asyncio.gather(
-            cluster.spawn("generator-0", Writer, {"storage": store}),
-            cluster.spawn("scorer", Reader, {"storage": store}),
+            cluster.spawn("generator-0", Writer, store),
+            cluster.spawn("scorer", Reader, store),
             *(unit.call_one.start() for unit in units),
         )
         executors = [Weighed(group.call_one) for group in (writer, reader)]

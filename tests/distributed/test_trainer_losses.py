@@ -113,7 +113,6 @@ def trained(ranks, num_ranks, checkpoint, cells, rows, algorithm):
         steps=[parts],
         trainer=SGD,
         algorithm=config,
-        needs_reference=True,
     )
     return ranks(num_ranks).run(train, job)[0]
 

@@ -25,6 +25,7 @@ from llamarl.data.packing import pack
 from llamarl.errors import StaleVersion
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.reference import ReferenceExecutor
+from llamarl.executors.specs import GeneratorSpec, ReferenceSpec, TrainerSpec
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
@@ -171,50 +172,56 @@ class Job:
     save: str | None = None  # before the last step
     export: str | None = None
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    needs_reference: bool = False
 
 
 def make_executor(rank, num_ranks, job, storage):
     return TrainerExecutor(
+        TrainerSpec(
+            checkpoint=job.checkpoint,
+            rendezvous=job.rendezvous,
+            config=replace(job.trainer, num_ranks=num_ranks),
+            algorithm=job.algorithm,
+            sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
+            weights=WeightsConfig(),
+            placement=job.placement,
+            run_dir=str(Path(job.checkpoint).parent),
+            num_steps=10,
+            seed=0,
+            storage=storage,
+        ),
         rank=rank,
         num_ranks=num_ranks,
         spans=Spans(f"trainer-{rank}", None),
-        checkpoint=job.checkpoint,
-        rendezvous=job.rendezvous,
-        config=replace(job.trainer, num_ranks=num_ranks),
-        algorithm=job.algorithm,
-        sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
-        weights=WeightsConfig(),
-        placement=job.placement,
-        run_dir=str(Path(job.checkpoint).parent),
-        num_steps=10,
-        seed=0,
-        storage=storage,
-        needs_reference=job.needs_reference,
     )
 
 
 async def kernels_of_executors(rank, num_ranks, job):
     """Whether attention may take cuDNN's kernels after each executor's start."""
     storage = MemoryStorage({})
-    shared = {"rank": rank, "num_ranks": num_ranks, "spans": Spans("x", None), "storage": storage}
+    shared = {"rank": rank, "num_ranks": num_ranks, "spans": Spans("x", None)}
     reference = ReferenceExecutor(
-        checkpoint=job.checkpoint,
-        rendezvous="",
-        config=job.trainer,
-        sampling=SamplingConfig(),
+        ReferenceSpec(
+            checkpoint=job.checkpoint,
+            rendezvous="",
+            config=job.trainer,
+            sampling=SamplingConfig(),
+            storage=storage,
+        ),
         **shared,
     )
     generator = GeneratorExecutor(
-        replica=0,
-        checkpoint=job.checkpoint,
-        load_weights=True,
-        config=EmbeddedConfig(max_num_seqs=2, max_model_len=32),
-        weights=WeightsConfig(),
-        placement=PlacementConfig(),
-        tokenizer=job.checkpoint,
-        run_id="kernels",
-        run_dir="",
+        GeneratorSpec(
+            replica=0,
+            checkpoint=job.checkpoint,
+            load_weights=True,
+            config=EmbeddedConfig(max_num_seqs=2, max_model_len=32),
+            weights=WeightsConfig(),
+            placement=PlacementConfig(),
+            tokenizer=job.checkpoint,
+            run_id="kernels",
+            run_dir="",
+            storage=storage,
+        ),
         **shared,
     )
     seen = []
@@ -365,14 +372,16 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
     """`ref_logprobs` by row that this rank wrote."""
     storage = MemoryStorage(cells)
     executor = ReferenceExecutor(
+        ReferenceSpec(
+            checkpoint=checkpoint,
+            rendezvous=rendezvous,
+            config=TrainerConfig(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
+            sampling=SamplingConfig(temperature=TEMPERATURE),
+            storage=storage,
+        ),
         rank=rank,
         num_ranks=num_ranks,
         spans=Spans(f"reference-{rank}", None),
-        checkpoint=checkpoint,
-        rendezvous=rendezvous,
-        config=TrainerConfig(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
-        sampling=SamplingConfig(temperature=TEMPERATURE),
-        storage=storage,
     )
     await executor.start()
     await executor.infer(sorted(cells))

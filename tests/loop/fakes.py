@@ -14,6 +14,7 @@ import numpy as np
 
 from llamarl.errors import GroupLost, StaleVersion
 from llamarl.executors.rollout_columns import read_written, row_of, write_finished
+from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.scheduler import PartialOutput, nothing_written
@@ -46,12 +47,14 @@ class FakeStorage(StorageExecutor):
 
     def __init__(self) -> None:
         super().__init__(
+            StorageSpec(
+                unit=0,
+                archive_folder=None,
+                archive_tokens=False,
+            ),
             rank=0,
             num_ranks=1,
             spans=Spans("storage", None),
-            unit=0,
-            archive_folder=None,
-            archive_tokens=False,
         )
         self.outcomes: dict[int, Outcome] = {}
 

@@ -30,6 +30,7 @@ from llamarl.config import (
 from llamarl.data.batch import make_batch
 from llamarl.environments.requests import make_requests
 from llamarl.executors.collector import CollectorExecutor
+from llamarl.executors.specs import CollectorSpec
 from llamarl.loop.colocation import Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
@@ -73,7 +74,14 @@ def make_dispatch(
     for index, replica in replicas.items() if shares else ():
         shares[index % num_collectors][index] = replica
     collectors = [
-        CollectorExecutor(rank=0, num_ranks=1, spans=Spans("collector", None), generators=share)
+        CollectorExecutor(
+            CollectorSpec(
+                generators=share,
+            ),
+            rank=0,
+            num_ranks=1,
+            spans=Spans("collector", None),
+        )
         for share in shares
     ]
     watches = {index: replica.watch for index, replica in replicas.items()}

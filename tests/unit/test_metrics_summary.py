@@ -14,6 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import MEANINGS, Drops
@@ -221,12 +222,14 @@ def test_an_ascii_terminal_gets_ascii(run_dir, tmp_path):
 
 def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
     executor = StorageExecutor(
+        StorageSpec(
+            unit=0,
+            archive_folder=str(tmp_path / "archive"),
+            archive_tokens=False,
+        ),
         rank=0,
         num_ranks=1,
         spans=Spans("storage-0", tmp_path / "spans"),
-        unit=0,
-        archive_folder=str(tmp_path / "archive"),
-        archive_tokens=False,
     )
 
     async def store() -> None:

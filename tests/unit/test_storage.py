@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.store import PackedColumns, Store, decode, encode
 from llamarl.metrics.span import Spans
@@ -37,12 +38,14 @@ DTYPES = st.sampled_from([np.int32, np.float32, np.float64])
 
 def unit(number: int = 0, folder: Path | None = None, tokens: bool = False) -> StorageExecutor:
     storage = StorageExecutor(
+        StorageSpec(
+            unit=number,
+            archive_folder=str(folder) if folder is not None else None,
+            archive_tokens=tokens,
+        ),
         rank=0,
         num_ranks=1,
         spans=Spans(f"storage-{number}", None),
-        unit=number,
-        archive_folder=str(folder) if folder is not None else None,
-        archive_tokens=tokens,
     )
     asyncio.run(storage.start())
     return storage
@@ -337,12 +340,14 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_unit_must_be_started_before_it_archives(tmp_path: Path) -> None:
     storage = StorageExecutor(
+        StorageSpec(
+            unit=0,
+            archive_folder=str(tmp_path),
+            archive_tokens=False,
+        ),
         rank=0,
         num_ranks=1,
         spans=Spans("s", None),
-        unit=0,
-        archive_folder=str(tmp_path),
-        archive_tokens=False,
     )
     asyncio.run(storage.write([1], rollout(2)))
     with pytest.raises(RuntimeError, match="must be started"):

@@ -53,7 +53,7 @@ class MessageCosts:
 class Actor:
     """Answers with what it was last told to keep."""
 
-    def __init__(self, *, rank: int, num_ranks: int, spans: Any) -> None:
+    def __init__(self, spec: Any, *, rank: int, num_ranks: int, spans: Any) -> None:
         self._kept: Any = None
 
     async def keep(self, value: Any) -> None:

@@ -42,6 +42,7 @@ from llamarl.config import (
 )
 from llamarl.config.plan import PlanConfig
 from llamarl.executors.collector import CollectorExecutor
+from llamarl.executors.specs import CollectorSpec
 from llamarl.experience.store import Store
 from llamarl.jobs import GC_THRESHOLDS
 from llamarl.metrics.console import Progress
@@ -381,14 +382,16 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
     num_collectors = config.generator.num_collectors
     collectors = [
         CollectorExecutor(
+            CollectorSpec(
+                generators={
+                    index: group.call_one
+                    for index, group in modelled.generators.items()
+                    if index % num_collectors == number
+                },
+            ),
             rank=0,
             num_ranks=1,
             spans=Spans("collector", None),
-            generators={
-                index: group.call_one
-                for index, group in modelled.generators.items()
-                if index % num_collectors == number
-            },
         )
         for number in range(num_collectors)
     ]

@@ -21,6 +21,7 @@ from gpu_bench.setting import (
     synchronize,
 )
 from llamarl.data.packing import pack
+from llamarl.executors.specs import TrainerSpec
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture, read_architecture
@@ -93,21 +94,22 @@ async def _train(setting: Setting, config: object, checkpoint: str, vocab_size: 
     rendezvous = Path(setting.folder, "rendezvous-training")
     rendezvous.unlink(missing_ok=True)
     trainer = TrainerExecutor(
+        TrainerSpec(
+            checkpoint=checkpoint,
+            rendezvous=str(rendezvous),
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            weights=config.weights,
+            placement=config.placement,
+            run_dir=setting.folder,
+            num_steps=NUM_STEPS,
+            seed=0,
+            storage=MemoryStorage(setting, vocab_size),
+        ),
         rank=0,
         num_ranks=1,
         spans=Spans("trainer", None),
-        checkpoint=checkpoint,
-        rendezvous=str(rendezvous),
-        config=config.trainer,
-        algorithm=config.algorithm,
-        sampling=config.sampling,
-        weights=config.weights,
-        placement=config.placement,
-        run_dir=setting.folder,
-        num_steps=NUM_STEPS,
-        seed=0,
-        storage=MemoryStorage(setting, vocab_size),
-        needs_reference=False,
     )
     await trainer.start()
     try:

@@ -9,7 +9,7 @@ in a simulation (rollouts, for the trainer) it makes up.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -56,12 +56,22 @@ class Rows(dict[int, RolloutInfo]):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SleepingSpec:
+    """What a sleeping executor is made from; `index` is a replica's."""
+
+    config: Config
+    costs: Costs
+    workload: Workload
+    index: int = 0
+
+
 class SleepingStorage(ModelledStorage):
     """A storage unit in its process."""
 
-    def __init__(self, *, costs: Costs, workload: Workload, **place: Any) -> None:
-        super().__init__(costs, Cores(), SimulatedTimeline())
-        self.rows = Rows(workload)
+    def __init__(self, spec: SleepingSpec, **place: Any) -> None:
+        super().__init__(spec.costs, Cores(), SimulatedTimeline())
+        self.rows = Rows(spec.workload)
 
     async def answer(self) -> None:
         """The shortest call."""
@@ -70,30 +80,28 @@ class SleepingStorage(ModelledStorage):
 class SleepingReplica(ModelledReplica):
     """A replica in its process."""
 
-    def __init__(
-        self, *, index: int, config: Config, costs: Costs, workload: Workload, **place: Any
-    ) -> None:
+    def __init__(self, spec: SleepingSpec, **place: Any) -> None:
         super().__init__(
-            index,
-            config,
-            costs,
-            workload,
+            spec.index,
+            spec.config,
+            spec.costs,
+            spec.workload,
             hosts=(HOST,),
             cores=Cores(),
             timeline=SimulatedTimeline(),
             partials={},
-            storage=SleepingStorage(costs=costs, workload=workload),
+            storage=SleepingStorage(spec),
         )
 
 
 class SleepingTrainer(ModelledTrainer):
     """The trainer in its process."""
 
-    def __init__(self, *, config: Config, costs: Costs, workload: Workload, **place: Any) -> None:
+    def __init__(self, spec: SleepingSpec, **place: Any) -> None:
         super().__init__(
-            config,
-            costs,
-            SleepingStorage(costs=costs, workload=workload),
+            spec.config,
+            spec.costs,
+            SleepingStorage(spec),
             host=HOST,
             cores=Cores(),
             timeline=SimulatedTimeline(),
@@ -103,8 +111,8 @@ class SleepingTrainer(ModelledTrainer):
 class SleepingScorer(ModelledScorer):
     """The scorer in its process."""
 
-    def __init__(self, *, config: Config, costs: Costs, workload: Workload, **place: Any) -> None:
-        super().__init__(config, costs, workload, Cores(), SimulatedTimeline())
+    def __init__(self, spec: SleepingSpec, **place: Any) -> None:
+        super().__init__(spec.config, spec.costs, spec.workload, Cores(), SimulatedTimeline())
 
 
 class SilentRunLogger:
@@ -138,9 +146,9 @@ async def replay(
     costs = replace(costs, message_s=0.0, row_s=0.0)
     cluster = make_cluster(config.cluster, spans_folder=None, logs_folder=str(logs_folder))
 
-    async def spawn(name: str, kind: type, **more: Any) -> ModelledGroup:
-        kwargs = {"config": config, "costs": costs, "workload": workload, **more}
-        return ModelledGroup(name, (await cluster.spawn(name, kind, kwargs)).call_one)
+    async def spawn(name: str, kind: type, index: int = 0) -> ModelledGroup:
+        spec = SleepingSpec(config=config, costs=costs, workload=workload, index=index)
+        return ModelledGroup(name, (await cluster.spawn(name, kind, spec)).call_one)
 
     try:
         storage = await spawn("storage-0", SleepingStorage)

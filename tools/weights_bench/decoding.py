@@ -13,6 +13,7 @@ from typing import Any
 
 from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.specs import GeneratorSpec
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import Span, SpanReader
 from llamarl.types import Columns, Request, Sampling
@@ -42,21 +43,23 @@ class DecodingGenerator:
         self._max_tokens = context_tokens - PROMPT_TOKENS
         storage: Any = NoStorage()
         self._executor = GeneratorExecutor(
+            GeneratorSpec(
+                replica=0,
+                checkpoint=str(checkpoint),
+                load_weights=False,
+                config=EmbeddedConfig(
+                    max_num_seqs=batch, max_model_len=context_tokens, dtype=model.dtype
+                ),
+                weights=WeightsConfig(),
+                placement=PlacementConfig(),
+                storage=storage,
+                tokenizer="",
+                run_id="bench",
+                run_dir=folder,
+            ),
             rank=0,
             num_ranks=1,
             spans=self._spans,
-            replica=0,
-            checkpoint=str(checkpoint),
-            load_weights=False,
-            config=EmbeddedConfig(
-                max_num_seqs=batch, max_model_len=context_tokens, dtype=model.dtype
-            ),
-            weights=WeightsConfig(),
-            placement=PlacementConfig(),
-            storage=storage,
-            tokenizer="",
-            run_id="bench",
-            run_dir=folder,
         )
 
     async def start(self) -> None:

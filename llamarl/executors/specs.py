@@ -1,0 +1,127 @@
+"""What an executor is constructed with: one frozen record per role, made by `build.py`.
+
+Owns: the fields and which class reads them. Does not own: their values (the config holds most), or
+rank, number of ranks and spans, which the cluster adds. Invariant: nothing here imports torch, for
+the controller's process makes these records and never loads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llamarl.config import (
+    AlgorithmConfig,
+    GeneratorConfig,
+    PlacementConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.protocols import Generator, Storage
+
+if TYPE_CHECKING:
+    from llamarl.weights.transports.protocol import Rdma
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorSpec:
+    """Of one replica, equal on all its ranks.
+
+    `checkpoint` is the folder whose config.json gives the architecture. With `load_weights` its
+    weights are version 0; without, no rollout starts before the first commit. `tokenizer` is loaded
+    when the first request with stop strings comes. `run_dir` holds the files at which the ranks
+    meet, named by `run_id`, and what is offloaded unless `placement` names another folder.
+    """
+
+    executor: ClassVar[str] = "llamarl.executors.generator:GeneratorExecutor"
+
+    replica: int
+    checkpoint: str
+    load_weights: bool
+    tokenizer: str
+    config: GeneratorConfig
+    weights: WeightsConfig
+    placement: PlacementConfig
+    storage: Storage
+    run_dir: str
+    run_id: str
+    rdma: Rdma | None = None
+    """What weights.transport=rdma works with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """`tokenizer` is the folder from which an export takes its tokenizer (None: the checkpoint);
+    `rendezvous` is a file path that no earlier run used; `num_steps` ends the learning rate's
+    schedule. `run_dir` takes what is offloaded unless `placement` names another folder.
+    """
+
+    executor: ClassVar[str] = "llamarl.executors.trainer:TrainerExecutor"
+
+    checkpoint: str
+    tokenizer: str | None = None
+    task_source: str | None = None
+    rendezvous: str
+    config: TrainerConfig
+    algorithm: AlgorithmConfig
+    sampling: SamplingConfig
+    weights: WeightsConfig
+    placement: PlacementConfig
+    storage: Storage
+    run_dir: str
+    num_steps: int
+    seed: int
+    rdma: Rdma | None = None
+    """What weights.transport=rdma works with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSpec:
+    """`config` is the trainer's; `rendezvous` is a file path that no other group of ranks uses."""
+
+    executor: ClassVar[str] = "llamarl.executors.reference:ReferenceExecutor"
+
+    checkpoint: str
+    rendezvous: str
+    config: TrainerConfig
+    sampling: SamplingConfig
+    storage: Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerSpec:
+    """`tokenizer` is a folder with tokenizer files, `task_source` the text of the recipe's task.py
+    if it has one."""
+
+    executor: ClassVar[str] = "llamarl.executors.scorer:ScorerExecutor"
+
+    config: RewardConfig
+    tokenizer: str
+    task_source: str | None
+    storage: Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageSpec:
+    """Retired rows of storage unit `unit` go to `archive_folder/rollouts-<unit>.jsonl` (None:
+    nowhere), with their tokens and log-probs if `archive_tokens`."""
+
+    executor: ClassVar[str] = "llamarl.executors.storage:StorageExecutor"
+
+    unit: int
+    archive_folder: str | None
+    archive_tokens: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSpec:
+    """The replicas that a collector asks, by index."""
+
+    executor: ClassVar[str] = "llamarl.executors.collector:CollectorExecutor"
+
+    generators: dict[int, Generator]
+
+
+Spec = GeneratorSpec | TrainerSpec | ReferenceSpec | ScorerSpec | StorageSpec | CollectorSpec
