@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from llamarl.config import Config
 from llamarl.config.rank_assignment import assign, companions
 from llamarl.data.batch import make_batch
 from llamarl.environments.requests import make_requests
+from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.executors.specs import (
     CollectorSpec,
@@ -30,6 +30,7 @@ from llamarl.executors.specs import (
     TrainerSpec,
 )
 from llamarl.experience.store import Store
+from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
@@ -38,11 +39,9 @@ from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger, loop_stages
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
-from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
-from llamarl.types import Group, Request, Verdict
 from llamarl.weights.sync.publisher import Publisher
 
 
@@ -95,13 +94,7 @@ async def spawn_executors(
         )
     )
     storage = Store([unit.call_one for unit in units])
-    specs: dict[str, Spec] = {"scorer": _scorer(config, inputs, storage)}
-    for i in range(config.generator.num_replicas):
-        specs[f"generator-{i}"] = _generator(config, inputs, storage, run_dir, i, not trains)
-    if trains:
-        specs["trainer"] = _trainer(config, inputs, storage, run_dir)
-    if trains and config.algorithm.kl_coefficient > 0:
-        specs["reference"] = _reference(config, inputs, storage, run_dir)
+    specs = _specs(config, inputs, storage, run_dir, trains=trains)
     started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
     groups = dict(zip(specs, started, strict=True))
     generators = {
@@ -131,22 +124,32 @@ def build_controller(
     *,
     run_dir: str,
     state: dict[str, Any],
-    run_logger: RunLogger,
+    run_logger: RunObserver,
     spans: Spans,
 ) -> tuple[Controller, Publisher, Dispatch]:
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty."""
-    assert executors.trainer is not None
     dispatch = make_dispatch(executors)
-    ledger = Ledger(loop_stages(has_reference=executors.reference is not None))
-    gate = _gate(config, state, len(inputs.prompts))
-    prompts = make_prompts(config, inputs, state)
+    roles = _roles(executors, dispatch)
+    ledger = Ledger(loop_stages(has_reference=roles.reference is not None))
+    gate = _gate(config, make_prompts(config, inputs, state), spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
+    logprob_check = LogprobCheck(
+        dispatch=dispatch,
+        ledger=ledger,
+        storage=roles.storage,
+        trainer=roles.trainer,
+        allocate_rows=gate.allocate_rows,
+        prompts=inputs.prompts,
+        sampling=train_sampling(config, inputs),
+        seed=config.seed,
+        mode=config.weights.logprob_check,
+    )
+    publisher = _publisher(config, executors, run_dir, dispatch, logprob_check, spans)
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
-        trainer=executors.trainer.call_one,
-        prompts=prompts,
+        trainer=roles.trainer,
         gate=gate,
         colocation=colocation,
         evaluator=evaluator,
@@ -154,32 +157,18 @@ def build_controller(
         version=gate.version,
         last=config.num_steps,
     )
-    logprob_check = _logprob_check(config, inputs, executors, dispatch, ledger, gate)
-    publisher = _publisher(config, executors, run_dir, dispatch, logprob_check, spans)
     controller = Controller(
         config=config,
-        saver=saver,
-        prompts=prompts,
+        roles=roles,
+        rules=_rules(config, inputs),
         gate=gate,
         ledger=ledger,
-        make_requests=_request_maker(config, inputs),
-        generator=dispatch,
-        scorer=executors.scorer.call_one,
-        reference=executors.reference.call_one if executors.reference else None,
-        filter_group=_group_filter(config, inputs),
-        make_batch=partial(
-            make_batch,
-            num_ranks=config.trainer.num_data_ranks,
-            tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
-        ),
-        trainer=executors.trainer.call_one,
-        storage=executors.storage,
         publisher=publisher,
         logprob_check=logprob_check,
         colocation=colocation,
         evaluator=evaluator,
+        saver=saver,
         run_logger=run_logger,
-        spans=spans,
     )
     return controller, publisher, dispatch
 
@@ -196,40 +185,37 @@ def make_dispatch(executors: Executors) -> Dispatch:
     )
 
 
-def _group_filter(config: Config, inputs: Inputs) -> Callable[[Group], Verdict]:
-    max_tokens = config.sampling.max_tokens
-    return partial(filter_group, max_tokens=max_tokens, config=config.algorithm, task=inputs.task)
-
-
-def _request_maker(config: Config, inputs: Inputs) -> Callable[[Group], list[Request]]:
-    return partial(
-        make_requests,
-        sampling=train_sampling(config, inputs),
-        seed=config.seed,
-        segment_tokens=config.sampling.segment_tokens,
-        replay_lengths=inputs.replay_lengths,
+def _roles(executors: Executors, dispatch: Dispatch) -> Roles:
+    assert executors.trainer is not None
+    return Roles(
+        generator=dispatch,
+        scorer=executors.scorer.call_one,
+        reference=executors.reference.call_one if executors.reference else None,
+        trainer=executors.trainer.call_one,
+        storage=executors.storage,
     )
 
 
-def _logprob_check(
-    config: Config,
-    inputs: Inputs,
-    executors: Executors,
-    dispatch: Dispatch,
-    ledger: Ledger,
-    gate: Gate,
-) -> LogprobCheck:
-    assert executors.trainer is not None
-    return LogprobCheck(
-        dispatch=dispatch,
-        ledger=ledger,
-        storage=executors.storage,
-        trainer=executors.trainer.call_one,
-        allocate_rows=gate.allocate_rows,
-        prompts=inputs.prompts,
-        sampling=train_sampling(config, inputs),
-        seed=config.seed,
-        mode=config.weights.logprob_check,
+def _rules(config: Config, inputs: Inputs) -> Rules:
+    return Rules(
+        make_requests=partial(
+            make_requests,
+            sampling=train_sampling(config, inputs),
+            seed=config.seed,
+            segment_tokens=config.sampling.segment_tokens,
+            replay_lengths=inputs.replay_lengths,
+        ),
+        filter_group=partial(
+            filter_group,
+            max_tokens=config.sampling.max_tokens,
+            config=config.algorithm,
+            task=inputs.task,
+        ),
+        make_batch=partial(
+            make_batch,
+            num_ranks=config.trainer.num_data_ranks,
+            tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+        ),
     )
 
 
@@ -275,10 +261,8 @@ def build_evaluator(
     dispatch: Dispatch,
     ledger: Ledger,
     state: dict[str, Any],
-) -> Evaluator | None:
-    """The held-out evaluation, or None without held-out prompts."""
-    if not inputs.held_out:
-        return None
+) -> Evaluator:
+    """The evaluation of the held-out prompts, of which there may be none."""
     return Evaluator(
         prompts=inputs.held_out,
         sampling=evaluation_sampling(config, inputs),
@@ -298,6 +282,20 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     assert executors.trainer is not None
     generators = {index: group.call_one for index, group in executors.generators.items()}
     return Colocated(executors.trainer.call_one, generators, spans)
+
+
+def _specs(
+    config: Config, inputs: Inputs, storage: Store, run_dir: str, *, trains: bool
+) -> dict[str, Spec]:
+    """By name, of the executors that use the store."""
+    specs: dict[str, Spec] = {"scorer": _scorer(config, inputs, storage)}
+    for i in range(config.generator.num_replicas):
+        specs[f"generator-{i}"] = _generator(config, inputs, storage, run_dir, i, not trains)
+    if trains:
+        specs["trainer"] = _trainer(config, inputs, storage, run_dir)
+    if trains and config.algorithm.kl_coefficient > 0:
+        specs["reference"] = _reference(config, inputs, storage, run_dir)
+    return specs
 
 
 def _storage(config: Config, run_dir: str, unit: int) -> StorageSpec:
@@ -383,14 +381,15 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def _gate(config: Config, state: dict[str, Any], num_prompts: int) -> Gate:
+def _gate(config: Config, prompts: ResumablePrompts, spans: Spans, state: dict[str, Any]) -> Gate:
     return Gate(
         max_staleness=config.staleness.max_staleness,
         groups_per_step=config.trainer.groups_per_step,
         rollouts_per_group=config.sampling.rollouts_per_prompt,
         late=config.staleness.late,
         max_drops_in_row=config.algorithm.max_drops_in_row,
-        num_prompts=num_prompts,
+        prompts=prompts,
+        spans=spans,
         version=state.get("version", 0),
         next_group_id=state.get("next_group_id", 0),
         next_row_id=state.get("next_row_id", 0),

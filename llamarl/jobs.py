@@ -209,7 +209,6 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
     ledger = Ledger(loop_stages(has_reference=False))
     dispatch.hold(set(dispatch.replicas))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})
-    assert evaluator is not None
     try:
         return await evaluate_alone(evaluator, dispatch, executors.scorer.call_one, ledger)
     finally:

@@ -19,7 +19,7 @@ class ResumablePrompts(Iterator[Prompt]):
     """`first` lists (epoch, prompt_id) of prompts to hand out before the stream goes on.
 
     `identity` says what must be the same in a run that goes on from `state`. ValueError if `first`
-    names a prompt that is none of `prompts`.
+    names a prompt that is none of `prompts`; there are `num_prompts` of those.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class ResumablePrompts(Iterator[Prompt]):
     ) -> None:
         self._stream = stream
         self._identity = dict(identity or {})
+        self.num_prompts = len(prompts)
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         for _, prompt_id in first:
             if prompt_id not in by_id:

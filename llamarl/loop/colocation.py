@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from enum import StrEnum
 from typing import Any, Protocol
 
 from llamarl.errors import GroupLost, NoGenerator
@@ -25,7 +26,15 @@ log = logging.getLogger(__name__)
 
 When = Callable[[], Awaitable[None]]
 RECALL_S = 10.0  # for generators to make room at an early end
-PHASES = ("sync", "train")  # they alternate, and the first is a sync phase
+
+
+class Phase(StrEnum):
+    """What a shared device is for; phases alternate, in this order."""
+
+    SYNC = "sync"
+    """A publish: both sides have their weights on the device."""
+    TRAIN = "train"
+    """Whatever the trainer computes."""
 
 
 class Colocation(Protocol):
@@ -34,11 +43,8 @@ class Colocation(Protocol):
     async def begin(self) -> None:
         """Called once all executors have started, before the first turn."""
 
-    def phase(self, name: str, when: When | None = None) -> AbstractAsyncContextManager[None]:
-        """Run the body as "train" (whatever the trainer computes) or "sync phase" (a publish).
-
-        `when` waits until the generators can do without their device.
-        """
+    def phase(self, phase: Phase, when: When | None = None) -> AbstractAsyncContextManager[None]:
+        """Run the body as `phase`; `when` waits until the generators can spare their device."""
 
     async def recall(self) -> None:
         """Give the trainer the device, out of turn, so that a run that ends can be saved."""
@@ -51,7 +57,7 @@ class Disaggregated:
         """Nothing to make room for."""
 
     @asynccontextmanager
-    async def phase(self, name: str, when: When | None = None) -> AsyncIterator[None]:
+    async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
         """The body at once; `when` is not asked."""
         yield
 
@@ -82,14 +88,13 @@ class Colocated:
         self._since_ns = time.monotonic_ns()
 
     @asynccontextmanager
-    async def phase(self, name: str, when: When | None = None) -> AsyncIterator[None]:
+    async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
         """The body, once the turn before has ended, `when` has returned and the sides have changed
         places. Turns alternate, whoever asks first; one that fails ends the run."""
-        place = PHASES.index(name)
+        place = list(Phase).index(phase)
         async with self._ended:
-            await self._ended.wait_for(lambda: self._num_phases % len(PHASES) == place)
-        body = self._train(when) if name == "train" else self._hand_over()
-        async with body:
+            await self._ended.wait_for(lambda: self._num_phases % len(Phase) == place)
+        async with self._train(when) if phase is Phase.TRAIN else self._sync():
             yield
         async with self._ended:
             self._num_phases += 1
@@ -113,7 +118,7 @@ class Colocated:
         if when is not None:
             await when()
         self._record("generators")
-        with self._switch("train"):
+        with self._switch(Phase.TRAIN):
             await self._each(lambda generator: generator.offload(["kv", "weights"]))
             await self._trainer.onload(["weights", "state"])
         await self._each(lambda generator: generator.prefetch(["weights", "kv"]))
@@ -121,17 +126,17 @@ class Colocated:
         self._record("trainer")
 
     @asynccontextmanager
-    async def _hand_over(self) -> AsyncIterator[None]:
+    async def _sync(self) -> AsyncIterator[None]:
         """Both sides' weights, nothing else. At the first one the generators are still complete and
         the trainer is away; at all others it is the other way round."""
-        with self._switch("sync"):
+        with self._switch(Phase.SYNC):
             await self._trainer.offload(["state"])
             await self._each(lambda generator: generator.offload(["kv"]))
             await self._trainer.onload(["weights"])
             await self._each(lambda generator: generator.onload(["weights"]))
         yield
         self._record("both")
-        with self._switch("sync"):
+        with self._switch(Phase.SYNC):
             await self._trainer.offload(["weights"])
             await self._each(lambda generator: generator.onload(["kv"]))
 
@@ -154,12 +159,12 @@ class Colocated:
         self._spans.record("phase", self._since_ns, time.monotonic_ns(), "mark", who=who)
 
     @contextmanager
-    def _switch(self, name: str) -> Iterator[None]:
+    def _switch(self, phase: Phase) -> Iterator[None]:
         """Time a change of places; the executors record the bytes."""
         start_ns = time.monotonic_ns()
         yield
         self._since_ns = time.monotonic_ns()
-        self._spans.record("switch", start_ns, self._since_ns, "mark", to=name)
+        self._spans.record("switch", start_ns, self._since_ns, "mark", to=str(phase))
 
 
 def _look_at(offload: asyncio.Future[None]) -> None:

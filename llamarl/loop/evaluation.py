@@ -88,10 +88,12 @@ class Evaluator:
 
     def is_due(self, version: int, last: int) -> bool:
         """Whether to evaluate `version`: the first and the last one are, and one every
-        `every_steps` (0: none between), but none twice."""
+        `every_steps` (0: none between), but none twice, and none without prompts."""
+        if not self.prompts or version <= self._begun:
+            return False
         every = self._every_steps
         has_passed = every > 0 and version // every > self._begun // every
-        return version > self._begun and (self._begun < 0 or has_passed or version == last)
+        return self._begun < 0 or has_passed or version == last
 
     async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
         """Evaluate `version`, which the caller keeps live; `row_ids` has one entry per prompt.

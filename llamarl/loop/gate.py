@@ -30,9 +30,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 
 from llamarl.algorithms.group_filters import SOLVED
+from llamarl.environments.resumable_prompts import ResumablePrompts
+from llamarl.metrics.span import Spans
 from llamarl.types import Group, Prompt
 
 
@@ -52,7 +53,8 @@ class Gate:
         rollouts_per_group: int,
         late: str,
         max_drops_in_row: int,
-        num_prompts: int = 0,
+        prompts: ResumablePrompts,
+        spans: Spans,
         version: int = 0,
         next_group_id: int = 0,
         next_row_id: int = 0,
@@ -63,7 +65,8 @@ class Gate:
         self._rollouts_per_group = rollouts_per_group
         self._late = late
         self._max_drops_in_row = max_drops_in_row
-        self._num_prompts = num_prompts
+        self._prompts = prompts
+        self._spans = spans
         self.solved = ""  # once nothing is left to learn: how many groups said so
         self.next_group_id = next_group_id
         self.next_row_id = next_row_id
@@ -85,7 +88,7 @@ class Gate:
     def state(self, version: int) -> dict[str, object]:
         """What a run needs that resumes at `version`, which is the gate's or the next one: the
         prompts of the groups admitted and not trained by then, in order, as [epoch, prompt_id];
-        and the next free ids."""
+        the next free ids; and where the prompts go on."""
         num_trained = (version - self.version) * self._groups_per_step
         groups = [*self._consumed[num_trained:], *self._waiting.values()]
         groups.sort(key=lambda group: group.group_id)
@@ -94,6 +97,7 @@ class Gate:
             "pending": pending,
             "next_group_id": self.next_group_id,
             "next_row_id": self.next_row_id,
+            **self._prompts.state(),
         }
 
     def allocate_rows(self, count: int) -> tuple[int, ...]:
@@ -101,14 +105,17 @@ class Gate:
         first, self.next_row_id = self.next_row_id, self.next_row_id + count
         return tuple(range(first, first + count))
 
-    async def admit(self, prompts: Iterator[Prompt]) -> list[Group]:
+    async def admit(self) -> list[Group]:
         """Wait for a free slot, then open a group for one prompt per free slot.
 
         Prompts are drawn only now, so what was drawn is always either open or done.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._num_open < self.capacity and not self.solved)
-            return [self._open(next(prompts)) for _ in range(self.capacity - self._num_open)]
+            with self._spans.span("gate", "wait"):
+                await self._changed.wait_for(
+                    lambda: self._num_open < self.capacity and not self.solved
+                )
+            return [self._open(next(self._prompts)) for _ in range(self.capacity - self._num_open)]
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
         """The group is scored and trainable: it may be consumed when its turn comes."""
@@ -145,7 +152,7 @@ class Gate:
         older than others); or `max_drops_in_row` drops in a row, most of them for being solved.
         """
         num_drops, num_solved = self._drops_in_row.total(), self._drops_in_row[SOLVED]
-        if num_solved == num_drops >= max(self._num_prompts, self.capacity):
+        if num_solved == num_drops >= max(self._prompts.num_prompts, self.capacity):
             return f"all of the last {num_drops} groups"
         if num_drops < self._max_drops_in_row or 2 * num_solved <= num_drops:
             return ""
@@ -169,9 +176,10 @@ class Gate:
         would not be whole.
         """
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
-            )
+            with self._spans.span("batch", "wait"):
+                await self._changed.wait_for(
+                    lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
+                )
             groups = self._takeable(at_most)
             if self.solved and len(groups) < at_most:
                 return []

@@ -17,9 +17,8 @@ from typing import Any
 
 from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
-from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.errors import GroupLost, NoGenerator
-from llamarl.loop.colocation import Colocation
+from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans
@@ -37,10 +36,9 @@ class Saver:
     config: CheckpointConfig
     run_dir: str
     trainer: Trainer
-    prompts: ResumablePrompts
     gate: Gate
     colocation: Colocation
-    evaluator: Evaluator | None
+    evaluator: Evaluator
     spans: Spans
     version: int
     last: int
@@ -48,18 +46,20 @@ class Saver:
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
     _dropping: set[asyncio.Future[None]] = field(default_factory=set)
     _made: asyncio.Event = field(default_factory=asyncio.Event)
+    _step: list[asyncio.Future[None]] = field(default_factory=list)  # one at most
     _end: Callable[[], None] | None = None
     _has_phases: bool = True  # else the trainer has the device for good
 
     def __post_init__(self) -> None:
         self._saved = self.version, ""
 
-    async def start_step(self, step: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Start `step` and wait until it has called `made`; its end is the future.
+    async def start_step(self, step: Coroutine[Any, Any, None]) -> None:
+        """Start `step`, once the one before has ended, and wait until it has called `made`.
 
-        Whatever becomes of the caller, it goes on to its end, and `rescue` waits for it: a version
-        that was made is written down.
+        If the caller is cancelled it goes on to its end, and `rescue` waits for it: a version that
+        was made is logged.
         """
+        await self._end_step()
         self._made.clear()
         task = self._protect(step)
         made = asyncio.ensure_future(self._made.wait())
@@ -68,7 +68,7 @@ class Saver:
         made.cancel()
         if task.done():
             task.result()
-        return asyncio.shield(task)
+        self._step = [task]
 
     async def drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
         """Let the gate drop `group`, and await `archiving` of its rollouts. Both happen though the
@@ -100,13 +100,14 @@ class Saver:
         return self.version == self.last or (every > 0 and self.version % every == 0)
 
     async def save(self) -> None:
-        """Save the trainer's version, unless that was done."""
+        """Save the trainer's version, unless that was done, once its step is logged."""
+        await self._end_step()
         await asyncio.shield(self._protect(self._save()))
 
     async def export(self) -> None:
         """Write the trainer's weights in the Hugging Face layout, if the config wants them."""
         if self.config.export:
-            phase = self.colocation.phase("train") if self._has_phases else nullcontext()
+            phase = self.colocation.phase(Phase.TRAIN) if self._has_phases else nullcontext()
             async with phase:
                 await self.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
 
@@ -127,7 +128,7 @@ class Saver:
                 await asyncio.gather(*self._under_way, return_exceptions=True)
             self._has_phases = False
             await self.colocation.recall()
-            await self.save()
+            await asyncio.shield(self._protect(self._save()))
 
     async def rescue(self) -> None:
         """Save what a run that ends early has learnt, once work under way is done.
@@ -145,6 +146,10 @@ class Saver:
             why = f"it took over {self.config.save_s:g} s" if _is_timeout(error) else error
             log.warning("version %d could not be saved: %s", self.version, why)
 
+    async def _end_step(self) -> None:
+        """Wait until the last step has ended; raises what it raised."""
+        await asyncio.gather(*map(asyncio.shield, self._step))
+
     async def _drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
         try:
             await self.gate.drop(group, reason)
@@ -157,9 +162,8 @@ class Saver:
         version, solved = self.version, self.gate.solved
         if (version, solved) == self._saved:
             return
-        state = {"version": version, **self.prompts.state(), **self.gate.state(version)}
-        if self.evaluator is not None:
-            state["evaluated"] = self.evaluator.version
+        state: dict[str, Any] = {"version": version, "evaluated": self.evaluator.version}
+        state |= self.gate.state(version)
         if solved:
             state["solved"] = solved
         with self.spans.span("checkpoint", "mark", version=version):

@@ -17,8 +17,9 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import get_args
 
-from llamarl.build import EXECUTORS
+from llamarl.executors.specs import Spec
 
 LIMIT_S = 120
 IMPORTS = ("llamarl.main", "torch._dynamo", "transformers")
@@ -69,7 +70,7 @@ class Forks:
 
 def serve() -> list[str]:
     """Fork once per line of stdin. In the fork, returns the arguments; else never."""
-    for name in (*IMPORTS, *(where.split(":")[0] for where in EXECUTORS.values())):
+    for name in (*IMPORTS, *(spec.executor.split(":")[0] for spec in get_args(Spec))):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     gc.freeze()

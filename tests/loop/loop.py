@@ -31,6 +31,7 @@ from llamarl.data.batch import make_batch
 from llamarl.environments.requests import make_requests
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.specs import CollectorSpec
+from llamarl.loop.collaborators import Roles, Rules
 from llamarl.loop.colocation import Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
@@ -48,6 +49,8 @@ from tests.loop.fakes import FakeJournal, FakeReplica, FakeScorer, FakeStorage, 
 
 class FakePrompts(Iterator[Prompt]):
     """Endless numbered prompts."""
+
+    num_prompts = 10**6
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -107,7 +110,6 @@ class Loop:
     save_every: int = 0
     exports: bool = False
     save_s: float = 600.0
-    num_prompts: int = 10**6
     state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that it resumes from
     prompts: Iterator[Prompt] = field(default_factory=FakePrompts)
     num_held_out: int = 0
@@ -160,7 +162,8 @@ class Loop:
             rollouts_per_group=self.rollouts_per_prompt,
             late=self.late,
             max_drops_in_row=self.max_drops_in_row,
-            num_prompts=self.num_prompts,
+            prompts=self.prompts,
+            spans=spans,
             **{name: state.get(name, 0) for name in ("version", "next_group_id", "next_row_id")},
         )
         self.logprob_check = LogprobCheck(
@@ -193,7 +196,6 @@ class Loop:
         held_out = [
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
         ]
-        prompts = self.prompts
         evaluator = Evaluator(
             prompts=held_out,
             sampling=sampling,
@@ -208,7 +210,6 @@ class Loop:
             config=config.checkpoint,
             run_dir=str(run_dir),
             trainer=self.trainer,
-            prompts=prompts,
             gate=self.gate,
             colocation=self.colocation,
             evaluator=evaluator,
@@ -228,24 +229,26 @@ class Loop:
 
         controller = Controller(
             config=config,
-            saver=self.saver,
-            prompts=prompts,
+            roles=Roles(
+                generator=dispatch,
+                scorer=self.scorer,
+                reference=None,
+                trainer=self.trainer,
+                storage=self.storage,
+            ),
+            rules=Rules(
+                make_requests=make_and_note,
+                filter_group=partial(filter_group, max_tokens=256, config=config.algorithm),
+                make_batch=partial(make_batch, num_ranks=2, tokens_per_micro_batch=64),
+            ),
             gate=self.gate,
             ledger=ledger,
-            make_requests=make_and_note,
-            generator=dispatch,
-            scorer=self.scorer,
-            reference=None,
-            filter_group=partial(filter_group, max_tokens=256, config=config.algorithm),
-            make_batch=partial(make_batch, num_ranks=2, tokens_per_micro_batch=64),
-            trainer=self.trainer,
-            storage=self.storage,
             publisher=publisher,
             logprob_check=self.logprob_check,
             colocation=self.colocation,
-            evaluator=evaluator if held_out else None,
+            evaluator=evaluator,
+            saver=self.saver,
             run_logger=self.run_logger,
-            spans=spans,
         )
         await publisher.connect()
         try:

@@ -60,7 +60,6 @@ def solving(**options: Any) -> Loop:
         scorer=scorer,
         replicas=replicas,
         prompts=backlog(),
-        num_prompts=len(PROMPTS),
         **options,
     )
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from llamarl.errors import GroupLost, NoGenerator
-from llamarl.loop.colocation import Colocated, Disaggregated
+from llamarl.loop.colocation import Colocated, Disaggregated, Phase
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
 
@@ -95,7 +95,7 @@ class Loop:
         writing = asyncio.create_task(self.generate())
         publishing = asyncio.create_task(asyncio.sleep(0))
         for step in range(self.num_steps):
-            async with self.colocation.phase("train", lambda step=step: self.ready(step)):
+            async with self.colocation.phase(Phase.TRAIN, lambda step=step: self.ready(step)):
                 self.device.events.append(f"train {step}")
                 self.device.check()
                 assert self.trainer.is_complete
@@ -104,11 +104,11 @@ class Loop:
             publishing = asyncio.create_task(self.publish(step + 1))
         await publishing
         writing.cancel()
-        async with self.colocation.phase("train"):
+        async with self.colocation.phase(Phase.TRAIN):
             assert self.trainer.is_complete
 
     async def publish(self, version):
-        async with self.colocation.phase("sync"):
+        async with self.colocation.phase(Phase.SYNC):
             self.device.events.append(f"publish {version}")
             self.device.check()
             assert self.device.tags["trainer"] == {"weights"}
@@ -184,11 +184,11 @@ def test_a_train_turn_waits_for_the_sync_that_is_asked_for_later():
 
     async def main():
         await loop.colocation.begin()
-        async with loop.colocation.phase("sync"):
+        async with loop.colocation.phase(Phase.SYNC):
             pass
-        async with loop.colocation.phase("train"):
+        async with loop.colocation.phase(Phase.TRAIN):
             pass
-        await asyncio.gather(phase("train", 0), phase("sync", 3))
+        await asyncio.gather(phase(Phase.TRAIN, 0), phase(Phase.SYNC, 3))
 
     run(main())
     assert order == ["sync", "train"]
@@ -234,7 +234,7 @@ def test_with_devices_of_their_own_nobody_waits_or_is_asked():
     async def main():
         placement = Disaggregated()
         await placement.begin()
-        async with placement.phase("train", never), placement.phase("sync"):
+        async with placement.phase(Phase.TRAIN, never), placement.phase(Phase.SYNC):
             return True
 
     assert run(main())
@@ -249,7 +249,7 @@ def test_an_early_end_gives_the_trainer_the_device_whichever_generators_are_lost
         await loop.colocation.begin()
         if lost_at == [1]:
             with pytest.raises(NoGenerator):
-                async with loop.colocation.phase("sync"):
+                async with loop.colocation.phase(Phase.SYNC):
                     pass
         await loop.colocation.recall()
         assert loop.trainer.is_complete

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llamarl.environments.prompts import PromptStream
 from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.loop.gate import Gate
+from llamarl.metrics.span import Spans
 from llamarl.types import Group, Prompt
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
@@ -25,15 +26,19 @@ def make_gate(
     late: str = "wait",
     max_drops_in_row: int = 4,
     num_prompts: int = 100,
+    prompts: ResumablePrompts | None = None,
     **start: int,
 ) -> Gate:
+    prompts = prompts or make_prompts()
+    prompts.num_prompts = num_prompts
     return Gate(
         max_staleness=max_staleness,
         groups_per_step=groups_per_step,
         rollouts_per_group=3,
         late=late,
         max_drops_in_row=max_drops_in_row,
-        num_prompts=num_prompts,
+        prompts=prompts,
+        spans=Spans("controller", None),
         **start,
     )
 
@@ -64,25 +69,25 @@ async def settle(gate: Gate, groups: list[Group]) -> None:
 
 def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_version() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=1, groups_per_step=2), make_prompts()
-        groups = await gate.admit(prompts)
+        gate = make_gate(max_staleness=1, groups_per_step=2)
+        groups = await gate.admit()
         assert ids(groups) == [0, 1, 2, 3]
         assert [group.row_ids for group in groups[:2]] == [(0, 1, 2), (3, 4, 5)]
         await settle(gate, groups)
         assert ids(await gate.take(2, 2)) == [0, 1]
-        await must_wait(gate.admit(prompts))  # consumed, their version is not made
+        await must_wait(gate.admit())  # consumed, their version is not made
         await gate.advance(1)
-        assert ids(await asyncio.wait_for(gate.admit(prompts), 1)) == [4, 5]
+        assert ids(await asyncio.wait_for(gate.admit(), 1)) == [4, 5]
 
     asyncio.run(scenario())
 
 
 def test_a_group_names_the_oldest_version_that_may_write_it() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=2, groups_per_step=1), make_prompts()
-        assert [group.min_version for group in await gate.admit(prompts)] == [0, 0, 0]
+        gate = make_gate(max_staleness=2, groups_per_step=1)
+        assert [group.min_version for group in await gate.admit()] == [0, 0, 0]
         gate = make_gate(max_staleness=2, groups_per_step=1, version=5)
-        assert [group.min_version for group in await gate.admit(prompts)] == [3, 4, 5]
+        assert [group.min_version for group in await gate.admit()] == [3, 4, 5]
         assert gate.oldest_version(5) == 3
 
     asyncio.run(scenario())
@@ -91,7 +96,7 @@ def test_a_group_names_the_oldest_version_that_may_write_it() -> None:
 def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
     async def scenario() -> None:
         gate = make_gate()
-        groups = await gate.admit(make_prompts())
+        groups = await gate.admit()
         await settle(gate, [groups[1], groups[3]])
         await must_wait(gate.take(1, 2))
         await gate.settle(groups[0], ())
@@ -105,7 +110,7 @@ def test_groups_are_taken_in_admission_order_however_they_settle() -> None:
 def test_late_mask_passes_over_a_group_that_is_not_ready_and_takes_it_later() -> None:
     async def scenario() -> None:
         gate = make_gate(late="mask")
-        groups = await gate.admit(make_prompts())
+        groups = await gate.admit()
         await settle(gate, groups[1:3])
         assert ids(await gate.take(2, 2)) == [1, 2]
         await settle(gate, [groups[3], groups[0]])
@@ -117,7 +122,7 @@ def test_late_mask_passes_over_a_group_that_is_not_ready_and_takes_it_later() ->
 def test_a_part_takes_what_is_ready_between_its_two_limits() -> None:
     async def scenario() -> None:
         gate = make_gate(max_staleness=0, groups_per_step=4)
-        groups = await gate.admit(make_prompts())
+        groups = await gate.admit()
         await settle(gate, groups[:3])
         assert ids(await gate.take(1, 2)) == [0, 1]
         await must_wait(gate.take(2, 2))
@@ -129,9 +134,9 @@ def test_a_part_takes_what_is_ready_between_its_two_limits() -> None:
 
 def test_a_drop_frees_its_slot_at_once_and_lets_the_next_group_come_forward() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=0, groups_per_step=2), make_prompts()
-        groups = await gate.admit(prompts)
-        admitting = asyncio.create_task(gate.admit(prompts))
+        gate = make_gate(max_staleness=0, groups_per_step=2)
+        groups = await gate.admit()
+        admitting = asyncio.create_task(gate.admit())
         await asyncio.sleep(0)
         assert not admitting.done()
         await gate.drop(groups[0], "equal_rewards")
@@ -145,8 +150,8 @@ def test_a_drop_frees_its_slot_at_once_and_lets_the_next_group_come_forward() ->
 
 def test_too_many_drops_in_a_row_stop_the_run_with_their_reasons() -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(max_staleness=1, groups_per_step=4), make_prompts()
-        groups = await gate.admit(prompts)
+        gate = make_gate(max_staleness=1, groups_per_step=4)
+        groups = await gate.admit()
         for group in groups[:3]:
             await gate.drop(group, "equal_rewards")
         await gate.settle(groups[3], ())  # one trainable group begins the count anew
@@ -174,13 +179,12 @@ def test_solved_groups_in_a_row_end_admission_and_training_without_an_error(
 ) -> None:
     async def scenario() -> None:
         gate = make_gate(num_prompts=num_prompts, max_drops_in_row=8)
-        prompts = make_prompts()
         taking = asyncio.create_task(gate.take(2, 2))
-        settled, *groups = await gate.admit(prompts)
+        settled, *groups = await gate.admit()
         await gate.settle(settled, ())  # there is signal still, but less than a step
         for reason in reasons:
             if not groups:
-                groups = await gate.admit(prompts)
+                groups = await gate.admit()
             await gate.drop(groups.pop(), reason)
         assert gate.solved.startswith(solved)
         assert bool(gate.solved) == bool(solved)
@@ -188,7 +192,7 @@ def test_solved_groups_in_a_row_end_admission_and_training_without_an_error(
             return taking.cancel() and None
         assert await asyncio.wait_for(taking, 1) == []
         await asyncio.wait_for(gate.wait_for(2), 1)
-        await must_wait(gate.admit(prompts))
+        await must_wait(gate.admit())
         assert [settled.prompt.epoch, settled.prompt.prompt_id] in gate.state(0)["pending"]
 
     asyncio.run(scenario())
@@ -199,14 +203,13 @@ def test_a_whole_step_that_is_ready_when_the_prompts_are_solved_is_trained() -> 
 
     async def main() -> None:
         gate = make_gate(max_staleness=2, groups_per_step=2, num_prompts=2, max_drops_in_row=100)
-        prompts = make_prompts()
-        groups = await gate.admit(prompts)
+        groups = await gate.admit()
         await settle(gate, groups[:3])
         dropped = groups[3:]
         for _ in range(2):
             for group in dropped:
                 await gate.drop(group, "solved")
-            dropped = [] if gate.solved else await gate.admit(prompts)
+            dropped = [] if gate.solved else await gate.admit()
         assert gate.solved
         await gate.wait_for(2)
         assert ids(await gate.take(1, 2)) == [0, 1]
@@ -220,12 +223,12 @@ def test_a_whole_step_that_is_ready_when_the_prompts_are_solved_is_trained() -> 
 @pytest.mark.parametrize("num_solved", [0, 4])
 def test_a_row_of_drops_that_are_not_mostly_solved_is_an_error(num_solved: int) -> None:
     async def scenario() -> None:
-        gate, prompts = make_gate(num_prompts=6, max_drops_in_row=8), make_prompts()
+        gate = make_gate(num_prompts=6, max_drops_in_row=8)
         reasons = ["solved"] * num_solved + ["equal_rewards"] * (8 - num_solved)
-        groups = await gate.admit(prompts)
+        groups = await gate.admit()
         for reason in reasons[:4]:
             await gate.drop(groups.pop(), reason)
-        groups = await gate.admit(prompts)
+        groups = await gate.admit()
         for reason in reasons[4:7]:
             await gate.drop(groups.pop(), reason)
         with pytest.raises(RuntimeError, match=r"last 8 .*most of them without full marks"):
@@ -248,14 +251,13 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
     async def scenario() -> None:
         chosen = random.Random(seed)
         gate = make_gate(max_staleness, groups_per_step, late, max_drops_in_row=10**6)
-        prompts = make_prompts()
         unsettled: list[Group] = []
         num_open, consumed = 0, []
         for version in range(12):
             batch: list[Group] = []
             while len(batch) < groups_per_step:
                 if num_open < (max_staleness + 1) * groups_per_step:
-                    new = await gate.admit(prompts)
+                    new = await gate.admit()
                     unsettled += new
                     num_open += len(new)
                 assert num_open == (max_staleness + 1) * groups_per_step
@@ -287,24 +289,24 @@ def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
     def resume(state: dict, max_staleness: int) -> tuple[Gate, ResumablePrompts]:
         state = json.loads(json.dumps(state))  # as a checkpoint keeps it
         ids = {name: state[name] for name in ("next_group_id", "next_row_id")}
-        gate = make_gate(max_staleness=max_staleness, version=1, **ids)
-        return gate, make_prompts(state, state["position"])
+        prompts = make_prompts(state, state["position"])
+        return make_gate(max_staleness=max_staleness, version=1, prompts=prompts, **ids), prompts
 
     async def scenario() -> None:
-        gate, prompts = make_gate(), make_prompts()
-        groups = await gate.admit(prompts)
+        gate = make_gate()
+        groups = await gate.admit()
         await settle(gate, groups)
         await gate.take(2, 2)
         gate.allocate_rows(5)  # an evaluation's
         await gate.advance(1)
-        await gate.admit(prompts)
-        state = {**gate.state(1), **prompts.state()}
+        await gate.admit()
+        state = gate.state(1)
         if is_killed_twice:  # before all of the open prompts were admitted again
             gate, prompts = resume(state, max_staleness=0)
-            assert len(await gate.admit(prompts)) == 2
-            state = {**gate.state(1), **prompts.state()}
+            assert len(await gate.admit()) == 2
+            state = gate.state(1)
         gate, prompts = resume(state, max_staleness=1)
-        again = await gate.admit(prompts)
+        again = await gate.admit()
         first_id = 8 if is_killed_twice else 6
         assert [again[0].group_id, again[0].row_ids[0]] == [first_id, first_id * 3 + 5]
         seen = [group.prompt for group in groups[:2] + again]

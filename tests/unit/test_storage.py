@@ -147,12 +147,10 @@ def test_units_are_asked_at_the_same_time() -> None:
     async def scenario() -> None:
         units = [
             Meeting(
+                StorageSpec(unit=number, archive_folder=None, archive_tokens=False),
                 rank=0,
                 num_ranks=1,
                 spans=Spans("s", None),
-                unit=number,
-                archive_folder=None,
-                archive_tokens=False,
             )
             for number in range(2)
         ]

@@ -319,6 +319,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
         prompts=workload.prompts(),
         held_out=[],
         task_source=None,
+        task={},
         replay_lengths=[],
     )
     with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:

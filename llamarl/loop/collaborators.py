@@ -1,0 +1,50 @@
+"""What the controller works with besides the loop's own parts: the executors, what the
+recipe decides, and who follows the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
+from llamarl.types import Batch, Evaluation, Group, Request, StepStats, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The executors by role. `reference` is None without a KL term."""
+
+    generator: Generator
+    scorer: Scorer
+    reference: Reference | None
+    trainer: Trainer
+    storage: Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Pure functions of metadata, with the recipe's config bound to them.
+
+    `make_batch` takes groups, the trainer's version and the oldest version it may learn from.
+    """
+
+    make_requests: Callable[[Group], list[Request]]
+    filter_group: Callable[[Group], Verdict]
+    make_batch: Callable[[Sequence[Group], int, int], Batch]
+
+
+class RunObserver(Protocol):
+    """Follows a run, which goes the same way whatever the observer does."""
+
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """`group` is scored, and will be trained on or not."""
+
+    def publish(self, seconds: float) -> None:
+        """A version is active on the generators, `seconds` after its publish began."""
+
+    def evaluation(self, evaluated: Evaluation | None) -> None:
+        """A held-out evaluation is finished; None if all its generators were lost."""
+
+    async def step(self, stats: StepStats, groups: Sequence[Group]) -> None:
+        """The optimizer step that made `stats.version` out of `groups` is done."""
