@@ -3,6 +3,9 @@
 Owns: one HTML page with inline SVG. Does not own: the numbers. Invariant: the page is well-formed
 XML and refers to nothing outside itself; a text stands in a box of its own or is left out, so no
 two overlap.
+
+Drawn here because the page is one file of 60 kB that opens anywhere: plotly's holds 4.8 MB of
+JavaScript, matplotlib takes 80 MB and a second to import, and its SVG has no tooltips.
 """
 
 from __future__ import annotations
