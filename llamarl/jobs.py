@@ -41,11 +41,11 @@ from llamarl.loop.evaluation import evaluate_alone
 from llamarl.loop.ledger import Ledger, loop_stages
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
-from llamarl.metrics.ending import is_finished, repeat_end, show, show_why
-from llamarl.metrics.flat import flatten
-from llamarl.metrics.live import LiveSpans, SpanTails
+from llamarl.metrics.ending import is_finished, show_early_stop, show_end, show_finished_run
 from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.panel import shorten
+from llamarl.metrics.provenance import flatten
+from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.rendering import shorten
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
@@ -73,7 +73,7 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
     with _claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
-            return repeat_end(config, run_dir, state, console)
+            return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
         record()
         records.cut(run_dir, state.get("records", {}))
@@ -93,8 +93,10 @@ async def _train(
 ) -> dict[str, Any]:
     state, folder = start
     spans_folder = f"{run_dir}/spans"
-    times = LiveSpans(SpanTails(spans_folder))
-    progress = Progress(config.num_steps, live=config.metrics.live, times=times, console=console)
+    recent_spans = RecentSpans(spans_folder)
+    progress = Progress(
+        config.num_steps, live=config.metrics.live, recent_spans=recent_spans, console=console
+    )
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     metrics = _open_metrics(config, run_dir, state)
     with progress:
@@ -105,14 +107,13 @@ async def _train(
                 )
             assert executors.trainer is not None
             if folder is not None:
-                progress.phase("reading the checkpoint")
+                progress.show_phase("reading the checkpoint")
                 await executors.trainer.call_one.restore(folder)
             run_logger = RunLogger(
                 log=metrics,
                 progress=progress,
                 spans=spans,
-                max_staleness=config.staleness.max_staleness,
-                times=times,
+                recent_spans=recent_spans,
                 read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
                 num_samples=config.metrics.sample_rollouts,
                 answer_field=config.reward.answer_field,
@@ -126,22 +127,22 @@ async def _train(
                 run_logger=run_logger,
                 spans=spans,
             )
-            progress.phase("connecting trainer and generators")
+            progress.show_phase("connecting trainer and generators")
             await publisher.connect()
             try:
                 gc.set_threshold(*GC_THRESHOLDS)
-                run_logger.begin(state.get("version", 0))
+                run_logger.start(state.get("version", 0))
                 signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
                 await _until_end(controller, executors, signals, progress)
             finally:
                 await dispatch.close()
                 await publisher.close()
                 spans.close()
-            progress.phase("stopping the executors")
+            progress.show_phase("stopping the executors")
     summary = summarize(run_dir)
     metrics.close()
-    show(config, run_dir, summary, console)
-    show_why(config, controller.saver.version, controller.gate.solved, console)
+    show_end(config, run_dir, summary, console)
+    show_early_stop(config, controller.saver.version, controller.gate.solved, console)
     return summary
 
 
@@ -159,7 +160,7 @@ async def _until_end(
         await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
     except BaseException:
         signals.hold()
-        progress.phase("saving what was learnt")
+        progress.show_phase("saving what was learnt")
         # As a task, or what it meets would take this error for its own cause.
         await asyncio.create_task(controller.saver.rescue())
         raise
@@ -192,7 +193,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
                     executors = await spawn_executors(
                         config, inputs, cluster, run_dir, trains=False, report=report
                     )
-                progress.phase(f"evaluating {len(inputs.held_out)} prompts")
+                progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
         f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "

@@ -37,9 +37,9 @@ from llamarl.cluster import GroupLost, whole_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.errors import NoGenerator, TaskError
-from llamarl.metrics.ending import command_to_go_on
-from llamarl.metrics.panel import shorten
+from llamarl.metrics.ending import resume_command
 from llamarl.metrics.provenance import record_provenance
+from llamarl.metrics.rendering import shorten
 from llamarl.recipe.composition import DictConfig, for_each_config, reference, to_config, to_yaml
 from llamarl.recipe.config_reference import did_you_mean
 
@@ -273,7 +273,7 @@ def _exit(code: int, command: list[str], run_dir: str) -> Any:
     if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
         version = checkpoint.version_of(newest)
         sys.stderr.write(f"llamarl: version {version} is saved in {shorten(str(newest))}\n")
-        sys.stderr.write(f"llamarl: to go on: {command_to_go_on(command, run_dir)}\n")
+        sys.stderr.write(f"llamarl: to go on: {resume_command(command, run_dir)}\n")
     elif command[1] == "train":
         sys.stderr.write(f"llamarl: no version is saved in {shorten(run_dir)}\n")
     sys.exit(code)

@@ -8,8 +8,11 @@ import gc
 
 import pytest
 from hydra._internal.hydra import Hydra
+from hypothesis import settings
 
 gc.set_threshold(100_000, 50, 100)
+settings.register_profile("llamarl", deadline=None)  # a loaded machine is no mistake
+settings.load_profile("llamarl")
 Hydra.get_mode = lambda *_, **__: None
 
 

@@ -40,11 +40,18 @@ class RunObserver(Protocol):
     def log_group(self, group: Group, verdict: Verdict) -> None:
         """`group` is scored, and will be trained on or not."""
 
-    def publish(self, seconds: float) -> None:
+    def log_publish(self, seconds: float) -> None:
         """A version is active on the generators, `seconds` after its publish began."""
 
-    def evaluation(self, evaluated: Evaluation | None) -> None:
+    def log_evaluation(self, evaluated: Evaluation | None) -> None:
         """A held-out evaluation is finished; None if all its generators were lost."""
 
-    async def step(self, stats: StepStats, groups: Sequence[Group]) -> None:
-        """The optimizer step that made `stats.version` out of `groups` is done."""
+    async def log_step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        oldest_version: int,
+        check: dict[str, float],
+    ) -> None:
+        """The optimizer step that made `stats.version` from `groups` has ended. Tokens older than
+        `oldest_version` had no weight in it. `check`: what the log-prob check found."""

@@ -152,9 +152,9 @@ class Controller:
         """Make a version; log it and retire its rollouts, while the trainer goes on."""
         stats = await self.roles.trainer.step()  # copies under way go on from a snapshot
         self.saver.made(stats.version)
-        await self.run_logger.step(replace(stats, scalars=stats.scalars | check), groups)
         version = stats.version - 1  # the one that was trained
         oldest = self.gate.oldest_version(version)
+        await self.run_logger.log_step(stats, groups, oldest, check)
         await self._retire(groups, outcome="trained", version=version, oldest_version=oldest)
 
     async def _wait_for_batch(self) -> None:
@@ -168,7 +168,7 @@ class Controller:
             await asyncio.gather(*self._evaluating)
         async with self.colocation.phase(Phase.SYNC):
             if version > self.publisher.version:  # else no step was made: the prompts are solved
-                self.run_logger.publish((await self.publisher.publish(version)).seconds)
+                self.run_logger.log_publish((await self.publisher.publish(version)).seconds)
             self._evaluate_if_due(version, tasks)
 
     def _evaluate_if_due(self, version: int, tasks: asyncio.TaskGroup) -> None:
@@ -179,7 +179,7 @@ class Controller:
         row_ids = self.gate.allocate_rows(len(self.evaluator.prompts))
         num_replicas = None if version == self.saver.last else self.evaluator.num_replicas
         with self.publisher.hold(version, num_replicas):
-            self.run_logger.evaluation(await self.evaluator.evaluate(version, row_ids))
+            self.run_logger.log_evaluation(await self.evaluator.evaluate(version, row_ids))
 
     async def _retire(self, groups: list[Group], **outcome: str | int | float) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]

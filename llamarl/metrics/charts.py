@@ -1,10 +1,10 @@
-"""What TensorBoard shows beside a tag: in which section it stands, and what it means.
+"""The section of TensorBoard in which a tag is shown, and its description there.
 
-Owns: sections and descriptions. Does not own: the values (`record.py`, `run logger.py`) or the file
-(`tensorboard.py`). Invariant: every tag of a run has a section and a description.
+Owns: sections and descriptions. Does not own: the values (`step_metrics.py`, `run_logger.py`) or
+the file (`tensorboard.py`). Invariant: every tag of a run has a section and a description.
 
-TensorBoard sorts by name, so a section's name begins with its place; the tag that metrics.jsonl
-has follows it.
+TensorBoard sorts by name, so a section's name begins with its number; the tag of metrics.jsonl
+follows it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OTHERS = "6_others"
 DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/mean": "Mean reward of the rollouts finished in the step, trained and dropped ones.",
     "reward/std": "Their standard deviation.",
-    "reward/values": "How often each reward was given.",
+    "reward/values": "Number of rollouts by reward.",
     "accuracy/train": "Share of these rollouts to which the first reward function gave full marks "
     "(1 or more).",
     "evaluation/accuracy": "Share of held-out prompts answered with full marks by the first reward "
@@ -45,11 +45,11 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "evaluation/failed": "Held-out completions whose reward failed; they are in no mean.",
     "reward_parts/": "Mean of this reward function before its weight.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
-    "gave no finite number (invalid).",
-    "rollouts": "Completions of the step, by turns the best and the worst of a group.",
+    "returned no finite number (invalid).",
+    "rollouts": "Completions of the step, alternating between the best and the worst of a group.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
-    "dropped/groups": "Groups finished since the last step that were not worth training on.",
+    "dropped/groups": "Groups that the group filter dropped since the last step.",
     "dropped/solved": "Of these, groups whose rollouts all have full marks: too easy.",
     "dropped/equal_rewards": "Of these, groups whose rewards are all equal: they give no signal.",
     "dropped/failed_reward": "Of these, groups with a rollout whose reward failed.",
@@ -84,7 +84,7 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
     "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
     "logprob_check/difference": "The largest difference of their log-probs, in nats.",
-    "logprob_check/tolerance": "What difference is tolerated.",
+    "logprob_check/tolerance": "The largest difference allowed.",
 }
 
 
@@ -94,5 +94,5 @@ def chart_tag(tag: str) -> str:
 
 
 def description(tag: str) -> str:
-    """What the values of `tag` mean; "" for a tag that a reward function or a plug-in made up."""
+    """What the values of `tag` mean; "" for a tag that is not of this package."""
     return DESCRIPTIONS.get(tag) or DESCRIPTIONS.get(tag.partition("/")[0] + "/", "")

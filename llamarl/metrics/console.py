@@ -1,8 +1,8 @@
-"""What a person sees while the run goes on.
+"""What the console shows while the run goes on.
 
 Owns: when something is shown, and which figures. Does not own: the numbers, or how single figures
-look (`panel.py`). Invariant: on a terminal one display redraws itself; anywhere else (a log file,
-CI) there are whole lines only, one every few seconds.
+look (`rendering.py`). Invariant: a terminal gets one display that redraws itself; anything else (a
+log file, CI) gets whole lines, at most one every few seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich import box
 from rich.cells import cell_len
@@ -25,34 +24,40 @@ from rich.text import Text
 
 from llamarl.metrics.aggregate import Shares, executor_of
 from llamarl.metrics.drops import Drops, in_words
-from llamarl.metrics.live import LiveSpans
-from llamarl.metrics.panel import (
+from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.rendering import (
     LABEL_WIDTH,
     MARGINS,
-    clock,
-    cut,
     draw_curve,
     draw_shares,
+    duration,
     facts_grid,
     is_shaped,
+    one_line,
 )
-from llamarl.metrics.record import Scalars
 from llamarl.metrics.startup import Report, Startup
-from llamarl.metrics.terminal import hide_keys, show_keys
+from llamarl.metrics.step_metrics import Scalars
+from llamarl.metrics.terminal import hide_typed_keys, restore_terminal
 
-PLAIN_INTERVAL_S = 5.0
-PLAIN_QUIET_S = 10.0  # after so long without a line, how far a start or a step is
-PLAIN_WIDTH = 140
+LINE_INTERVAL_S = 5.0
+QUIET_INTERVAL_S = 10.0  # after this long without a line, one says how far a start or a step is
+LINE_WIDTH = 140  # of a sample, where there is no terminal
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
 SHOWN_EXECUTORS = ("generator", "trainer")
+STEP_FIGURES = (  # of a line: label, tag, format
+    ("reward", "reward/mean", "{:.3f}"),
+    ("accuracy", "accuracy/train", "{:.1%}"),
+    ("staleness", "staleness/mean", "{:.2f}"),
+    ("tokens/s", "tokens/per_s", "{:,.0f}"),
+)
 
 
 class Progress:
     """Shows how far the run is; use it as a context manager.
 
-    `num_steps` 0: nothing is trained. `live` False, or a console that is no terminal, prints lines.
-    `times` (optional) gives the busy shares of generator and trainer.
+    `num_steps` 0: nothing is trained. `live` False, or a console that is no terminal: lines.
+    `recent_spans` (optional) gives the busy shares of generator and trainer.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Progress:
         num_steps: int,
         *,
         live: bool,
-        times: LiveSpans | None = None,
+        recent_spans: RecentSpans | None = None,
         console: Console | None = None,
     ) -> None:
         self.console = console or Console()
@@ -75,7 +80,7 @@ class Progress:
         self._startup: Startup | None = None
         self._sample = ""
         self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
-        self._times = times
+        self._recent_spans = recent_spans
         self._shares: dict[str, Shares] = {}
         self._shares_s = 0.0
         self._live: Live | None = None
@@ -90,34 +95,29 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live is not None:
-            hide_keys()
+            hide_typed_keys()
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-            show_keys()
+            restore_terminal()
             if kind is not None and self._step:
-                self._print_line(self._step_line())  # the display is gone; say how far it came
+                self._print_line(self._step_line())  # the display, with this in it, is gone
 
-    def phase(self, words: str) -> None:
-        """Say what happens now, such as `starting 4 processes`."""
+    def show_phase(self, words: str) -> None:
+        """Say what the run does now, such as `starting 4 processes`."""
         self._phase = words
         if self._live is None:
             self._print_line(words)
 
     @contextmanager
     def startup(self) -> Iterator[Report]:
-        """Shows the start of the executors in the block, which reports their states."""
+        """Show the start of the executors, whose states the block reports."""
         startup = self._startup = Startup()
-        over = threading.Event()
-        self.phase("starting the executors")
+        is_over = threading.Event()
+        self.show_phase("starting the executors")
 
         def report(name: str, state: str) -> None:
             startup.mark(name, state)
@@ -126,8 +126,9 @@ class Progress:
                 self._print_line(f"{role} {dict(startup.rows())[role]}")
 
         def repeat() -> None:
-            while not over.wait(PLAIN_QUIET_S):
-                self._print_line(f"still starting: {startup.words()}")
+            while not is_over.wait(QUIET_INTERVAL_S):
+                words = ", ".join(f"{role} {state}" for role, state in startup.rows())
+                self._print_line(f"still starting: {words}")
 
         repeating = threading.Thread(target=repeat, daemon=True)
         if self._live is None:
@@ -135,29 +136,29 @@ class Progress:
         try:
             yield report
         finally:
-            over.set()
+            is_over.set()
             if self._live is None:
                 repeating.join()
             self._startup = None
 
-    def begin(self, step: int) -> None:
-        """Training starts (or resumes) at version `step`; the time left is reckoned from here."""
-        self._first_step = self._step = step
+    def start_training(self, version: int) -> None:
+        """Training starts (or resumes) at `version`; the time left is estimated from here."""
+        self._first_step = self._step = version
         self._trained_since_s = time.monotonic()
         self._phase = "training"
 
-    def step(self, step: int, scalars: Scalars) -> None:
-        """Version `step` is trained; `scalars` as `record.step_scalars` tags them."""
+    def show_step(self, step: int, scalars: Scalars) -> None:
+        """Version `step` is trained; `scalars` as `step_metrics.step_scalars` tags them."""
         self._step, self._scalars = step, scalars
         if "accuracy/train" in scalars:
             self._accuracies.append(scalars["accuracy/train"])
             self._rewards.append(scalars["reward/mean"])
-        due = time.monotonic() - self._printed_s >= PLAIN_INTERVAL_S
-        if self._live is None and (due or step in (self._first_step + 1, self._num_steps)):
-            self._poll()
+        is_due = time.monotonic() - self._printed_s >= LINE_INTERVAL_S
+        if self._live is None and (is_due or step in (self._first_step + 1, self._num_steps)):
+            self._update_shares()
             self._print_line(self._step_line())
 
-    def evaluation(self, version: int, accuracy: float, reward: float) -> None:
+    def show_evaluation(self, version: int, accuracy: float, reward: float) -> None:
         """What `version` reached on the held-out prompts; `accuracy` within 0 and 1."""
         self._evaluations.append((version, accuracy, reward))
         if self._live is None:
@@ -166,63 +167,59 @@ class Progress:
             if self._sample:
                 self._print_line(f"sample: {self._sample}")
 
-    def sample(self, prompt: str, completion: str, reward: float) -> None:
+    def show_sample(self, prompt: str, completion: str, reward: float) -> None:
         """A rollout that was trained, to be shown in one line."""
         ending = f"  (reward {reward:g})"
-        width = self.console.width if self._live else PLAIN_WIDTH
+        width = self.console.width if self._live else LINE_WIDTH
         room = width - LABEL_WIDTH - MARGINS - len(ending)
-        asked = cut(prompt, room // 3, self.console.encoding)
-        answered = cut(completion, room - cell_len(asked) - 4, self.console.encoding)
+        asked = one_line(prompt, room // 3, self.console.encoding)
+        answered = one_line(completion, room - cell_len(asked) - 4, self.console.encoding)
         self._sample = f"{asked} -> {answered}{ending}"
 
-    def drops(self, drops: Drops) -> None:
-        """A group was judged; `drops` counts them all."""
+    def show_drops(self, drops: Drops) -> None:
+        """A group was filtered; `drops` counts them all."""
         self._drops = drops
-        due = time.monotonic() - self._printed_s >= PLAIN_QUIET_S
-        if self._live is None and due and drops.num_current:
+        is_due = time.monotonic() - self._printed_s >= QUIET_INTERVAL_S
+        if self._live is None and is_due and drops.num_current:
             self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
         self._printed_s = time.monotonic()
-        elapsed = clock(self._printed_s - self._started_s)
+        elapsed = duration(self._printed_s - self._started_s)
         self.console.print(f"[{elapsed}] {words}", markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:
         parts = [f"step {self._step}/{self._num_steps}"]
-        for label, tag, form in (
-            ("reward", "reward/mean", "{:.3f}"),
-            ("accuracy", "accuracy/train", "{:.1%}"),
-            ("staleness", "staleness/mean", "{:.2f}"),
-            ("tokens/s", "tokens/per_s", "{:,.0f}"),
-        ):
+        for label, tag, form in STEP_FIGURES:
             if tag in self._scalars:
                 parts.append(f"{label} {form.format(self._scalars[tag])}")
-        busy = [
-            f"{name} {s.busy:.0%}" for name, s in self._shares.items() if name in SHOWN_EXECUTORS
-        ]
         if self._drops.total:
             parts.append(self._dropped())
+        busy = [f"{name} {self._shares[name].busy:.0%}" for name in self._shown_shares()]
         if busy:
             parts.append("busy " + ", ".join(busy))
         parts.append(f"eta {self._left()}")
         return "  ".join(parts)
 
-    def _poll(self) -> None:
+    def _update_shares(self) -> None:
         now_s = time.monotonic()
-        if self._times is not None and now_s - self._shares_s >= SHARES_INTERVAL_S:
+        if self._recent_spans is not None and now_s - self._shares_s >= SHARES_INTERVAL_S:
             self._shares_s = now_s
-            self._shares = self._times.shares()
+            self._shares = self._recent_spans.shares()
+
+    def _shown_shares(self) -> list[str]:
+        return [name for name in SHOWN_EXECUTORS if name in self._shares]
 
     def _left(self) -> str:
         num_done = self._step - self._first_step
         if not num_done:
             return "-"
         per_step_s = (time.monotonic() - self._trained_since_s) / num_done
-        return clock(per_step_s * (self._num_steps - self._step))
+        return duration(per_step_s * (self._num_steps - self._step))
 
     def _render(self) -> RenderableType:
-        self._poll()
-        elapsed = clock(time.monotonic() - self._started_s)
+        self._update_shares()
+        elapsed = duration(time.monotonic() - self._started_s)
         head = Table.grid(expand=True, padding=(0, 1))
         for ratio in (None, 1, None):
             head.add_column(ratio=ratio, no_wrap=True)
@@ -234,9 +231,8 @@ class Progress:
         body = facts_grid()
         for label, value in self._facts():
             body.add_row(label, value)
-        for name in SHOWN_EXECUTORS:
-            if name in self._shares:
-                body.add_row(name, draw_shares(self._shares[name], self.console))
+        for name in self._shown_shares():
+            body.add_row(name, draw_shares(self._shares[name], self.console))
         return Panel(
             Group(head, body) if self._num_steps else body,
             title=f"llamarl: {self._phase}",
@@ -248,11 +244,7 @@ class Progress:
         startup = self._startup
         if startup is not None:
             return [(role, Text(words)) for role, words in startup.rows()]
-        facts = []
-        if self._accuracies:
-            facts += self._trained()
-        if self._evaluations:
-            facts += self._held_out()
+        facts = [*self._trained(), *self._held_out()]
         if self._drops.total:
             current = f"{self._drops.num_ready:,} ready, {self._drops.num_current:,} dropped"
             facts.append(("groups dropped", Text(in_words(self._drops.total))))
@@ -261,31 +253,35 @@ class Progress:
             mean, most = self._scalars["staleness/mean"], self._scalars["staleness/max"]
             facts.append(("token staleness", Text(f"mean {mean:.2f}  max {most:.0f}")))
         if "tokens/per_s" in self._scalars:
-            rate = f"{self._scalars['tokens/per_s']:,.0f} tokens/s"
-            facts.append(("trained", Text(rate)))
+            facts.append(("trained", Text(f"{self._scalars['tokens/per_s']:,.0f} tokens/s")))
         if self._sample:
             facts.append(("sample", Text(self._sample)))
         return facts
 
     def _trained(self) -> list[tuple[str, Text]]:
-        """Reward and accuracy of the rollouts trained; the reward first where it says more."""
-        rewards = draw_curve(list(self._rewards), self.console)
-        accuracies = draw_curve(list(self._accuracies), self.console)
-        accuracy = Text(f"{self._accuracies[-1]:6.1%}  ", "bold").append(
-            accuracies, "not bold cyan"
-        )
+        """Accuracy of the rollouts trained, and above it their reward where that says more."""
+        if not self._accuracies:
+            return []
+        curves = [
+            ("training reward", f"{self._rewards[-1]:6.3f}  ", self._rewards),
+            ("training accuracy", f"{self._accuracies[-1]:6.1%}  ", self._accuracies),
+        ]
         if not is_shaped(self._rewards[-1], self._accuracies[-1]):
-            return [("training accuracy", accuracy)]
-        reward = Text(f"{self._rewards[-1]:6.3f}  ", "bold").append(rewards, "not bold cyan")
-        return [("training reward", reward), ("training accuracy", accuracy)]
+            del curves[0]
+        return [
+            (label, Text(latest, "bold").append(draw_curve(values, self.console), "not bold cyan"))
+            for label, latest, values in curves
+        ]
 
     def _held_out(self) -> list[tuple[str, Text]]:
         latest = self._evaluations[-3:]
-        accuracies = "  ".join(f"{accuracy:.1%} (v{v})" for v, accuracy, _ in latest)
-        rows = [("held-out accuracy", Text(accuracies, "bold"))]
+        rows = []
         if any(is_shaped(reward, accuracy) for _, accuracy, reward in latest):
             rewards = "  ".join(f"{reward:.3f} (v{v})" for v, _, reward in latest)
-            rows.insert(0, ("held-out reward", Text(rewards, "bold")))
+            rows.append(("held-out reward", Text(rewards, "bold")))
+        if latest:
+            accuracies = "  ".join(f"{accuracy:.1%} (v{v})" for v, accuracy, _ in latest)
+            rows.append(("held-out accuracy", Text(accuracies, "bold")))
         return rows
 
     def _dropped(self) -> str:

@@ -1,21 +1,21 @@
-"""Groups that were dropped: how many, why, and when to warn.
+"""Dropped groups: how many, why, and when to warn.
 
-Owns: counts by reason since the start, the groups of the step at work, the early warning. Does not
-own: the verdict (`algorithms/group_filters.py`) or the end of a run without signal (`gate.py`).
-Invariant: each reason is warned of once.
+Owns: counts by reason since the start, the groups dropped since the last step, the early warning.
+Does not own: the filter (`algorithms/group_filters.py`), or ending a run whose groups are all
+dropped (`gate.py`). Invariant: one warning per reason.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from llamarl.types import FinishReason, Group, ScoreStatus
 
 log = logging.getLogger(__name__)
 
-WINDOW_GROUPS = 64  # so many of the latest verdicts are looked at
+WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
 
 MEANINGS = {
     "solved": "every rollout of such a group has full marks, so the prompts are too easy",
@@ -25,7 +25,7 @@ MEANINGS = {
 
 
 class Drops:
-    """Counts the verdicts on the groups of one run."""
+    """Counts the groups of one run, dropped and kept."""
 
     def __init__(self) -> None:
         self.total: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Drops:
         return sum(map(len, self._current.values()))
 
     def add(self, group: Group, reason: str | None) -> None:
-        """The verdict on `group`: why it is dropped, or None if it is worth training on."""
+        """Count `group`; `reason`: why it is dropped, None if it will be trained."""
         self._window.append(reason)
         if reason is None:
             self.num_ready += 1
@@ -53,24 +53,24 @@ class Drops:
             self._warn()
 
     def take(self, num_trained: int) -> dict[str, list[Group]]:
-        """A step has trained so many groups; those dropped since the one before, by reason.
+        """The groups dropped since the last call, by reason, at a step that trained `num_trained`.
 
-        Every reason met since the start is there, so that its curve falls back to 0.
+        Includes every reason met since the start, so that its curve falls back to 0.
         """
         self.num_ready -= num_trained
         current, self._current = self._current, defaultdict(list)
         return {reason: current[reason] for reason in self.total}
 
     def _warn(self) -> None:
-        """Say so, once per reason, when more than half of a window's groups were dropped."""
+        """Warn, once per reason, when more than half of a window's groups were dropped."""
         counts = Counter(reason for reason in self._window if reason is not None)
         reason, count = counts.most_common(1)[0]
         if reason in self._warned or 2 * counts.total() <= WINDOW_GROUPS:
             return
         self._warned.add(reason)
         log.warning(
-            "%d of the last %d groups were dropped, %d of them as %s: %s. Dropped groups teach "
-            "nothing; algorithm.max_drops_in_row of them, one after another, end the run.",
+            "%d of the last %d groups were dropped, %d of them as %s: %s. They train "
+            "nothing; algorithm.max_drops_in_row dropped groups in a row end the run.",
             counts.total(),
             len(self._window),
             count,
@@ -80,8 +80,8 @@ class Drops:
 
 
 def explain(reason: str, group: Group) -> str:
-    """What the reason means, with what `group`, dropped for it, shows."""
-    words = MEANINGS.get(reason, f"their verdict was {reason}")
+    """What `reason` means, with an example from `group`, which was dropped for it."""
+    words = MEANINGS.get(reason, f"the group filter said {reason}")
     errors = [s.error for s in group.scores.values() if s.status is not ScoreStatus.OK]
     if errors:
         lines = errors[-1].strip().splitlines() or ["no message"]
@@ -95,5 +95,5 @@ def explain(reason: str, group: Group) -> str:
 def in_words(counts: Mapping[str, int]) -> str:
     """{"solved": 160, "equal_rewards": 20} -> "180: 160 solved, 20 equal rewards"."""
     parts = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    named: Sequence[str] = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in parts]
+    named = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in parts]
     return f"{sum(counts.values()):,}: {', '.join(named)}"

@@ -1,8 +1,8 @@
-"""What a run leaves in its folder, and shows, at its end.
+"""What a run shows at its end, and the commands that a user may type next.
 
-Owns: the summary's place among the results, and the commands that a user may type next. Does not
-own: figures (`metrics/`) or exit codes (`main.py`). Invariant: a summary in the folder is that of a
-run that came to its end there.
+Owns: the order of the results, and whether a resumed run has ended before. Does not own: figures
+(`summary.py`) or exit codes (`main.py`). Invariant: a summary in the folder is that of a run that
+came to its end there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from rich.console import Console
 
 from llamarl.config import Config
-from llamarl.metrics.panel import render_summary, shorten
+from llamarl.metrics.rendering import render_summary, shorten
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
 
 
-def show(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
-    """Print the table that ends a run, where its results lie, and what to try next."""
+def show_end(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
+    """Print the table that ends a run, the paths of its results, and what to try next."""
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -37,25 +37,25 @@ def show(config: Config, run_dir: str, summary: dict[str, Any], console: Console
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
-    """Whether a run saved as `state` has its whole result in the folder already."""
+    """True if the run whose checkpoint holds `state` has left all its results in the folder."""
     is_trained = state.get("version") == config.num_steps or "solved" in state
     has_export = Path(run_dir, "export").is_dir() or not config.checkpoint.export
     return is_trained and has_export and Path(run_dir, SUMMARY_FILE).is_file()
 
 
-def repeat_end(
+def show_finished_run(
     config: Config, run_dir: str, state: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    """What a finished run showed at its end, worked out again from what it stored."""
+    """Show again what a finished run showed at its end; returns its summary, computed again."""
     summary = summarize(run_dir)
-    show(config, run_dir, summary, console)
-    console.print("this run was finished before: nothing was started", highlight=False)
-    show_why(config, state["version"], state.get("solved", ""), console)
+    show_end(config, run_dir, summary, console)
+    console.print("this run had finished before: nothing was started", highlight=False)
+    show_early_stop(config, state["version"], state.get("solved", ""), console)
     return summary
 
 
-def show_why(config: Config, version: int, solved: str, console: Console) -> None:
-    """Say why a run stopped before its last step, if it did: `solved` is the gate's."""
+def show_early_stop(config: Config, version: int, solved: str, console: Console) -> None:
+    """Say why a run stopped before its last step, if it did; `solved` is the gate's text."""
     if solved and version < config.num_steps:
         console.print(
             f"stopped at step {version} of {config.num_steps}: {solved} were answered with full "
@@ -65,18 +65,18 @@ def show_why(config: Config, version: int, solved: str, console: Console) -> Non
         )
 
 
-def command_to_go_on(command: Sequence[str], run_dir: str) -> str:
-    """What to type so that the run in `run_dir`, started by `command`, goes on."""
+def resume_command(command: Sequence[str], run_dir: str) -> str:
+    """The command that resumes the run in `run_dir`, which `command` started."""
     program, *arguments = command
-    is_one = not {"--multirun", "-m"} & set(arguments)
-    replaced = ("checkpoint.resume=", "run_dir=") if is_one else ("checkpoint.resume=",)
+    is_single = not {"--multirun", "-m"} & set(arguments)
+    replaced = ("checkpoint.resume=", "run_dir=") if is_single else ("checkpoint.resume=",)
     kept = [argument for argument in arguments if not argument.startswith(replaced)]
-    if is_one:
+    if is_single:
         kept.append(f"run_dir={shorten(run_dir)}")
     return shlex.join([_program(program), *kept, "checkpoint.resume=auto"])
 
 
 def _program(name: str) -> str:
-    """How the user, from here, calls a program of this environment."""
+    """How to call a program of this environment from the working folder."""
     beside = Path(sys.executable).with_name(name)
     return name if shutil.which(name) or not beside.exists() else shorten(str(beside))

@@ -1,8 +1,8 @@
 """Sets of time as sorted, disjoint intervals.
 
 Owns: union, intersection, difference and length. Does not own: where the times come from.
-Invariant: every function returns int64 [n, 2] rows (start, stop), sorted, disjoint, none empty;
-arguments other than `union`'s have that form too.
+Invariant: results are int64 [n, 2] rows (start, stop), sorted, disjoint, none empty; so are
+arguments, except those of `union`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def overlaps(a: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
 def _pieces(
     a: Intervals, b: Intervals
 ) -> tuple[Intervals, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Cut time at every start and stop; for each piece, is it in `a`, is it in `b`."""
+    """Cut time at every start and stop; for each piece whether it is in `a`, and in `b`."""
     if not len(a) and not len(b):
         return EMPTY, np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
     times = np.concatenate([a.ravel(), b.ravel()])

@@ -1,6 +1,6 @@
 """metrics.jsonl, and the way of a run's numbers to its trackers.
 
-Owns: the file's format. Does not own: which numbers (`record.py`) or the trackers (`trackers.py`).
+Owns: the file's format. Does not own: which numbers (`step_metrics.py`) or the trackers (`trackers.py`).
 Invariant: what one `log` call was given is in the file on disk when it returns.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.json_file import parse
-from llamarl.metrics.record import Histograms, Scalars, Texts
+from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 from llamarl.metrics.trackers import Tracker
 
 METRICS_FILE = "metrics.jsonl"

@@ -1,11 +1,9 @@
-"""Where a run came from: command, versions, commit, resolved config.
-
-Owns: these files of a run folder. Does not own: the config itself. Invariant: written before the
-first process starts, so a run that dies early can still be explained.
-"""
+"""What a run was started with, written before its first process starts: config, command, versions,
+commit."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -32,6 +30,19 @@ def record_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: 
         "git_commit": _git_commit(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def flatten(section: object, prefix: str = "") -> dict[str, object]:
+    """`Config(trainer=TrainerConfig(lr=0.1))` -> {"trainer.lr": 0.1, ...}."""
+    assert dataclasses.is_dataclass(section)
+    flat: dict[str, object] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
 
 
 def _version(package: str) -> str | None:

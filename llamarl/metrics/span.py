@@ -1,20 +1,19 @@
 """Spans: what each process did, from when to when.
 
-Owns: the recorder every executor carries. Does not own: the format of its files (`span_file.py`),
-how old spans are summed (`span_history.py`), what is computed from spans (`aggregate.py`).
-Invariant: what a process records stays below its limit on disk; times are nanoseconds of the host's
-monotonic clock, which all processes of one host share.
+Owns: the recorder that every executor has. Does not own: the file format (`span_file.py`), how old
+spans are summed (`span_history.py`), what is computed from spans (`aggregate.py`). Invariant: the
+file of a process stays below its limit; times are nanoseconds of the host's monotonic clock, which
+all processes of one host share.
 
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
-Each time a process starts it appends an origin line, which leads from its clock to Unix time, and
-a `start` mark; so a resumed run's file holds several sessions.
+Each time a process starts it appends an origin line, which converts its clock to Unix time, and a
+`start` mark; so a resumed run's file holds several sessions.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -22,26 +21,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamarl.metrics.span_file import full_files, past_of
-from llamarl.metrics.span_history import KEPT_FILES, sum_old_files
+from llamarl.metrics.span_history import FULL_SHARE, sum_old_spans
 
-SHARES = 3 + KEPT_FILES  # of the limit: also the file being written, one being summed, the sums
-FLUSH_SPANS = 256  # a killed process loses at most this many,
+FLUSH_SPANS = 256  # a killed process loses at most this many spans
 FLUSH_NS = 10**9  # and none that is followed by another one this much later
 
 
 class Spans:
     """Records spans of one process into `folder/<process>.jsonl`; `folder` None keeps nothing.
 
-    Thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`. Its files take
-    at most `limit_bytes` (None: as many as they take); older spans are then summed.
+    Thread-safe. `process` is unique in a run, such as `generator-0` or `trainer-1`. Its file takes
+    at most `limit_bytes` (None: no limit); older spans are then summed.
     """
 
     def __init__(
         self, process: str, folder: str | Path | None, limit_bytes: int | None = None
     ) -> None:
         self.process = process
-        self._share_bytes = None if limit_bytes is None else limit_bytes // SHARES
+        self._limit_bytes = limit_bytes
         self._num_bytes = 0
         self._summing: threading.Thread | None = None
         self._lines: list[str] = []
@@ -53,8 +50,8 @@ class Spans:
             if self._path.exists():
                 self._lines.append("")  # ends the line that a killed session left unfinished
                 self._num_bytes = self._path.stat().st_size
-            self._origin = {"process": process, "unix_minus_monotonic_ns": time.time_ns() - now_ns}
-            self._lines.append(json.dumps(self._origin))
+            origin = {"process": process, "unix_minus_monotonic_ns": time.time_ns() - now_ns}
+            self._lines.append(json.dumps(origin))
             self.record("start", now_ns, now_ns, "mark")
 
     @contextmanager
@@ -74,38 +71,31 @@ class Spans:
         with self._lock:
             self._lines.append(json.dumps(line))
             if len(self._lines) >= FLUSH_SPANS or end_ns - self._flushed_ns >= FLUSH_NS:
-                self._flush()
+                self._flush(self._path)
 
     def close(self) -> None:
         """Write what is still in memory."""
         with self._lock:
-            self._flush()
-        if self._summing is not None:
-            self._summing.join()
+            if self._path is not None:
+                self._flush(self._path)
+            if self._summing is not None:
+                self._summing.join()
 
-    def _flush(self) -> None:
-        self._flushed_ns = time.monotonic_ns()
-        if self._path is not None and self._lines:
-            text = "\n".join(self._lines) + "\n"
-            self._lines.clear()
-            with self._path.open("a") as file:
-                file.write(text)
-            self._num_bytes += len(text)
-            if self._share_bytes is not None and self._num_bytes >= self._share_bytes:
-                self._rotate(self._path, self._share_bytes)
-
-    def _rotate(self, path: Path, share_bytes: int) -> None:
-        """Go on in a new file."""
+    def _flush(self, path: Path) -> None:
         if self._summing is not None:
             self._summing.join()  # over long ago, unless spans come by the ten thousand a second
-        numbers = [int(full.suffix[1:]) for full in full_files(path)]
-        number = max([past_of(path)[1], *numbers]) + 1
-        os.replace(path, path.with_name(f"{path.name}.{number}"))
-        text = json.dumps(self._origin | {"goes_on": True}) + "\n"
-        path.write_text(text)
-        self._num_bytes = len(text)
-        # Beside the process's work: reading a full file back takes a tenth of a second.
-        self._summing = threading.Thread(
-            target=sum_old_files, args=(path, share_bytes // 2), daemon=True
-        )
-        self._summing.start()
+        self._flushed_ns = time.monotonic_ns()
+        text = "".join(line + "\n" for line in self._lines)
+        self._lines.clear()
+        with path.open("a") as file:
+            file.write(text)
+        self._num_bytes += len(text)
+        if self._limit_bytes is not None and self._num_bytes >= FULL_SHARE * self._limit_bytes:
+            # Beside the process's work: reading the spans back takes tenths of a second.
+            self._summing = threading.Thread(target=self._sum_old_spans, daemon=True)
+            self._summing.start()
+
+    def _sum_old_spans(self) -> None:
+        assert self._path is not None
+        assert self._limit_bytes is not None
+        self._num_bytes = sum_old_spans(self._path, self._limit_bytes)

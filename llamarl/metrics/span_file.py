@@ -1,26 +1,27 @@
-"""The span files of a process: their names, their lines, and how they are read.
+"""The span file of a process, `<process>.jsonl`: its lines, and how it is read.
 
 Owns: the file format. Does not own: when spans are written (`span.py`) or summed
-(`span_history.py`). Invariant: every line is one span, an origin, or the head of a past file; what
-is no whole line is skipped.
+(`span_history.py`). Invariant: every line is one span, an origin or the head line; any other line
+is skipped.
 
-A process writes `<process>.jsonl`. When that is full it becomes `<process>.jsonl.1`, then `.2` and
-so on, and the oldest of these are summed into `<process>.jsonl.past`. An origin line leads from the
-process's clock to Unix time; it begins a session, unless it says that the session goes on. The head
-of a past file says up to which number files are in it.
+An origin line converts the process's clock to Unix time; it begins a session, unless it says that
+the session goes on. When old spans are summed, a new file takes the old one's place: a head line,
+the sums, and the spans that are kept as they were recorded. The head line gives the length of the
+head (itself and the sums), and how many bytes of the spans recorded since the start are in the
+sums.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-PAST = ".past"
 COUNTS = {"tokens", "spans"}  # what is added up over spans
 MAX_NS = 2**63  # three centuries
+ORIGIN = b"unix_minus_monotonic_ns"
 
 
 class Span(NamedTuple):
@@ -38,80 +39,80 @@ class Span(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """True if this stands for several spans of one name, as long as they together."""
+        """True if this stands for several spans of one name, with the sum of their lengths."""
         return "spans" in self.args
 
 
 class SpanReader:
-    """Reads one process's files, also while they grow: every `read` goes on where the last ended.
+    """Reads one process's file while it grows: every `read` goes on where the last one ended.
 
-    What was summed between two reads is not read again.
+    Spans that were summed between two reads are not read again as sums.
     """
 
     def __init__(self, path: str | Path) -> None:
         """`path` is that of `<process>.jsonl`, whether it exists or not."""
         self.path = Path(path)
         self.process = self.path.stem
-        self._inode: int | None = None
-        self._num_bytes_read = 0
-        self._parser = _Parser()
+        self._parser = SpanParser()
+        self._num_summed: int | None = None  # bytes; a new file has a new number
+        self._first_kept = 0  # offset in the file of the spans that are not summed
+        self._offset = 0  # in the file, of the first line not seen
+        self._known_until = 0  # offset in the file up to which an earlier file was read
 
     def read(self) -> Iterator[Span]:
         """Spans not read yet, in the order they were recorded (by their end, nearly)."""
-        for path in self._unread():
-            with suppress(FileNotFoundError), path.open("rb") as file:  # summed just now
-                inode = path.stat().st_ino
-                if inode != self._inode:
-                    self._inode, self._num_bytes_read = inode, 0
-                file.seek(self._num_bytes_read)
-                for text in file:
-                    if not text.endswith(b"\n"):
-                        break  # still being written
-                    self._num_bytes_read += len(text)
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            num_summed, head_bytes = read_head(file)
+            if num_summed != self._num_summed:
+                self._enter(num_summed, head_bytes)
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break  # still being written
+                is_new = self._offset >= self._known_until
+                self._offset += len(text)
+                if is_new or ORIGIN in text:
                     span = self._parser.parse(text)
-                    if span is not None:
+                    if span is not None and is_new:
                         yield span
 
-    def _unread(self) -> list[Path]:
-        """The files from the one on that the last read ended in."""
-        if self._inode is not None and _inode(self.path) == self._inode:
-            return [self.path]
-        paths = files_of(self.path)
-        inodes = [_inode(path) for path in paths]
-        if self._inode in inodes[:-1]:
-            return paths[inodes.index(self._inode) :]
-        is_first = self._inode is None
-        return [path for path in paths if is_first or path.suffix != PAST]
+    def _enter(self, num_summed: int, head_bytes: int) -> None:
+        """Begin a file that has come into the place of the one read until now, if any."""
+        if self._num_summed is not None:
+            num_read = self._num_summed + self._offset - self._first_kept
+            self._known_until = head_bytes + max(0, num_read - num_summed)
+        self._num_summed, self._first_kept, self._offset = num_summed, head_bytes, 0
+        self._parser = SpanParser()
 
 
-class _Parser:
-    """Lines to spans, for the files of one process in order."""
+class SpanParser:
+    """Turns the lines of one file, in order, into spans."""
 
     def __init__(self) -> None:
-        self._session = -1
-        self._unix_minus_monotonic_ns = 0
+        self.session = -1
+        self.unix_minus_monotonic_ns = 0
 
     def parse(self, text: bytes) -> Span | None:
+        """The span in a line; None if the line is something else or damaged."""
         try:
             return self._span(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return None  # mixed-version or damaged
+            return None
 
     def _span(self, line: dict[str, Any]) -> Span | None:
         if "cat" not in line:
             if "unix_minus_monotonic_ns" in line:
-                self._unix_minus_monotonic_ns = _whole(line["unix_minus_monotonic_ns"])
-                self._session += not line.get("goes_on") or self._session < 0
+                self.unix_minus_monotonic_ns = _whole(line["unix_minus_monotonic_ns"])
+                self.session += not line.get("goes_on") or self.session < 0
             return None
-        offset_ns = self._unix_minus_monotonic_ns
-        start_ns = _whole(line.pop("start_ns")) + offset_ns
-        end_ns = _whole(line.pop("end_ns")) + offset_ns
+        start_ns = _whole(line.pop("start_ns")) + self.unix_minus_monotonic_ns
+        end_ns = _whole(line.pop("end_ns")) + self.unix_minus_monotonic_ns
         name, cat = line.pop("name"), line.pop("cat")
         if type(name) is not str or type(cat) is not str:
             raise TypeError(name)
         for count in line.keys() & COUNTS:
             _whole(line[count])
-        return Span(self._session, name, cat, start_ns, end_ns, line)
+        return Span(self.session, name, cat, start_ns, end_ns, line)
 
 
 def _whole(number: object) -> int:
@@ -120,48 +121,20 @@ def _whole(number: object) -> int:
     return number
 
 
-def parse_files(paths: Iterable[Path]) -> Iterator[Span]:
-    """The spans of these files of one process, in order."""
-    parser = _Parser()
-    for path in paths:
-        with path.open("rb") as file:
-            for text in file:
-                span = parser.parse(text)
-                if span is not None:
-                    yield span
+def head_line(num_summed: int, head_bytes: int) -> str:
+    """The head line, whose own length does not depend on the numbers."""
+    return f'{{"summed_bytes": {num_summed:15d}, "head_bytes": {head_bytes:15d}}}\n'
+
+
+def read_head(file: BinaryIO) -> tuple[int, int]:
+    """(bytes that the sums stand for, length of the head); 0, 0 where nothing was summed."""
+    try:
+        head = json.loads(file.readline(len(head_line(0, 0))))
+        return int(head["summed_bytes"]), int(head["head_bytes"])
+    except (ValueError, TypeError, KeyError):
+        return 0, 0
 
 
 def span_files(folder: str | Path) -> list[Path]:
-    """`<process>.jsonl` of every process, in a stable order: what a SpanReader is made of."""
-    names = {path.name.partition(".jsonl")[0] for path in Path(folder).glob("*.jsonl*")}
-    return [Path(folder, f"{name}.jsonl") for name in sorted(names)]
-
-
-def files_of(path: Path) -> list[Path]:
-    """The files that there are of `<process>.jsonl`, the oldest first."""
-    past, num_past = past_of(path)
-    paths = [past] if past.exists() else []
-    return [*paths, *full_files(path, num_past), *([path] if path.exists() else [])]
-
-
-def full_files(path: Path, num_past: int = 0) -> list[Path]:
-    """Those of `<process>.jsonl` that are full and not among the `num_past` summed, by number."""
-    numbered = [(int(p.suffix[1:]), p) for p in path.parent.glob(f"{path.name}.[0-9]*")]
-    return [full for number, full in sorted(numbered) if number > num_past]
-
-
-def past_of(path: Path) -> tuple[Path, int]:
-    """The past file of `<process>.jsonl`, and the number of the last file summed in it."""
-    past = path.with_name(path.name + PAST)
-    try:
-        with past.open() as file:
-            return past, int(json.loads(file.readline())["summed_files"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return past, 0
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
+    """`<process>.jsonl` of every process, in a stable order."""
+    return sorted(Path(folder).glob("*.jsonl"))

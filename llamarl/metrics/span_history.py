@@ -1,8 +1,8 @@
-"""The past of a long run: old spans as sums, so that a process's span files stay small.
+"""Old spans of a long run as sums, so that a process's span file stays small.
 
-Owns: what of old spans is kept. Does not own: when (`span.py`) or the files' format
-(`span_file.py`). Invariant: busy and wait time and tokens of each name are exact in every bin, and
-so in every window that is made of bins; only where in its bin a span lay is forgotten.
+Owns: which spans are summed, and what is kept of them. Does not own: when (`span.py`) or the file
+format (`span_file.py`). Invariant: busy time, wait time and tokens of each name are exact in every
+bin, and so in every window that is made of bins; only where in its bin a span lay is lost.
 """
 
 from __future__ import annotations
@@ -16,43 +16,54 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.metrics.intervals import EMPTY, Intervals, overlaps, subtract, union
-from llamarl.metrics.span_file import Span, full_files, parse_files, past_of
+from llamarl.metrics.span_file import Span, SpanParser, head_line, read_head
 
-LEAST_BIN_NS = 10**9
+MIN_BIN_NS = 10**9
 BIN_BYTES = 1024  # about what the lines of one bin take
-KEPT_FILES = 2  # full files whose spans are kept one by one
+# Shares of a file's limit. The old file and the new one exist together for a moment.
+FULL_SHARE = 1 / 2  # when old spans are summed
+KEPT_SHARE = 1 / 4  # the newest spans, which stay as they are
+SUMS_SHARE = 1 / 8
 
-Track = list[tuple[int, int, int, int]]  # start, end, tokens, number of spans
+TimedCounts = list[tuple[int, int, int, int]]  # start, end, tokens, number of spans
 
 
-def sum_old_files(path: Path, past_bytes: int) -> None:
-    """Sum all but the newest full files of `<process>.jsonl` into about `past_bytes`."""
-    past, num_past = past_of(path)
-    old = full_files(path, num_past)[:-KEPT_FILES]
-    if old:
-        sources = [past, *old] if past.exists() else old
-        sums = summed(parse_files(sources), max_bins=past_bytes // BIN_BYTES)
-        unfinished = past.with_name(past.name + ".tmp")
-        with unfinished.open("w") as file:
-            for line in _lines(path.stem, int(old[-1].suffix[1:]), sums):
-                file.write(json.dumps(line) + "\n")
-        os.replace(unfinished, past)
-    for full in set(full_files(path)) - set(full_files(path, past_of(path)[1])):
-        full.unlink()
+def sum_old_spans(path: Path, limit_bytes: int) -> int:
+    """Replace all but the newest spans of a span file by sums, in one move; its new size.
+
+    The file must not be written to meanwhile.
+    """
+    with path.open("rb") as file:
+        num_summed, head_bytes = read_head(file)
+        file.seek(0)
+        data = file.read()
+    newest = max(0, len(data) - int(limit_bytes * KEPT_SHARE))
+    cut = max(head_bytes, data.rfind(b"\n", 0, newest) + 1)
+    parser = SpanParser()
+    parsed = (parser.parse(line) for line in data[:cut].split(b"\n"))
+    max_bins = int(limit_bytes * SUMS_SHARE) // BIN_BYTES
+    sums = summed((span for span in parsed if span is not None), max_bins)
+    lines = [json.dumps(line) + "\n" for line in _lines(path.stem, sums, parser)]
+    head_size = len(head_line(0, 0)) + sum(map(len, lines))
+    head = head_line(num_summed + cut - head_bytes, head_size) + "".join(lines)
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_bytes(head.encode() + data[cut:])
+    os.replace(unfinished, path)
+    return head_size + len(data) - cut
 
 
 def summed(spans: Iterable[Span], max_bins: int) -> list[list[Span]]:
-    """By session, spans that stand for all of these: at most one per bin, category and name.
+    """By session, the sums of these spans: at most one per bin, category and name.
 
-    Bins are whole seconds, doubled until about `max_bins` are enough.
+    A bin is one second long, doubled until about `max_bins` are enough.
     """
-    sessions: dict[int, dict[tuple[str, str], Track]] = {}
+    sessions: dict[int, dict[tuple[str, str], TimedCounts]] = {}
     for span in spans:
         tracks = sessions.setdefault(span.session, defaultdict(list))
         counts = span.args.get("tokens", 0), span.args.get("spans", 1)
         tracks[span.cat, span.name].append((span.start_ns, span.end_ns, *counts))
     extents = {number: _extent(tracks) for number, tracks in sessions.items()}
-    width_ns = LEAST_BIN_NS
+    width_ns = MIN_BIN_NS
     while sum((end - start) // width_ns for start, end in extents.values()) > max(1, max_bins):
         width_ns *= 2
     return [
@@ -63,12 +74,12 @@ def summed(spans: Iterable[Span], max_bins: int) -> list[list[Span]]:
 
 def _sum_session(
     number: int,
-    tracks: dict[tuple[str, str], Track],
+    tracks: dict[tuple[str, str], TimedCounts],
     extent: tuple[int, int],
     width_ns: int,
 ) -> Iterator[Span]:
-    """Busy and wait spans of a bin stand end to end, in the order of precedence of
-    `aggregate.shares_of`; others begin where the first of them did."""
+    """Busy and wait spans of a bin follow each other, in the precedence of `aggregate.shares_of`;
+    other spans begin where the first of them did."""
     first_ns, last_ns = extent
     yield Span(number, "start", "mark", first_ns, first_ns, {"spans": 1})
     edges = np.arange(first_ns // width_ns, last_ns // width_ns + 1, dtype=np.int64) * width_ns
@@ -97,23 +108,28 @@ def _sum_session(
             cursors = cursors + covered
 
 
-def _extent(tracks: dict[tuple[str, str], Track]) -> tuple[int, int]:
+def _extent(tracks: dict[tuple[str, str], TimedCounts]) -> tuple[int, int]:
     spans = [span for track in tracks.values() for span in track]
     return min(span[0] for span in spans), max(span[1] for span in spans)
 
 
 def _first_moments(own: Intervals, edges: np.ndarray) -> np.ndarray:
-    """Where in each bin the first of these intervals begins; anything where none does."""
+    """Where in each bin the first of these intervals begins; any value where none does."""
     if not len(own):
         return edges
     index = np.minimum(np.searchsorted(own[:, 1], edges, side="right"), len(own) - 1)
     return np.maximum(edges, own[index, 0])
 
 
-def _lines(process: str, num_past: int, sessions: list[list[Span]]) -> Iterator[dict[str, object]]:
-    yield {"summed_files": num_past}
+def _lines(
+    process: str, sessions: list[list[Span]], parser: SpanParser
+) -> Iterator[dict[str, object]]:
+    """Those of the sums, and the origin of the spans that follow them."""
     for spans in sessions:
         yield {"process": process, "unix_minus_monotonic_ns": 0}
         for span in spans:
             times = {"start_ns": span.start_ns, "end_ns": span.end_ns}
             yield {"name": span.name, "cat": span.cat, **times, **span.args}
+    offset_ns = parser.unix_minus_monotonic_ns
+    is_begun = len(sessions) > parser.session
+    yield {"process": process, "unix_minus_monotonic_ns": offset_ns, "goes_on": is_begun}

@@ -1,8 +1,8 @@
-"""How far the start of a run is: which executors are ready, and what the others do.
+"""Which executors are ready during the start of a run, and what the others do.
 
 Owns: the state of every executor that is being started, in words. Does not own: starting them
-(`build.py`) or the display (`console.py`). Invariant: a run of thousands of replicas takes as many
-rows as one of two, one per role.
+(`build.py`) or the display (`console.py`). Invariant: one row per role, for two replicas as for
+thousands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llamarl.metrics.aggregate import executor_of
 
 STATES = ("starting", "loading", "ready")
-MOST_NAMED = 3  # executors of a role in one state that are named; of more, only the number
+MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
 
 Report = Callable[[str, str], None]
 """Called with an executor's name and its new state, one of STATES."""
@@ -36,18 +36,14 @@ class Startup:
         roles: dict[str, list[str]] = {}
         for name in list(self._states):
             roles.setdefault(executor_of(name), []).append(name)
-        return [(role, self._role(names)) for role, names in roles.items()]
-
-    def words(self) -> str:
-        """All of it in one line."""
-        return ", ".join(f"{role} {words}" for role, words in self.rows())
+        return [(role, self._describe(names)) for role, names in roles.items()]
 
     def is_complete(self, name: str) -> bool:
         """True if every executor of the role of `name` is ready."""
         role = executor_of(name)
         return all(s == "ready" for n, (s, _) in self._states.items() if executor_of(n) == role)
 
-    def _role(self, names: list[str]) -> str:
+    def _describe(self, names: list[str]) -> str:
         now_s = time.monotonic()
         by_state = {s: [n for n in names if self._states[n][0] == s] for s in STATES}
         ready = by_state.pop("ready")
@@ -58,7 +54,7 @@ class Startup:
         for state, members in by_state.items():
             if members:
                 waited_s = now_s - min(self._states[name][1] for name in members)
-                named = ", ".join(members) if len(members) <= MOST_NAMED else f"{len(members)}"
+                named = ", ".join(members) if len(members) <= MAX_NAMES else f"{len(members)}"
                 named = f"{named} " if len(names) > 1 else ""
                 parts.append(f"{named}{state} ({waited_s:.0f} s)")
         return "; ".join(parts)

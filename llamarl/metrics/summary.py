@@ -1,8 +1,8 @@
-"""summary.json: what a run achieved, recomputed from what it stored.
+"""summary.json: what a run achieved, computed again from what it stored.
 
 Owns: the keys of summary.json and how each is computed. Does not own: anything counted while the
 run went on. Invariant: a function of the run folder alone (archive of retired rollouts, spans,
-metrics.jsonl), so the loop's own counters cannot flatter it.
+metrics.jsonl), independent of the loop's own counters.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from llamarl.json_file import parse
-from llamarl.metrics.aggregate import RunTimeline, by_executor, read_timeline
+from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import length
 from llamarl.metrics.metrics_log import METRICS_FILE, read_metrics
-from llamarl.metrics.record import TRAINED_TOKENS
+from llamarl.metrics.step_metrics import TRAINED_TOKENS
 from llamarl.metrics.trace import TraceFile
 
 LOGGER = logging.getLogger(__name__)
@@ -47,44 +47,47 @@ def summarize(run_dir: str | Path) -> Summary:
     the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
     groups_dropped: reason -> groups. both_busy_share and executors (busy and wait shares, mean over
     the executor's processes): shares of the time from the first step's start to the last one's end.
-    tokens_during_publish: tokens decoded while a publish was under way. (Both it and
-    both_busy_share: over the part of the run whose spans are kept one by one.) ratio_*: means over
-    trained tokens, from metrics.jsonl. A figure that nothing was stored for is null.
+    tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the
+    part of the run whose spans are kept one by one.) ratio_*: means over trained tokens, from
+    metrics.jsonl. A figure is null where nothing was stored for it.
     """
     run_dir = Path(run_dir)
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
         timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
-    rollouts = _loss_metrics(run_dir / ARCHIVE_FOLDER)
+    rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
     steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
-    summary = {**rollouts.summary(), **_timing(timeline, rollouts), **_ratios(steps)}
-    summary = {key: summary[key] for key in KEYS}
-    write_json(run_dir / SUMMARY_FILE, summary)
+    steps_s = length(timeline.steps) / 1e9
+    before, after = rollouts.held_out()
+    num_tokens = rollouts.staleness.total()
+    total_staleness = sum(age * count for age, count in rollouts.staleness.items())
+    summary = {
+        "accuracy_before": before[0],
+        "accuracy_after": after[0],
+        "reward_before": before[1],
+        "reward_after": after[1],
+        "steps": len(rollouts.versions),
+        "wall_s": length(timeline.sessions) / 1e9,
+        "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
+        "rollouts_trained": rollouts.num_trained,
+        "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
+        "staleness_mean": total_staleness / num_tokens if num_tokens else None,
+        "staleness_max": max(rollouts.staleness, default=None),
+        "both_busy_share": timeline.both_busy_share() if steps_s else None,
+        "mixed_version_share": rollouts.mixed_share(),
+        "tokens_during_publish": timeline.tokens_during_publish(),
+        "ratio_mean": _mean_over_tokens(steps, "ratio/mean"),
+        "ratio_clipped_share": _mean_over_tokens(steps, "ratio/clipped_share"),
+        "executors": {
+            executor: {"busy": shares.busy, "wait": shares.waits}
+            for executor, shares in by_executor(timeline.shares()).items()
+        },
+    }
+    _write_json(run_dir / SUMMARY_FILE, summary)
     return summary
 
 
-KEYS = (
-    "accuracy_before",
-    "accuracy_after",
-    "reward_before",
-    "reward_after",
-    "steps",
-    "wall_s",
-    "tokens_per_s",
-    "rollouts_trained",
-    "groups_dropped",
-    "staleness_mean",
-    "staleness_max",
-    "both_busy_share",
-    "mixed_version_share",
-    "tokens_during_publish",
-    "ratio_mean",
-    "ratio_clipped_share",
-    "executors",
-)
-
-
 @dataclass
-class Rollouts:
+class ArchivedRollouts:
     """Running sums over the archive's lines."""
 
     versions: set[int] = field(default_factory=set)
@@ -117,38 +120,29 @@ class Rollouts:
             if version >= line["oldest_version"]:
                 self.staleness[line["version"] - version] += num_tokens
 
-    def summary(self) -> Summary:
-        """The keys that follow from the archive alone."""
-        held_out = [np.mean(pairs, axis=0).tolist() for _, pairs in sorted(self.evaluated.items())]
-        before = held_out[0] if held_out else (None, None)
-        after = held_out[-1] if len(held_out) > 1 else (None, None)
-        num_tokens = self.staleness.total()
-        total_staleness = sum(age * count for age, count in self.staleness.items())
-        return {
-            "accuracy_before": before[0],
-            "accuracy_after": after[0],
-            "reward_before": before[1],
-            "reward_after": after[1],
-            "steps": len(self.versions),
-            "rollouts_trained": self.num_trained,
-            "groups_dropped": {reason: len(ids) for reason, ids in sorted(self.dropped.items())},
-            "staleness_mean": total_staleness / num_tokens if num_tokens else None,
-            "staleness_max": max(self.staleness) if num_tokens else None,
-            "mixed_version_share": self.num_mixed / self.num_trained if self.num_trained else None,
-        }
+    def mixed_share(self) -> float | None:
+        """Share of the trained rollouts that several versions wrote."""
+        return self.num_mixed / self.num_trained if self.num_trained else None
+
+    def held_out(self) -> tuple[Any, Any]:
+        """(accuracy, reward) of the first version evaluated, and of the last one if it is
+        another."""
+        means = [np.mean(pairs, axis=0).tolist() for _, pairs in sorted(self.evaluated.items())]
+        none = None, None
+        return (means or [none])[0], means[-1] if len(means) > 1 else none
 
 
-def write_json(path: Path, value: object) -> None:
+def _write_json(path: Path, value: object) -> None:
     """Replace `path` in one move."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
     os.replace(unfinished, path)
 
 
-def _loss_metrics(folder: Path) -> Rollouts:
-    """All rollouts; the line that a killed process left unfinished is skipped, as are damaged ones,
-    which are named."""
-    rollouts = Rollouts()
+def _read_archive(folder: Path) -> ArchivedRollouts:
+    """All rollouts; skips the line that a killed process left unfinished, and damaged ones with a
+    warning."""
+    rollouts = ArchivedRollouts()
     for path in sorted(folder.glob(ARCHIVE_FILES)):
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -160,33 +154,11 @@ def _loss_metrics(folder: Path) -> Rollouts:
     return rollouts
 
 
-def _timing(timeline: RunTimeline, rollouts: Rollouts) -> Summary:
-    steps_s = length(timeline.steps) / 1e9
-    return {
-        "wall_s": length(timeline.sessions) / 1e9,
-        "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
-        "both_busy_share": timeline.both_busy_share() if steps_s else None,
-        "tokens_during_publish": timeline.tokens_during_publish(),
-        "executors": {
-            executor: {"busy": shares.busy, "wait": shares.waits}
-            for executor, shares in by_executor(timeline.shares()).items()
-        },
-    }
-
-
-def _ratios(steps: dict[int, dict[str, Any]]) -> Summary:
-    """Means over trained tokens of what each step reported."""
-    result: Summary = {}
-    for key, tag in {
-        "ratio_mean": "ratio/mean",
-        "ratio_clipped_share": "ratio/clipped_share",
-    }.items():
-        known = [s for s in steps.values() if s.get(TRAINED_TOKENS) and _are_numbers(s, tag)]
-        weights = [step[TRAINED_TOKENS] for step in known]
-        total = sum(step[tag] * weight for step, weight in zip(known, weights, strict=True))
-        result[key] = total / sum(weights) if weights else None
-    return result
-
-
-def _are_numbers(step: dict[str, Any], tag: str) -> bool:
-    return all(type(step.get(key)) in (int, float) for key in (tag, TRAINED_TOKENS))
+def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | None:
+    """Mean of what each step reported under `tag`, weighted by its trained tokens."""
+    total = num_tokens = 0.0
+    for step in steps.values():
+        value, weight = step.get(tag), step.get(TRAINED_TOKENS)
+        if isinstance(value, int | float) and isinstance(weight, int | float):
+            total, num_tokens = total + value * weight, num_tokens + weight
+    return total / num_tokens if num_tokens else None

@@ -1,6 +1,6 @@
 """The tracker `tensorboard`: event files in the run's folder, written by TensorBoard's own writer.
 
-Owns: how values become TensorBoard's records. Does not own: which values (`record.py`), or sections
+Owns: how values become TensorBoard's records. Does not own: which values (`step_metrics.py`), or sections
 and descriptions of charts (`charts.py`). Invariant: what `log` was given is on disk when it
 returns.
 
@@ -35,7 +35,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from llamarl.metrics.charts import chart_tag, description
-from llamarl.metrics.record import Histograms, Scalars, Texts
+from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 TENSORBOARD_FOLDER = "tensorboard"
 MOST_BUCKETS = 64

@@ -1,8 +1,5 @@
-"""The terminal under the live display.
-
-Owns: what the terminal draws by itself. Does not own: the display (`console.py`). Invariant: after
-`show_keys` the terminal is as it was found.
-"""
+"""The terminal's own settings while the live display is drawn. After `restore_terminal` they are
+as they were found."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ SHOW_CURSOR = "\x1b[?25h\n"
 _found: list[Any] = []  # the terminal's settings, while keys are hidden
 
 
-def hide_keys() -> None:
-    """Draw no ^C: it would move the display by a line, of which the first would then stay."""
+def hide_typed_keys() -> None:
+    """Keep the terminal from drawing ^C, which would shift the display by a line."""
     if _is_ours() and not _found:
         _found.extend(termios.tcgetattr(sys.stdin))
         settings = list(_found)
@@ -25,8 +22,8 @@ def hide_keys() -> None:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
 
 
-def show_keys() -> None:
-    """Undo `hide_keys`."""
+def restore_terminal() -> None:
+    """Undo `hide_typed_keys`."""
     if _found and _is_ours():
         termios.tcsetattr(sys.stdin, termios.TCSANOW, _found)
     _found.clear()
@@ -34,7 +31,7 @@ def show_keys() -> None:
 
 def leave_display() -> None:
     """Restore the terminal in a process that ends while its display is drawn."""
-    show_keys()
+    restore_terminal()
     if sys.stdout.isatty():
         sys.stdout.write(SHOW_CURSOR)
         sys.stdout.flush()

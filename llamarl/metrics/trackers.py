@@ -1,7 +1,7 @@
 """Where the numbers of a run go beside metrics.jsonl: the trackers that `metrics.trackers` names.
 
 Owns: what a tracker is, the table of them, and those that hand numbers to other programs. Does not
-own: which numbers (`record.py`), TensorBoard's files (`tensorboard.py`) or metrics.jsonl
+own: which numbers (`step_metrics.py`), TensorBoard's files (`tensorboard.py`) or metrics.jsonl
 (`sinks.py`). Invariant: a tracker's package is imported only if the recipe names the tracker, and
 none of them loads torch into the controller.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llamarl.config.check import require, require_choice
-from llamarl.metrics.record import Histograms, Scalars, Texts
+from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 PROJECT = "llamarl"  # where runs are filed, unless the tracker's own variables say otherwise
 STEP = "step"

@@ -425,11 +425,11 @@ class FakeJournal:
         if isinstance(verdict, Dropped):
             self.drops.append(verdict.reason)
 
-    def publish(self, seconds: float) -> None: ...
+    def log_publish(self, seconds: float) -> None: ...
 
-    def evaluation(self, evaluation: object) -> None:
+    def log_evaluation(self, evaluation: object) -> None:
         if evaluation is not None:
             self.evaluations.append(evaluation)
 
-    async def step(self, stats: StepStats, groups: object) -> None:
+    async def log_step(self, stats: StepStats, *details: object) -> None:
         self.steps.append(stats.version)

@@ -126,7 +126,7 @@ def test_an_evaluation_holds_back_only_the_replicas_that_it_uses(tmp_path: Path)
         num_steps=40, evaluate_every=20, num_held_out=10, max_staleness=0, replicas=replicas
     )
     made: list[int] = []
-    loop.run_logger.evaluation = lambda result: made.append(  # type: ignore[method-assign]
+    loop.run_logger.log_evaluation = lambda result: made.append(  # type: ignore[method-assign]
         loop.trainer.version - result.version
     )
     run(loop.run(tmp_path))

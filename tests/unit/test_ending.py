@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from llamarl import jobs
-from llamarl.metrics.ending import command_to_go_on
+from llamarl.metrics.ending import resume_command
 from llamarl.metrics.provenance import record_provenance
 from llamarl.models.architecture import read_architecture
 from tests.unit.test_config import MINIMUM, make_config
@@ -34,13 +34,13 @@ def test_the_command_of_a_run_can_be_pasted_anywhere(
 def test_the_command_that_goes_on_names_the_folder_and_resumes(
     more: list[str], tmp_path: Path
 ) -> None:
-    program, *arguments = shlex.split(command_to_go_on([*TRAIN, *more], str(tmp_path)))
+    program, *arguments = shlex.split(resume_command([*TRAIN, *more], str(tmp_path)))
     assert os.path.basename(program) == "llamarl"
     assert arguments == [*TRAIN[1:], f"run_dir={tmp_path}", "checkpoint.resume=auto"]
 
 
 def test_a_multirun_keeps_its_own_folders() -> None:
-    words = shlex.split(command_to_go_on([*TRAIN, "-m", "seed=1,2", "run_dir=r"], "/r/0"))
+    words = shlex.split(resume_command([*TRAIN, "-m", "seed=1,2", "run_dir=r"], "/r/0"))
     assert words[-4:] == ["-m", "seed=1,2", "run_dir=r", "checkpoint.resume=auto"]
 
 

@@ -18,13 +18,13 @@ from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import MEANINGS, Drops
-from llamarl.metrics.live import LiveSpans, SpanTails
 from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.panel import render_summary
+from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.rendering import render_summary
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import summarize
 from llamarl.types import FinishReason, Group
-from tests.unit.test_metrics_record import make_group, make_row
+from tests.unit.test_metrics_step import make_group, make_row
 from tests.unit.test_metrics_time import write_spans
 
 PROMISED = {
@@ -173,18 +173,18 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
 
 def drive(progress: Progress) -> None:
     with progress:
-        progress.phase("starting 4 processes")
-        progress.begin(0)
-        progress.evaluation(0, 0.48, 0.48)
+        progress.show_phase("starting 4 processes")
+        progress.start_training(0)
+        progress.show_evaluation(0, 0.48, 0.48)
         for step in (1, 2, 3):
             scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
-            progress.step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
+            progress.show_step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
 
 
 def test_without_a_terminal_progress_is_whole_lines(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 4e9, 4e9 + 10)])  # in the future
     text = show(
-        lambda c: drive(Progress(3, live=True, times=LiveSpans(SpanTails(tmp_path)), console=c))
+        lambda c: drive(Progress(3, live=True, recent_spans=RecentSpans(tmp_path), console=c))
     )
     lines = text.splitlines()
     assert len(lines) == 4, "the steps between come every few seconds"
@@ -215,7 +215,7 @@ def test_an_ascii_terminal_gets_ascii(run_dir, tmp_path):
         render_summary(summary, {"TensorBoard": "x"}, "next", console)
         progress = Progress(3, live=True, console=console)
         drive(progress)
-        progress.sample("two", "\u56db", 1.0)
+        progress.show_sample("two", "\u56db", 1.0)
         console.print(progress._render())
     assert "####" in (tmp_path / "out").read_text(encoding="ascii")
 
@@ -268,7 +268,7 @@ def test_drops_are_shown_while_a_step_still_waits_for_its_groups():
         drops.add(scored(group_id, 1.0, 1.0), "solved" if group_id >= 20 else "equal_rewards")
     for group_id in range(12):
         drops.add(scored(group_id, 0.0, 1.0), None)
-    progress.drops(drops)
+    progress.show_drops(drops)
     console.print(progress._render())
     text = console.export_text()
     assert "180: 160 solved, 20 equal rewards" in text
@@ -286,11 +286,11 @@ def test_a_log_file_says_every_few_seconds_what_was_dropped():
     drops = Drops()
     for group_id in range(3):
         drops.add(scored(group_id, 1.0, 1.0), "solved")
-        progress.drops(drops)
+        progress.show_drops(drops)
     assert console.export_text(clear=False) == "", "not a line per group"
     progress._printed_s -= 60
-    progress.drops(drops)
-    progress.drops(drops)
+    progress.show_drops(drops)
+    progress.show_drops(drops)
     assert console.export_text().count("step 0/2  dropped 3: 3 solved") == 1
 
 
@@ -343,12 +343,12 @@ def test_a_shaped_reward_leads_and_one_equal_to_the_accuracy_is_left_out(run_dir
 
 def test_progress_shows_shaped_rewards_beside_the_accuracy():
     plain = Console(width=80, record=True, file=io.StringIO())
-    Progress(3, live=False, console=plain).evaluation(0, 0.0, 0.25)
+    Progress(3, live=False, console=plain).show_evaluation(0, 0.0, 0.25)
     assert "held-out reward 0.250, accuracy 0.0% at version 0" in plain.export_text()
     console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
-    progress.step(1, {"reward/mean": 0.125, "accuracy/train": 0.0})
-    progress.evaluation(1, 0.0, 0.25)
+    progress.show_step(1, {"reward/mean": 0.125, "accuracy/train": 0.0})
+    progress.show_evaluation(1, 0.0, 0.25)
     console.print(progress._render())
     text = console.export_text()
     for words in ("training reward", "0.125", "held-out reward    0.250 (v1)"):
@@ -400,7 +400,7 @@ def test_the_display_shows_which_executors_are_ready_while_they_start():
 
 def test_a_log_file_gets_a_line_per_role_that_is_ready_and_one_while_a_start_drags_on(monkeypatch):
     num_threads = threading.active_count()
-    monkeypatch.setattr("llamarl.metrics.console.PLAIN_QUIET_S", 0.01)
+    monkeypatch.setattr("llamarl.metrics.console.QUIET_INTERVAL_S", 0.01)
     console = Console(width=80, record=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
     with progress.startup() as report:
@@ -422,7 +422,7 @@ def test_a_sample_is_one_line_that_no_terminal_obeys(width):
     console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
     completion = "It is \x1b[31m\a[bold]4[/bold].\r\nAnswer: 4 " + "x" * 30 + "\u56db" * 30
-    progress.sample("What is\n2 + 2?", completion, 1.0)
+    progress.show_sample("What is\n2 + 2?", completion, 1.0)
     console.print(progress._render())
     text = console.export_text()
     (line,) = (line for line in text.splitlines() if "sample" in line)
@@ -437,9 +437,9 @@ def test_a_sample_is_one_line_that_no_terminal_obeys(width):
 def test_a_log_file_shows_a_sample_with_each_evaluation():
     console = Console(width=80, record=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
-    progress.evaluation(0, 0.5, 0.5)
-    progress.sample("2 + 2?", "4", 1.0)
-    progress.evaluation(1, 0.5, 0.5)
+    progress.show_evaluation(0, 0.5, 0.5)
+    progress.show_sample("2 + 2?", "4", 1.0)
+    progress.show_evaluation(1, 0.5, 0.5)
     lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
     assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
     assert len(lines) == 3

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import intersect, length, overlaps, subtract, union
-from llamarl.metrics.live import MOST_TAILS, LiveSpans, SpanTails
+from llamarl.metrics.recent_spans import MAX_FILES, RecentSpans
 from llamarl.metrics.span import FLUSH_SPANS, Spans
 from llamarl.metrics.span_file import SpanReader
 from llamarl.metrics.trace import TraceFile
@@ -225,7 +225,7 @@ def test_a_reader_continues_where_it_stopped_and_leaves_unfinished_lines(tmp_pat
 def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50), ("batch", "wait", 50, 52)])
     write_spans(tmp_path, "trainer-1", [("batch", "wait", 48, 52)])
-    times = LiveSpans(SpanTails(tmp_path, since_ns=0))
+    times = RecentSpans(tmp_path, since_ns=0)
     polled = times.shares()["trainer"]
     assert (polled.busy, polled.waits) == (pytest.approx(0.4), {"batch": pytest.approx(0.3)})
     assert times.take_waits_s() == {"trainer": pytest.approx(3.0)}
@@ -240,23 +240,22 @@ def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tm
 
 def test_live_shares_leave_out_an_earlier_session(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50)])
-    assert LiveSpans(SpanTails(tmp_path)).shares() == {}
+    assert RecentSpans(tmp_path).shares() == {}
 
 
 def test_live_waits_read_no_more_than_so_many_files_of_an_executor(tmp_path):
-    for index in range(3 * MOST_TAILS):
+    for index in range(3 * MAX_FILES):
         write_spans(tmp_path, f"generator-{index}", [("requests", "wait", 0, 1 + index % 2)])
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 0, 5)])
-    tails = SpanTails(tmp_path, since_ns=0)
-    times = LiveSpans(tails)
+    times = RecentSpans(tmp_path, since_ns=0)
     first = times.take_waits_s()
     assert first["trainer"] == 5.0
     assert 1.0 <= first["generator"] <= 2.0
     write_spans(tmp_path, "generator-0-late", [("requests", "wait", 0, 9)])
     write_spans(tmp_path, "generator-0", [("requests", "wait", 2, 66)])
-    expected = {"trainer": 0.0, "generator": pytest.approx(64 / MOST_TAILS)}
+    expected = {"trainer": 0.0, "generator": pytest.approx(64 / MAX_FILES)}
     assert times.take_waits_s() == expected, "the same files"
-    assert len(tails._readers) == MOST_TAILS + 1
+    assert len(times._readers) == MAX_FILES + 1
 
 
 def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):

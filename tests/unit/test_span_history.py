@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from llamarl.metrics.aggregate import Shares, Track, Tracks, read_timeline, shares_of
 from llamarl.metrics.intervals import length
 from llamarl.metrics.span import Spans
-from llamarl.metrics.span_file import Span, SpanReader, files_of, full_files, span_files
-from llamarl.metrics.span_history import sum_old_files, summed
+from llamarl.metrics.span_file import Span, SpanReader, span_files
+from llamarl.metrics.span_history import KEPT_SHARE, sum_old_spans, summed
 from tests.unit.test_metrics_time import write_spans, write_trace
 
 S = 10**9
-LIMIT_BYTES = 100_000
+LIMIT_BYTES = 200_000
 
 
 def record_work(spans: Spans, num_steps: int, start_ns: int) -> int:
@@ -63,13 +63,13 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_files_of_a_process_stay_below_the_limit_whatever_it_records(tmp_path):
     spans = Spans("generator-0", tmp_path, LIMIT_BYTES)
     now_ns, most_bytes = time.monotonic_ns(), 0
-    for _ in range(50):
+    for _ in range(100):
         now_ns = record_work(spans, 100, now_ns)
-        with contextlib.suppress(FileNotFoundError):  # one was summed up meanwhile: look later
+        with contextlib.suppress(FileNotFoundError):  # replaced just now: look later
             most_bytes = max(most_bytes, sum(path.stat().st_size for path in tmp_path.iterdir()))
     spans.close()
     assert 0 < most_bytes <= LIMIT_BYTES
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > LIMIT_BYTES // 3
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > LIMIT_BYTES * KEPT_SHARE
 
 
 def test_shares_and_extent_of_a_limited_run_are_those_of_a_whole_one(long_run):
@@ -113,7 +113,7 @@ def test_a_calibration_takes_no_sum_for_a_call(long_run):
     assert max(s.end_ns - s.start_ns for s in spans if s.name == "decode") <= S // 5
 
 
-def test_a_reader_meets_each_span_once_while_files_are_turned(tmp_path):
+def test_a_reader_yields_each_span_once_while_old_ones_are_summed(tmp_path):
     spans = Spans("generator-0", tmp_path, LIMIT_BYTES)
     reader = SpanReader(tmp_path / "generator-0.jsonl")
     now_ns, seen = time.monotonic_ns(), []
@@ -125,25 +125,23 @@ def test_a_reader_meets_each_span_once_while_files_are_turned(tmp_path):
     spans.close()
     seen += [span.args["tokens"] for span in reader.read() if span.name == "decode"]
     assert seen == list(range(3000))
-    assert files_of(tmp_path / "generator-0.jsonl")[0].suffix == ".past"
+    assert next(SpanReader(tmp_path / "generator-0.jsonl").read()).is_sum
 
 
-def test_what_a_killed_process_had_summed_already_does_not_count_twice(tmp_path):
+def test_a_process_killed_while_it_sums_leaves_its_file_as_it_was(tmp_path):
     path = tmp_path / "trainer-0.jsonl"
     for number in range(1, 5):
         write_spans(tmp_path, "trainer-0", [("accumulate", "busy", number, number + 1)])
-        path.rename(tmp_path / f"trainer-0.jsonl.{number}")
-    again = {full.name: full.read_bytes() for full in full_files(path)}
-    sum_old_files(path, 10_000)
-    for name, content in again.items():
-        (tmp_path / name).write_bytes(content)  # killed before it removed what it had summed
-    (tmp_path / "trainer-0.jsonl.past.tmp").write_text('{"summed_fi')
-    spans = [span for span in SpanReader(path).read() if span.name == "accumulate"]
-    assert [span.start_ns // S for span in spans] == [1, 2, 3, 4]
-    assert [span.session for span in spans] == [0, 1, 2, 3]
-    assert span_files(tmp_path) == [path], "also while there is no file being written"
-    sum_old_files(path, 10_000)
-    assert [full.name for full in full_files(path)] == ["trainer-0.jsonl.3", "trainer-0.jsonl.4"]
+    (tmp_path / "trainer-0.jsonl.tmp").write_text('{"summed_by')
+    before = path.read_bytes()
+    for _ in range(2):
+        spans = [span for span in SpanReader(path).read() if span.name == "accumulate"]
+        assert [span.start_ns // S for span in spans] == [1, 2, 3, 4]
+        assert [span.session for span in spans] == [0, 1, 2, 3]
+        assert span_files(tmp_path) == [path]
+        sum_old_spans(path, 1000)
+    assert path.read_bytes() != before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_resumed_run_goes_on_with_the_files_of_the_one_before(tmp_path):
@@ -199,19 +197,19 @@ def _shares(spans: list[Span], window: np.ndarray) -> Shares:
     return Shares(shares.busy, {name: share for name, share in shares.waits.items() if share})
 
 
-@given(st.binary(max_size=40), st.integers(0, 400), st.sampled_from(["", ".past", ".1"]))
-def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, suffix):
+@given(st.binary(max_size=40), st.integers(0, 1200), st.booleans())
+def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, is_summed):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trainer-0.jsonl")
-        write_spans(Path(folder), "trainer-0", [("accumulate", "busy", n, n + 1) for n in range(4)])
+        write_spans(Path(folder), "trainer-0", [("accumulate", "busy", n, n + 1) for n in range(9)])
+        if is_summed:
+            sum_old_spans(path, 1000)
         content = path.read_bytes()
-        for end in ("", ".past", ".1"):
-            damaged = content[:place] + junk + content[place + len(junk) :]
-            Path(f"{path}{end}").write_bytes(damaged if end == suffix else content)
-        spans = list(SpanReader(path).read())
+        num_spans = len(list(SpanReader(path).read()))
+        path.write_bytes(content[:place] + junk + content[place + len(junk) :])
         hit = content[place : place + len(junk)].count(b"\n") + junk.count(b"\n") + 1
-        assert 12 - hit - 1 <= len(spans)
-        sum_old_files(path, 10_000)
+        assert num_spans - hit - 1 <= len(list(SpanReader(path).read()))
+        sum_old_spans(path, 1000)
         read_timeline(folder)
 
 
@@ -220,8 +218,7 @@ def test_a_damaged_count_costs_its_line(tmp_path, count):
     path = tmp_path / "generator-0.jsonl"
     write_spans(tmp_path, "generator-0", [("decode", "busy", 1, 2, 7), ("decode", "busy", 2, 3, 8)])
     damaged = path.read_text().replace('"tokens": 7', f'"{count}": "7x"')
-    for end in ("", ".1", ".2", ".3"):
-        Path(f"{path}{end}").write_text(damaged)
-    sum_old_files(path, 10_000)
+    path.write_text(damaged * 4)
+    sum_old_spans(path, 1000)
     timeline = read_timeline(tmp_path)
     assert sum(timeline.processes["generator-0"]["busy", "decode"].tokens) == 4 * 8

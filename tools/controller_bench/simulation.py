@@ -328,7 +328,6 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
             log=MetricsLog(folder, open_trackers(["tensorboard"], Path(folder), {}, 0)),
             progress=Progress(shape.num_steps, live=False, console=Console(file=null)),
             spans=spans,
-            max_staleness=shape.max_staleness,
         )
         run_logger.watch(load, shape.max_staleness + 1)
         controller, publisher, dispatch = build_controller(
@@ -354,9 +353,9 @@ class Measured(RunLogger):
         self._load, self._num_skipped = load, num_skipped
         self._start: tuple[float, float, float] | None = None
 
-    async def step(self, stats: Any, groups: Any) -> None:
+    async def log_step(self, stats: Any, *details: Any) -> None:
         clock = cast(CostClock, asyncio.get_running_loop())
-        await super().step(stats, groups)
+        await super().log_step(stats, *details)
         load, now = self._load, (clock.time(), clock.cpu_s, clock.charged_s)
         if stats.version == self._num_skipped:
             self._start = now

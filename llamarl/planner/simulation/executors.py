@@ -293,15 +293,15 @@ class SilentRunLogger:
     def log_group(self, group: object, verdict: object) -> None:
         """Dropped groups cost what their rollouts cost."""
 
-    def evaluation(self, evaluation: object) -> None:
+    def log_evaluation(self, evaluation: object) -> None:
         """A simulation evaluates nothing."""
 
-    def publish(self, seconds: float) -> None:
+    def log_publish(self, seconds: float) -> None:
         """The publisher's own clock is the machine's, so `seconds` means nothing here."""
         now_s = asyncio.get_running_loop().time()
         newest = max(self._timeline.offered_s)
         self._timeline.publishes_s.append(now_s - self._timeline.offered_s[newest])
 
-    async def step(self, stats: StepStats, groups: object) -> None:
+    async def log_step(self, stats: StepStats, *details: object) -> None:
         """An optimizer step is done."""
         self._timeline.step_ends_s.append(asyncio.get_running_loop().time())

@@ -1,12 +1,12 @@
-"""How figures look on a console: bars, curves, times, and the table that ends a run.
+"""How figures look on a console: bars, curves, durations, and the table that ends a run.
 
-Owns: the look of single figures and of the final table. Does not own: the numbers, or what moves
-while a run goes on (`console.py`). Invariant: commands and paths are never wrapped or cut.
+Owns: the look of single figures and of the final table. Does not own: the numbers, or the display
+of a run that goes on (`console.py`). Invariant: commands and paths are never wrapped or cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,17 @@ BUSY_WIDTH = len(" 100% busy")
 CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
-WHEN = ("before", "after")  # the first step and the last one
-NEAR = 0.005  # a reward as near as this to the accuracy says nothing beside it
+NEAR = 0.005  # a reward this near to the accuracy is not worth a line of its own
 
 
 def render_summary(
-    summary: Mapping[str, Any],
-    paths: Mapping[str, str],
-    next_command: str,
-    console: Console | None = None,
+    summary: Mapping[str, Any], paths: Mapping[str, str], next_command: str, console: Console
 ) -> None:
     """Print the short table that ends a run.
 
-    `summary` as `summary.summarize` returns it; `paths`: label -> where it lies, in the order to
-    be shown; `next_command`: what the user may try next.
+    `summary` as `summary.summarize` returns it; `paths`: label -> path, in the order to be shown;
+    `next_command`: what the user may try next.
     """
-    console = console or Console()
     body = facts_grid()
     for label, value in _results(summary):
         body.add_row(label, value)
@@ -66,7 +61,7 @@ def facts_grid() -> Table:
 
 
 def draw_shares(shares: Shares, console: Console) -> Text:
-    """Busy share as a bar, then what fits of the two longest waits and what was waited for."""
+    """Busy share as a bar, then the two longest waits and their reasons as far as there is room."""
     room = console.width - LABEL_WIDTH - MARGINS
     wide, narrow = BAR_WIDTHS
     width = wide if room >= 2 * wide + BUSY_WIDTH else narrow
@@ -86,8 +81,8 @@ def draw_shares(shares: Shares, console: Console) -> Text:
     return bar
 
 
-def draw_curve(values: list[float], console: Console) -> str:
-    """One block per value, scaled from the least to the greatest; ASCII consoles get none."""
+def draw_curve(values: Sequence[float], console: Console) -> str:
+    """One block per value, scaled from the smallest to the largest; nothing on ASCII consoles."""
     if console.options.ascii_only:
         return ""
     low, high = min(values), max(values)
@@ -95,36 +90,36 @@ def draw_curve(values: list[float], console: Console) -> str:
     return "".join(CURVE_BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """83 -> "1:23"; 3683 -> "1:01:23"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def cut(text: str, width: int, encoding: str) -> str:
-    """`text` in one line of at most `width` columns, without characters that the console cannot
-    show or would take for commands."""
+def one_line(text: str, width: int, encoding: str) -> str:
+    """`text` in one line of at most `width` columns, without control characters and those that
+    `encoding` does not have."""
     line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
     line = line.encode(encoding, "replace").decode(encoding)
     return line if cell_len(line) <= width else set_cell_size(line, max(0, width - 3)) + "..."
 
 
 def is_shaped(reward: float | None, accuracy: float | None) -> bool:
-    """True if the reward says more than the accuracy, as where nothing has full marks yet."""
+    """True if the reward says more than the accuracy, as while no rollout has full marks yet."""
     if reward is None or accuracy is None:
         return reward is not None
     return abs(reward - accuracy) > NEAR or (accuracy == 0 and reward != 0)
 
 
 def shorten(path: str) -> str:
-    """`path`, relative to the working folder where it lies inside, as one would type it."""
+    """`path` relative to the working folder, if it lies inside."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _print_pair(console: Console, label: str, value: Text) -> None:
-    """Outside the panel and never wrapped, so that a path or command can be copied whole."""
+    """Print outside the panel and unwrapped, so that a path or command can be copied whole."""
     padded = Text(f"  {label:<{LABEL_WIDTH}}  ", style="dim", end="")
     console.print(padded, value, sep="", soft_wrap=True)
 
@@ -132,7 +127,7 @@ def _print_pair(console: Console, label: str, value: Text) -> None:
 def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows = _held_out(summary)
     rate = f"  ({summary['tokens_per_s']:,.0f} tokens/s trained)" if summary["tokens_per_s"] else ""
-    rows.append(("steps", Text(f"{summary['steps']}  in {clock(summary['wall_s'])} {rate}")))
+    rows.append(("steps", Text(f"{summary['steps']}  in {duration(summary['wall_s'])} {rate}")))
     rows.append(("rollouts", Text(f"{summary['rollouts_trained']:,} trained")))
     if summary["groups_dropped"]:
         rows.append(("groups dropped", Text(in_words(summary["groups_dropped"]))))
@@ -147,22 +142,18 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _held_out(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Before and after: the reward first where it says more than the share of full marks."""
-    pairs = [(summary[f"reward_{when}"], summary[f"accuracy_{when}"]) for when in WHEN]
-    accuracy = _before_after([_percent(accuracy) for _, accuracy in pairs])
-    if not any(is_shaped(*pair) for pair in pairs):
+    """Accuracy before and after, and above it the reward where that says more."""
+    rewards = summary["reward_before"], summary["reward_after"]
+    accuracies = summary["accuracy_before"], summary["accuracy_after"]
+    accuracy = _before_after(*("-" if value is None else f"{value:.1%}" for value in accuracies))
+    if not any(map(is_shaped, rewards, accuracies)):
         return [("held-out accuracy", accuracy)]
-    reward = _before_after(["-" if reward is None else f"{reward:.3f}" for reward, _ in pairs])
+    reward = _before_after(*("-" if value is None else f"{value:.3f}" for value in rewards))
     return [
         ("held-out reward", reward),
         ("held-out accuracy", accuracy.append("   (full marks)", "dim")),
     ]
 
 
-def _before_after(values: list[str]) -> Text:
-    before, after = values
+def _before_after(before: str, after: str) -> Text:
     return Text.assemble((before, "bold"), " before   ", (after, "bold green"), " after")
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

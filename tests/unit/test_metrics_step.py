@@ -17,16 +17,16 @@ from rich.console import Console
 from llamarl.metrics.charts import OTHERS, chart_tag, description
 from llamarl.metrics.console import Progress
 from llamarl.metrics.metrics_log import MetricsLog, read_metrics
-from llamarl.metrics.record import (
+from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.span import Spans
+from llamarl.metrics.span_file import SpanReader
+from llamarl.metrics.step_metrics import (
     TRAINER_TAGS,
     count_values,
     sample_rows,
     step_scalars,
     token_staleness,
 )
-from llamarl.metrics.run_logger import RunLogger
-from llamarl.metrics.span import Spans
-from llamarl.metrics.span_file import SpanReader
 from llamarl.metrics.tensorboard import MOST_BUCKETS, _histogram
 from llamarl.metrics.trackers import open_trackers
 from llamarl.types import (
@@ -271,7 +271,7 @@ def test_metrics_load_neither_torch_nor_tensorflow():
         "console",
         "metrics_log",
         "run_logger",
-        "record",
+        "step_metrics",
         "span",
         "span_file",
         "summary",
@@ -300,7 +300,7 @@ class FinishedEvaluation:
     num_failed: int = 1
 
 
-def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
+def test_the_run_logger_turns_events_into_metrics_and_step_marks(tmp_path):
     asked = []
 
     async def read_completions(row_ids):
@@ -314,17 +314,16 @@ def test_the_journal_turns_what_it_hears_into_metrics_and_step_marks(tmp_path):
             log=log,
             progress=Progress(7, live=True, console=Console(file=file)),
             spans=spans,
-            max_staleness=1,
             read_completions=read_completions,
             num_samples=1,
         )
-        run_logger.begin(5)
+        run_logger.start(5)
         run_logger.log_group(DROPPED, Dropped("equal_rewards"))
         run_logger.log_group(TRAINED, Kept((0.5, -0.5)))
-        run_logger.publish(0.25)
-        asyncio.run(run_logger.step(STATS, [TRAINED]))
-        run_logger.evaluation(FinishedEvaluation())
-        asyncio.run(run_logger.step(StepStats(version=7, scalars={}), [TRAINED]))
+        run_logger.log_publish(0.25)
+        asyncio.run(run_logger.log_step(STATS, [TRAINED], 4, {}))
+        run_logger.log_evaluation(FinishedEvaluation())
+        asyncio.run(run_logger.log_step(StepStats(version=7, scalars={}), [TRAINED], 5, {}))
     spans.close()
     log.close()
     steps = read_metrics(tmp_path / "metrics.jsonl")

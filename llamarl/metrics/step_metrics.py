@@ -1,7 +1,7 @@
-"""What one optimizer step says, as numbers: metadata in, tagged values out.
+"""The metrics of one optimizer step: metadata of its rollouts in, values by tag out.
 
 Owns: the tags and what each means. Does not own: where the values go (`metrics_log.py`) or where
-times come from. Invariant: pure; the same rows and statistics give the same record.
+times come from. Invariant: pure; the same rows and statistics give the same values.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from llamarl.types import FinishReason, Group, RolloutInfo, Score, ScoreStatus, 
 Scalars = dict[str, float]
 Histograms = dict[str, dict[float, int]]  # tag -> value -> how often
 Texts = dict[str, str]
-StepRecord = tuple[Scalars, Histograms, Texts]
+StepMetrics = tuple[Scalars, Histograms, Texts]
 
 STALENESS_HISTOGRAM = "staleness/tokens"
-MOST_VALUES = 32  # of a histogram; of more, equal ranges are counted
+MAX_VALUES = 32  # of a histogram; more are counted in this many equal ranges
 TRAINED_TOKENS = "tokens/trained"
 
-# Statistics of trainer and log-prob checks by the tag they are shown under; others go under
-# `trainer/`.
+# Tags of the statistics of trainer and log-prob check; others get `trainer/` and their name.
 TRAINER_TAGS = {
     "ratio_mean": "ratio/mean",
     "ratio_max": "ratio/max",
@@ -50,16 +49,16 @@ def step_scalars(
     oldest_version: int = 0,
     completions: Mapping[int, str] | None = None,
     answer_field: str | None = None,
-) -> StepRecord:
-    """The record of one step: (scalars by tag, histograms by tag, texts by tag).
+) -> StepMetrics:
+    """The metrics of one step: (scalars by tag, histograms by tag, texts by tag).
 
-    `groups`: those trained in this step, with rows and scores. `stats.version` - 1 is the version
-    they were used at; tokens older than `oldest_version` were masked and count as untrained.
-    `dropped`: groups dropped since the last step, by reason. Rewards, accuracy and lengths are over
-    trained and dropped groups together: groups with equal rewards are dropped, so the trained ones
-    alone would never look better than half-good. `seconds`: `step` (since the last step ended),
+    `groups`: those trained in this step, with rows and scores, at version `stats.version` - 1;
+    tokens older than `oldest_version` were masked and count as untrained. `dropped`: groups dropped
+    since the last step, by reason. Rewards, accuracy and lengths are over trained and dropped
+    groups together: groups with equal rewards are dropped, so the accuracy of the trained ones
+    stays near a half, however good the policy. `seconds`: `step` (since the last step ended),
     `publish`, and `wait/<executor>` where known. `completions`: decoded text of the rows chosen by
-    `sample_rows`, shown beside the answer that `answer_field` of the prompt's row expects.
+    `sample_rows`, shown beside the answer in `answer_field` of the prompt's row.
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rows.values()]
@@ -108,7 +107,7 @@ def is_mixed(row: RolloutInfo) -> bool:
 
 
 def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
-    """Row ids worth showing: from groups spread over the step, by turns the best and the worst."""
+    """Row ids worth showing: one per group, alternating between its best and its worst."""
     num_rows = min(num_rows, len(groups))
     chosen = []
     for index in range(num_rows):
@@ -165,10 +164,10 @@ def _staleness(staleness: dict[int, int], rows: list[RolloutInfo]) -> Scalars:
 
 
 def count_values(values: Sequence[float]) -> dict[float, int]:
-    """Value -> how often; of more than MOST_VALUES the middles of as many equal ranges."""
+    """Value -> how often; more than MAX_VALUES values as the middles of equal ranges."""
     counts = Counter(values)
-    if len(counts) > MOST_VALUES:
-        amounts, edges = np.histogram(np.array(values, dtype=np.float64), bins=MOST_VALUES)
+    if len(counts) > MAX_VALUES:
+        amounts, edges = np.histogram(np.array(values, dtype=np.float64), bins=MAX_VALUES)
         middles = (edges[:-1] + edges[1:]) / 2
         counts = Counter(dict(zip(middles.tolist(), amounts.tolist(), strict=True)))
     return {value: count for value, count in sorted(counts.items()) if count}
@@ -180,7 +179,7 @@ def _samples(
     completions: Mapping[int, str],
     answer_field: str | None,
 ) -> str:
-    """Markdown; code blocks keep the model's own markup from being rendered."""
+    """Markdown; in code blocks, so that the model's own markup is not rendered."""
     parts = []
     for group in groups:
         answer = group.prompt.fields.get(answer_field or "")
@@ -188,14 +187,14 @@ def _samples(
         for row_id, score in group.scores.items():
             if row_id in completions:
                 parts.append(
-                    f"**Step {step}, row {row_id}**: {_verdict(group.rows[row_id], score)}\n\n"
+                    f"**Step {step}, row {row_id}**: {_describe(group.rows[row_id], score)}\n\n"
                     f"Prompt:\n\n{_code(group.prompt.text)}\n\n"
                     f"Completion:\n\n{_code(completions[row_id])}{expected}"
                 )
     return "\n\n---\n\n".join(parts)
 
 
-def _verdict(row: RolloutInfo, score: Score) -> str:
+def _describe(row: RolloutInfo, score: Score) -> str:
     """Such as `reward 1.25 (exact 1, format 0.25), stop after 34 tokens, versions 3, 4`."""
     parts = ", ".join(f"{name} {part:g}" for name, part in score.parts.items())
     reward = f"reward {score.reward:g}" + (f" ({parts})" if len(score.parts) > 1 else "")

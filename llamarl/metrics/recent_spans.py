@@ -1,0 +1,112 @@
+"""What the processes of a run did in the last seconds, read from their growing span files.
+
+Owns: which files are read during the run, and how long their spans are kept. Does not own: the
+format (`span_file.py`) or what a share is (`aggregate.py`). Invariant: each span is read once, also
+when several threads ask.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.metrics.aggregate import Shares, Track, Tracks, by_executor, executor_of, shares_of
+from llamarl.metrics.intervals import union
+from llamarl.metrics.span_file import Span, SpanReader, span_files
+
+WINDOW_NS = 10 * 10**9
+MAX_FILES = 16  # read per executor: enough for a mean
+
+
+class RecentSpans:
+    """Busy and wait shares of the last ten seconds, and seconds waited per step. Thread-safe.
+
+    A span counts once it has ended and its process has flushed it, so a process's window ends at
+    its newest known span. Of an executor with more than `MAX_FILES` processes, that many, evenly
+    spread, are read.
+    """
+
+    def __init__(self, folder: str | Path, since_ns: int | None = None) -> None:
+        """Spans that ended before `since_ns` (Unix; default: now) belong to older sessions."""
+        self._folder = Path(folder)
+        self._since_ns = time.time_ns() if since_ns is None else since_ns
+        self._readers: dict[str, SpanReader] = {}
+        self._num_read: Counter[str] = Counter()  # files by executor
+        self._seen: set[str] = set()
+        self._processes: dict[str, Tracks] = {}
+        self._waited_ns: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def shares(self) -> dict[str, Shares]:
+        """Busy and wait shares by executor over the last ten seconds."""
+        with self._lock:
+            self._read()
+            shares = {
+                process: shares_of(tracks, union(np.array([self._window(tracks)])))
+                for process, tracks in self._processes.items()
+            }
+        return by_executor(shares)
+
+    def take_waits_s(self) -> dict[str, float]:
+        """Executor -> seconds waited (mean over its processes) in waits read since the last call.
+
+        Overlapping waits of one process count each.
+        """
+        with self._lock:
+            self._read()
+            members: dict[str, list[float]] = defaultdict(list)
+            for process, waited_ns in self._waited_ns.items():
+                members[executor_of(process)].append(waited_ns / 1e9)
+                self._waited_ns[process] = 0
+        return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
+
+    def _read(self) -> None:
+        for process, span in self._new_spans():
+            tracks = self._processes.setdefault(process, {})
+            track = tracks.setdefault((span.cat, span.name), Track())
+            track.times_ns.extend((span.start_ns, span.end_ns))
+            waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
+            self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
+        for tracks in self._processes.values():
+            _drop_before(tracks, self._window(tracks)[0])
+
+    def _new_spans(self) -> Iterator[tuple[str, Span]]:
+        """(process, span) of each busy or wait span that was not read yet."""
+        self._open_new_files()
+        for process, reader in self._readers.items():
+            for span in reader.read():
+                if span.end_ns >= self._since_ns and span.cat in ("busy", "wait"):
+                    yield process, span
+
+    def _open_new_files(self) -> None:
+        new: dict[str, list[Path]] = defaultdict(list)
+        for path in span_files(self._folder):
+            if path.stem not in self._seen:
+                new[executor_of(path.stem)].append(path)
+                self._seen.add(path.stem)
+        for executor, paths in new.items():
+            room = MAX_FILES - self._num_read[executor]
+            chosen = paths[:: math.ceil(len(paths) / room)] if room else []
+            self._readers |= {path.stem: SpanReader(path) for path in chosen}
+            self._num_read[executor] += len(chosen)
+
+    def _window(self, tracks: Tracks) -> tuple[int, int]:
+        newest_ns = max((track.times_ns[-1] for track in tracks.values()), default=0)
+        return max(newest_ns - WINDOW_NS, self._since_ns), newest_ns
+
+
+def _drop_before(tracks: Tracks, time_ns: int) -> None:
+    for key, track in list(tracks.items()):
+        times_ns = track.intervals()
+        kept = times_ns[times_ns[:, 1] > time_ns]
+        if len(kept):
+            track.times_ns = array("q", kept.tobytes())
+        else:
+            del tracks[key]
