@@ -33,7 +33,7 @@ from rich.logging import RichHandler
 
 from llamarl import __version__, jobs
 from llamarl.checkpoints import checkpoint
-from llamarl.cluster import GroupLost, whole_process
+from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.errors import NoGenerator, TaskError
@@ -72,7 +72,7 @@ PLAN_OPTIONS = {  # name of the option and of its value, what it does
 
 def main() -> None:
     """Entry point of the `llamarl` command."""
-    with whole_process():
+    with exiting_process():
         try:
             _main()
             sys.stdout.flush()

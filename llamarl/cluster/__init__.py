@@ -1,4 +1,4 @@
-"""Processes: the only code that knows how executors are started, called and stopped.
+"""Processes: how executors are started, called and stopped.
 
 Owns: the choice of backend. Does not own: what executors do, or which of them a run needs.
 Invariant: importing this loads neither monarch nor torch; `inline` never does.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from llamarl.cluster.credentials import prepare
+from llamarl.cluster.credentials import configure_monarch
 from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
 from llamarl.cluster.inline import InlineCluster
 from llamarl.config import ClusterConfig
@@ -26,18 +26,18 @@ __all__ = [
     "ExecutorGroup",
     "GroupLost",
     "RemoteError",
+    "exiting_process",
     "make_cluster",
     "make_rdma",
     "process_name",
-    "whole_process",
 ]
 
-# How often Monarch looks whether each process lives. It reads this when it is imported, and
-# children inherit it. With its default, 10 s, a killed process would go unnoticed as long.
+# How often Monarch checks whether each process lives. It reads this when it is imported, and
+# children inherit it. With its default, 10 s, it would notice a killed process that late.
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
-LEAST_POLL_MS, MOST_POLL_MS = 500, 10_000  # less often, and Monarch takes the controller for dead
-POLL_MS_PER_PROCESS = 32  # a look takes the controller 0.6 ms: so 2 % of a core up to 312 processes
-os.environ.setdefault(POLL, f"{LEAST_POLL_MS}ms")
+MIN_POLL_MS, MAX_POLL_MS = 500, 10_000  # above, Monarch takes the controller for dead
+POLL_MS_PER_PROCESS = 32  # a check costs the controller 0.6 ms: 2 % of a core, to 312 processes
+os.environ.setdefault(POLL, f"{MIN_POLL_MS}ms")
 
 
 def make_cluster(
@@ -51,27 +51,27 @@ def make_cluster(
     """The cluster that `config.backend` names; nothing starts before the first `spawn`.
 
     Every executor process records spans into `spans_folder` (None records nothing), at most
-    `spans_bytes` of them on disk, and logs into `logs_folder`. The more processes there will be,
-    the more rarely Monarch looks at each.
+    `spans_bytes` of them on disk, and logs into `logs_folder`. Monarch checks each process less
+    often the more there are.
     """
     make_spans = partial(Spans, folder=spans_folder, limit_bytes=spans_bytes)
     if config.backend == "inline":
         return InlineCluster(make_spans)
-    prepare(config)
-    if os.environ[POLL] == f"{LEAST_POLL_MS}ms":  # else it is the user's choice
-        poll_ms = min(MOST_POLL_MS, max(LEAST_POLL_MS, POLL_MS_PER_PROCESS * num_processes))
+    configure_monarch(config)
+    if os.environ[POLL] == f"{MIN_POLL_MS}ms":  # else it is the user's choice
+        poll_ms = min(MAX_POLL_MS, max(MIN_POLL_MS, POLL_MS_PER_PROCESS * num_processes))
         os.environ[POLL] = f"{poll_ms}ms"
-    from llamarl.cluster.meshes import MonarchCluster  # the only way to monarch
+    from llamarl.cluster.meshes import MonarchCluster  # here, for it imports monarch
 
     return MonarchCluster(config, make_spans, logs_folder=logs_folder)
 
 
 @contextmanager
-def whole_process() -> Iterator[None]:
-    """Around all that a process does: one that worked on cluster.hosts ends with the block.
+def exiting_process() -> Iterator[None]:
+    """Around all that a process does: if it used cluster.hosts, it exits at the block's end.
 
-    Python's own end would follow. There threads of Monarch that still hear from hosts call into
-    Python, which then aborts the process: one time in eight, whatever its exit code was.
+    In Python's own shutdown, Monarch's threads that still receive messages of hosts call into
+    Python and abort the process, one time in eight, with another exit code.
     """
     code: object = 0
     try:
@@ -93,7 +93,7 @@ def _has_hosts() -> bool:
 
 
 def make_rdma() -> Any:
-    """What weights.transport=rdma works with (`weights.transport.Rdma`); it travels."""
+    """The RDMA that weights.transport=rdma needs (`weights.transports.rdma.Rdma`); picklable."""
     from llamarl.cluster.rdma import MonarchRdma
 
     return MonarchRdma()

@@ -1,14 +1,14 @@
 """The actor around an executor, and calls on all its ranks from any process.
 
 Owns: endpoints, the proxies that travel, and what a failed call raises. Does not own: processes
-(`meshes.py`). Invariant: nothing an executor does raises inside an endpoint, for Monarch would end
-the actor; outcomes travel as data.
+(`meshes.py`). Invariant: no exception of an executor leaves an endpoint, for Monarch would end the
+actor; it travels as data.
 
 A message costs its sender and the receiver of the answer about 0.2 ms. So a call is one message to
-rank 0, which passes it to the heads of FANOUT spans of the other ranks, and so on: nobody talks to
-more than FANOUT others, and what a call costs the caller does not grow with the number of ranks.
-Outcomes come back the same way, together; the first failure at once, and what can be merged
-(`group.Mergeable`) as one.
+rank 0, which passes it to the heads of FANOUT spans of the other ranks, and so on: no process sends
+more than FANOUT messages, and the caller's cost does not grow with the number of ranks. Results
+come back the same way, together (a `group.MergeableResult` as one); the first failure comes back at
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import pickle
 import re
 from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -28,13 +28,13 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from llamarl.cluster.call_result import CallResult, attempt, failure, merged
-from llamarl.cluster.group import Factory, process_name, resolve
+from llamarl.cluster.group import Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.process import redirect_output
 from llamarl.errors import GroupLost, RemoteError
 from llamarl.metrics.span import Spans
 
-monarch_config.prefix_python_logs_with_actor = False  # it would stand in every log line, twice
+monarch_config.prefix_python_logs_with_actor = False  # every log line has the process already
 
 FANOUT = 4  # ranks that one rank passes a call on to
 LOSS_GRACE_S = 1.0  # a death is reported this late; its consequences in other ranks come earlier
@@ -48,14 +48,14 @@ class ExecutorActor(Actor):
         self._spans: Spans | None = None
         self._where = ""
         self._name, self._rank = "", 0
-        self._roster = Roster((), 0)
-        # By span and end: a new slice subscribes to its mesh anew, in the controller's process.
+        self._group = GroupActors((), 0)
+        # By span and end; kept, for every new slice of a mesh subscribes to it in the controller.
         self._heads: dict[tuple[int, int], list[Any]] = {}
 
     @concurrent_endpoint
     async def construct(
         self,
-        roster: Roster,
+        group: GroupActors,
         first_rank: int,
         name: str,
         factory: Factory,
@@ -63,9 +63,9 @@ class ExecutorActor(Actor):
         make_spans: Callable[[str], Spans],
         logs_folder: str,
     ) -> list[CallResult]:
-        """`first_rank` is that of this host's first rank."""
+        """Construct the executor; `first_rank` is the first one on this host. Returns the pid."""
         rank = self._rank = first_rank + current_rank().rank
-        self._roster, self._name, num_ranks = roster, name, roster.num_ranks
+        self._group, self._name, num_ranks = group, name, group.num_ranks
         self._where = process_name(name, rank, num_ranks)
         try:
             redirect_output(logs_folder, self._where)
@@ -74,17 +74,15 @@ class ExecutorActor(Actor):
             maker = resolve(factory)
             gc.enable()
             self._executor = maker(spec, rank=rank, num_ranks=num_ranks, spans=self._spans)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
             return [failure(error, self._where, rank)]
         return [CallResult(rank, os.getpid())]
 
     @concurrent_endpoint
-    async def run(
-        self, call: tuple[str, Any, Any], span: int, end: int, is_first: bool
-    ) -> list[CallResult]:
-        """`call` (method, args, kwargs) on the `span` ranks from this one on that are below `end`.
+    async def run(self, call: Call, span: int, end: int, is_first: bool) -> list[CallResult]:
+        """Run `call` on the `span` ranks from this one on that are below `end`.
 
-        The outcomes, by rank 0 only if `is_first`; or the first failure alone.
+        Returns their results, with `is_first` rank 0's only; or the first failure alone.
         """
         end = min(self._rank + span, end)
         own = asyncio.create_task(attempt(self._executor, self._where, self._rank, call))
@@ -93,10 +91,10 @@ class ExecutorActor(Actor):
             span = math.ceil((end - self._rank - 1) / FANOUT)
             if (span, end) not in self._heads:
                 ranks = range(self._rank + 1, end, span)
-                self._heads[span, end] = [heads.run for heads in self._roster.select(ranks)]
+                self._heads[span, end] = [heads.run for heads in self._group.select(ranks)]
             for run in self._heads[span, end]:
                 answers += send(run, call, span, end, is_first)
-        outcomes: list[CallResult] = []
+        results: list[CallResult] = []
         for answer in asyncio.as_completed(answers):
             try:
                 found = await answer
@@ -107,11 +105,12 @@ class ExecutorActor(Actor):
                 if result.error is not None:
                     return [result]
                 if result.rank == 0 or not is_first:
-                    outcomes.append(result)
-        return merged(outcomes)
+                    results.append(result)
+        return merged(results)
 
     @concurrent_endpoint
     async def finish(self) -> CallResult:
+        """Close the executor and its spans."""
         result = CallResult(self._rank)
         if hasattr(self._executor, "close"):
             result = await attempt(self._executor, self._where, self._rank, ("close", (), {}))
@@ -122,21 +121,21 @@ class ExecutorActor(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> None:
-        """Says that the event loop runs."""
+        """Answers if the event loop runs."""
 
     @concurrent_endpoint
     async def monitor(self, rank: int, liveness_timeout_s: float) -> None:
-        """Returns once another rank is silent."""
-        await until_silent(self._roster.one(rank), liveness_timeout_s)
+        """Returns once another rank has not answered for `liveness_timeout_s`."""
+        await wait_silent(self._group.one(rank), liveness_timeout_s)
 
     @concurrent_endpoint
     async def wait_exit(self) -> None:
-        """Never answers: the pending call is what learns of the process's end."""
+        """Never answers: the pending call fails when the process ends."""
         await asyncio.Event().wait()
 
 
-class Roster:
-    """The actors of all ranks of a group: per host one Monarch mesh, in rank order. Travels."""
+class GroupActors:
+    """The actors of all ranks of a group: per host one Monarch mesh, in rank order. Picklable."""
 
     def __init__(self, meshes: tuple[tuple[Any, int], ...], num_ranks: int) -> None:
         """`meshes` are those of the hosts, each with the rank of its first actor."""
@@ -160,45 +159,39 @@ class Roster:
         return found
 
 
-class Methods:
-    """Turns attribute access into calls on all ranks; travels to other processes.
+class RemoteRun:
+    """Runs calls on all ranks of a group; for `group.Calls`. Picklable.
 
-    `lost` exists only in the controller: there a process that fell silent ends pending calls too.
-    So does `hear`, which is called at every answer: who answers need not be asked whether it lives.
+    Only in the controller it has `lost`, which ends pending calls when a process is silent, and
+    `on_answer`, which is called at every answer: it shows that the group lives.
     """
 
     def __init__(
         self,
         name: str,
-        roster: Roster,
+        group: GroupActors,
         is_first: bool,
         lost: asyncio.Future[None] | None = None,
-        hear: Callable[[], None] = lambda: None,
+        on_answer: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
-        self._roster = roster
+        self._group = group
         self._is_first = is_first
         self._lost = lost
-        self._hear = hear
+        self._on_answer = on_answer
         self._root: Any = None
 
     def __reduce__(self) -> Any:
-        return Methods, (self._name, self._roster, self._is_first)
+        return RemoteRun, (self._name, self._group, self._is_first)
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            if self._root is None:
-                self._root = self._roster.one(0).run
-            size = self._roster.num_ranks
-            answers = send(self._root, (method, args, kwargs), size, size, self._is_first)
-            results = await results_by_rank(self._name, answers, size, self._lost)
-            self._hear()
-            return results[0] if self._is_first else results
-
-        return call
+    async def __call__(self, call: Call) -> list[Any]:
+        if self._root is None:
+            self._root = self._group.one(0).run
+        size = self._group.num_ranks
+        answers = send(self._root, call, size, size, self._is_first)
+        results = await results_by_rank(self._name, answers, size, self._lost)
+        self._on_answer()
+        return results
 
 
 def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
@@ -209,22 +202,22 @@ def send(endpoint: Any, *args: Any) -> Iterator[asyncio.Future[Any]]:
         yield future
 
 
-async def until_silent(
-    actor: Any, liveness_timeout_s: float, heard_s: Callable[[], float] = lambda: -math.inf
+async def wait_silent(
+    actor: Any, liveness_timeout_s: float, answered_s: Callable[[], float] = lambda: -math.inf
 ) -> None:
-    """Return once the event loop of `actor` answers nothing for `liveness_timeout_s`; never if it
-    ends.
+    """Return once the event loop of `actor` answers nothing for `liveness_timeout_s`; if its
+    process ends, never.
 
-    It is asked only after a quarter of that time without an answer; `heard_s` is when the last one
-    came, on this loop's clock.
+    Pings only after a quarter of that time without an answer; `answered_s` returns when the last
+    one came, on this loop's clock.
     """
     loop = asyncio.get_running_loop()
     while True:
-        while (pause_s := heard_s() + liveness_timeout_s / 4 - loop.time()) > 0:
+        while (pause_s := answered_s() + liveness_timeout_s / 4 - loop.time()) > 0:
             await asyncio.sleep(pause_s)
         (pong,) = send(actor.ping)
-        # Waiting in pieces: after a pause of this process itself, answers that lie waiting are
-        # read before the verdict.
+        # In three waits: after a pause of this process itself, answers that have arrived are read
+        # before the time is judged to be over.
         for _ in range(3):
             await asyncio.wait({pong}, timeout=liveness_timeout_s / 4)
             if pong.done():
@@ -242,7 +235,7 @@ async def results_by_rank(
     num_ranks: int,
     lost: asyncio.Future[None] | None,
 ) -> list[Any]:
-    """Results by rank, of those that tell one; raises the first failure to arrive."""
+    """The results that arrive, by rank; raises the first failure to arrive."""
     results: dict[int, Any] = {}
     for answer in answers:
         waiting: list[asyncio.Future[Any]] = [answer] if lost is None else [answer, lost]
@@ -252,14 +245,14 @@ async def results_by_rank(
             lost.result()
             raise GroupLost(name, None, "it was stopped during the call")
         try:
-            outcomes = answer.result()
-        except ValueError as error:  # Monarch's own: what an executor raises travels as an outcome
+            found = answer.result()
+        except ValueError as error:  # Monarch's own: what an executor raises travels as data
             raise GroupLost(name, None, last_line(error)) from None
         except (SupervisionError, ActorError) as error:
             if isinstance(error, SupervisionError):
                 await _prefer_loss(lost)
             raise lost_or_remote(name, error) from error
-        for result in outcomes:
+        for result in found:
             if result.error is not None and num_ranks > 1:
                 await _prefer_loss(lost)
             results[result.rank] = result.result()
@@ -267,8 +260,7 @@ async def results_by_rank(
 
 
 def lost_or_remote(name: str, error: Exception) -> GroupLost | RemoteError:
-    """What a Monarch error means: the process ended, or what was passed or returned does not
-    pickle."""
+    """What a Monarch error means: the process ended, or an argument or result does not pickle."""
     if isinstance(error, SupervisionError):
         return GroupLost(name, None, last_line(error))
     return RemoteError(f"{name}: {error}")
@@ -283,7 +275,7 @@ async def _prefer_loss(lost: asyncio.Future[None] | None) -> None:
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """Mark an exception as seen: nobody may be waiting for this answer any more."""
+    """Mark an exception as seen, for a caller that no longer waits for the answer."""
     if not future.cancelled():
         future.exception()
 

@@ -1,9 +1,5 @@
-"""What an executor process runs first: `python -m llamarl.cluster.bootstrap`.
-
-Owns: that the process ends with the one that started it, from its first moment. Does not own:
-anything later; Monarch takes over. Invariant: no process is left that waits for a controller which
-died while it started; Monarch sees to that only once it runs.
-"""
+"""What an executor process runs first: `python -m llamarl.cluster.bootstrap` ends with the process
+that started it, from its first moment. Monarch sees to that only once it runs."""
 
 from __future__ import annotations
 

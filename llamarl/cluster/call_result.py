@@ -1,7 +1,7 @@
 """How a call ends: with a value, or with an exception that travels.
 
-Owns: the one place where an executor's method is run. Does not own: transport. Invariant:
-`attempt` never raises what the executor raised; it returns an Outcome that survives pickling,
+Owns: running an executor's method, and its result as data. Does not own: transport. Invariant:
+`attempt` never raises what the executor raised; it returns a CallResult that survives pickling,
 because an exception that does not would kill the process that sends it.
 """
 
@@ -12,13 +12,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from llamarl.cluster.group import Mergeable
+from llamarl.cluster.group import Call, MergeableResult
 from llamarl.errors import RemoteError, UserCodeError
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What one rank answered. `error` is the pickled exception, if there was one."""
+    """What one rank returned. `error` is the pickled exception, if there was one."""
 
     rank: int
     value: Any = None
@@ -31,29 +31,27 @@ class CallResult:
         raise pickle.loads(self.error)
 
 
-def merged(outcomes: list[CallResult]) -> list[CallResult]:
-    """The outcomes of several ranks, those whose values can be merged as one, of the first rank."""
-    first = outcomes[0] if outcomes else None
-    if first is None or not isinstance(first.value, Mergeable):
-        return outcomes
-    for result in outcomes[1:]:
+def merged(results: list[CallResult]) -> list[CallResult]:
+    """The results of several ranks; mergeable ones as a single result of the first rank."""
+    first = results[0] if results else None
+    if first is None or not isinstance(first.value, MergeableResult):
+        return results
+    for result in results[1:]:
         first.value.merge(result.value)
     return [first]
 
 
-async def attempt(
-    executor: object, where: str, rank: int, call: tuple[str, Any, Any]
-) -> CallResult:
-    """Run `call` = (method, args, kwargs) on `executor`; `where` names the process in notes."""
+async def attempt(executor: object, where: str, rank: int, call: Call) -> CallResult:
+    """Run `call` on `executor`; `where` names the process in notes."""
     method, args, kwargs = call
     try:
         return CallResult(rank, await getattr(executor, method)(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+    except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
         return failure(error, where, rank)
 
 
 def failure(error: BaseException, where: str, rank: int) -> CallResult:
-    """The Outcome of an exception, with its traceback as a note."""
+    """The result of a call that raised `error`, with its traceback as a note."""
     error.add_note(f"raised in {where}:\n{_traceback(error)}")
     try:
         data = pickle.dumps(error)
@@ -63,8 +61,7 @@ def failure(error: BaseException, where: str, rank: int) -> CallResult:
         travels = False
     # StopIteration and exits would be changed or acted on by the caller's event loop.
     if not travels or not isinstance(error, Exception) or isinstance(error, _LOOP_SIGNALS):
-        text = f"{type(error).__name__}: {_text(error)}"
-        remote = RemoteError(text)
+        remote = RemoteError(f"{type(error).__name__}: {_text(error)}")
         for note in error.__notes__:
             remote.add_note(note)
         data = pickle.dumps(remote)
@@ -78,7 +75,7 @@ def _traceback(error: BaseException) -> str:
     if isinstance(error, UserCodeError):
         return _text(error)
     report = traceback.TracebackException.from_exception(error)
-    report.__notes__ = None  # they travel on their own
+    report.__notes__ = None  # they travel separately
     return "".join(report.format()).rstrip()
 
 

@@ -1,11 +1,11 @@
-"""Who may talk to whom: mutual TLS between the controller and the worker daemons.
+"""Mutual TLS between the controller and the worker daemons.
 
-Owns: the addresses and PEM files of both ends, and the handshake that says, before Monarch is
-asked, why a connection would not come about (Monarch itself would only wait in vain). Does not own:
-the connections of a run, which are Monarch's. Invariant: loads neither Monarch nor torch.
+Owns: the addresses and PEM files of both ends, and a handshake before Monarch's own, which says why
+a connection fails (Monarch would wait without a message). Does not own: the connections of a run,
+which are Monarch's. Invariant: loads neither Monarch nor torch.
 
 Both ends show a certificate, and each checks that the other's is signed by the authority `ca` and
-names the address it was reached at. Whoever may connect may run code: keep the keys.
+names the address that it connected to. A client that can connect can run code: protect the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import socket
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_LIMIT_S = 5.0
 RECONNECT_S = 1.0
-SHORT_LIMITS = {  # Monarch's own notice of a host's death: seconds instead of never
+SHORT_LIMITS = {  # after which Monarch itself notices a host's death; by default never
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "5s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
-    # A daemon ends the processes of a controller that has died after:
+    # After which a daemon ends the processes of a controller that died:
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "15s",
 }
-KEEPALIVE_S, NUM_KEEPALIVES = 3, 3  # silence of this many seconds, as often: the host is gone
-TICKET_LIMIT_S = 0.5  # a server that accepts us says so with its session ticket
+KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # a host is gone after 12 s
+TICKET_LIMIT_S = 0.5  # a server that accepts our certificate sends a session ticket
 
 
 @dataclass(frozen=True)
 class Address:
-    """tls://host:port, or tcp://host:port where everybody on the network is trusted."""
+    """tls://host:port, or tcp://host:port on a trusted network."""
 
     scheme: str
     host: str
@@ -48,7 +48,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, field: str) -> Address:
-        """ValueError, naming the option `field`, for what is no such address."""
+        """The address in `text`; ValueError, naming the option `field`, if it is none."""
         parts = urlsplit(text)
         try:
             port = parts.port
@@ -72,13 +72,8 @@ class Credentials:
     private_key: str
 
     def context(self, prefix: str) -> ssl.SSLContext:
-        """What a handshake needs. ValueError, naming the option after `prefix`, for bad files."""
-        options = (
-            ("ca", self.ca),
-            ("certificate", self.certificate),
-            ("private_key", self.private_key),
-        )
-        for name, path in options:
+        """For a handshake. ValueError, naming the option with `prefix`, for unusable files."""
+        for name, path in asdict(self).items():
             try:
                 open(path, "rb").close()
             except OSError as error:
@@ -89,7 +84,7 @@ class Credentials:
                 ) from error
         try:
             context = ssl.create_default_context(cafile=self.ca)
-            # A key with a password would else be asked for on the terminal, and Monarch has none.
+            # Without a password given, openssl would ask for one on the terminal; Monarch cannot.
             context.load_cert_chain(self.certificate, self.private_key, password="")
         except ssl.SSLError as error:
             raise ValueError(
@@ -100,7 +95,7 @@ class Credentials:
         return context
 
     def environment(self) -> dict[str, str]:
-        """Where Monarch looks for them."""
+        """The variables that Monarch reads them from."""
         return {
             "HYPERACTOR_TLS_CA": os.path.abspath(self.ca),
             "HYPERACTOR_TLS_CERT": os.path.abspath(self.certificate),
@@ -108,10 +103,8 @@ class Credentials:
         }
 
     def refusal(self, name: str) -> str:
-        """Why others who trust `ca` would refuse our certificate at this name or address.
-
-        Found out by a handshake with ourselves, in memory; "" if they would accept it.
-        """
+        """Why ends that trust `ca` would refuse our certificate for this name or address; "" if
+        they would accept it. Found by a handshake in memory between two ends of our own."""
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.load_cert_chain(self.certificate, self.private_key)
         there, here = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -129,8 +122,8 @@ class Credentials:
         return ""
 
 
-def prepare(config: ClusterConfig) -> None:
-    """Set what Monarch reads when it is imported, for a run on cluster.hosts.
+def configure_monarch(config: ClusterConfig) -> None:
+    """Set the variables that Monarch reads when it is imported, for a run on cluster.hosts.
 
     ValueError if the hosts' addresses do not fit the other fields.
     """
@@ -170,7 +163,7 @@ def prepare(config: ClusterConfig) -> None:
 
 
 def is_loopback(address: Address) -> bool:
-    """Whether only this machine can reach the address."""
+    """True if only this machine can reach the address."""
     try:
         return ip_address(address.host).is_loopback
     except ValueError:
@@ -178,7 +171,7 @@ def is_loopback(address: Address) -> bool:
 
 
 def check_distinct(addresses: list[Address]) -> None:
-    """ValueError if two of them, which can be resolved, lead to the same daemon."""
+    """ValueError if two of them, which all resolve, are of the same daemon."""
     found: dict[object, Address] = {}
     for address in addresses:
         place = socket.getaddrinfo(address.host, address.port, proto=socket.IPPROTO_TCP)[0][4][:2]
@@ -189,11 +182,12 @@ def check_distinct(addresses: list[Address]) -> None:
         found[place] = address
 
 
-def own_name(own_address: str, address: Address, credentials: Credentials) -> str:
-    """What the daemon at `address` can call this machine, which it knows at `own_address` (an IP).
+def controller_name(own_address: str, address: Address, credentials: Credentials) -> str:
+    """The name under which the daemon at `address` connects to this machine, whose IP address it
+    knows as `own_address`.
 
-    Our certificate must be for it, and it must resolve to `own_address`: Monarch listens where it
-    leads. ValueError if there is no such name.
+    Our certificate must be for it, and it must resolve to `own_address`, where Monarch then
+    listens. ValueError if there is no such name.
     """
     labels = socket.getfqdn().split(".")
     names = [".".join(labels[:end]) for end in range(1, len(labels) + 1)]
@@ -210,7 +204,7 @@ def own_name(own_address: str, address: Address, credentials: Credentials) -> st
 
 
 def resolves(name: str, own_address: str) -> bool:
-    """Whether `name` is, here, a name of the IP address `own_address`."""
+    """True if `name` resolves, on this machine, to the IP address `own_address`."""
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
@@ -218,24 +212,24 @@ def resolves(name: str, own_address: str) -> bool:
     return found[0][4][0] == own_address
 
 
-def reach(address: Address, credentials: Credentials, patience_s: float = 0.0) -> str:
+def connect(address: Address, credentials: Credentials, patience_s: float = 0.0) -> str:
     """Connect to a daemon, over TLS where the address says so, and disconnect.
 
     Returns this end's IP address, at which the daemon's host can reach it. ValueError with the
-    reason if the daemon does not answer, or one end does not accept the other's certificate. A
-    daemon that may still be starting is asked again for `patience_s`.
+    reason if the daemon does not answer, or one end does not accept the other's certificate. Tries
+    again for `patience_s`, as the daemon may still be starting.
     """
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            return _reach(address, credentials)
+            return _connect(address, credentials)
         except ValueError as error:
             if isinstance(error.__cause__, ssl.SSLError) or time.monotonic() > deadline_s:
                 raise
             time.sleep(RECONNECT_S)
 
 
-def _reach(address: Address, credentials: Credentials) -> str:
+def _connect(address: Address, credentials: Credentials) -> str:
     context = credentials.context("cluster.") if address.scheme == "tls" else None
     try:
         with socket.create_connection((address.host, address.port), HANDSHAKE_LIMIT_S) as plain:
@@ -263,14 +257,14 @@ def _reach(address: Address, credentials: Credentials) -> str:
     except OSError as error:
         raise ValueError(
             f"cluster.hosts must name running `llamarl worker` daemons, got no answer from "
-            f"{address} ({why(error)}; waited at most {HANDSHAKE_LIMIT_S:g} s)"
+            f"{address} ({reason_of(error)}; waited at most {HANDSHAKE_LIMIT_S:g} s)"
         ) from error
 
 
-async def hold(address: Address, credentials: Credentials) -> str:
-    """Keep a connection to a daemon open; returns, with the reason, once there is none to be had.
+async def wait_disconnected(address: Address, credentials: Credentials) -> str:
+    """Keep a connection to a daemon open; returns the reason once it cannot be opened again.
 
-    The end of the daemon closes it at once; keepalive tells the end of its host or the network.
+    A daemon that ends closes it at once; keepalive notices the end of its host or the network.
     """
     context = credentials.context("cluster.") if address.scheme == "tls" else None
     while True:
@@ -280,9 +274,12 @@ async def hold(address: Address, credentials: Credentials) -> str:
                     address.host, address.port, ssl=context
                 )
         except OSError as error:
-            return "its worker daemon does not answer: " + why(error)
+            return "its worker daemon does not answer: " + reason_of(error)
         try:
-            _keep_alive(writer.get_extra_info("socket"))
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             await reader.read()
         except OSError as error:
             log.debug("%s: %s", address, error)
@@ -291,20 +288,13 @@ async def hold(address: Address, credentials: Credentials) -> str:
         await asyncio.sleep(RECONNECT_S)
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEPALIVES)
-
-
-def why(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     """The operating system's words for an error."""
     return "timed out" if isinstance(error, TimeoutError) else str(error.strerror or error)
 
 
 def _wait_for_ticket(secured: ssl.SSLSocket) -> None:
-    """With TLS 1.3 our side of the handshake is over before the server has seen our certificate."""
+    """With TLS 1.3 our side of the handshake ends before the server has checked our certificate."""
     secured.settimeout(TICKET_LIMIT_S)
     try:
         if not secured.recv(1):

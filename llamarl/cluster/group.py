@@ -1,12 +1,12 @@
-"""What a cluster and a group of executor processes look like to their users.
+"""A cluster and a group of executor processes, as code outside `cluster/` sees them.
 
-Owns: the two protocols that every backend keeps, and how processes are named. Does not own: any
-behaviour. Invariant: code above `cluster/` needs nothing but these.
+Owns: the protocols that every backend satisfies, calls by attribute access, and how processes are
+named. Does not own: processes. Invariant: code above `cluster/` needs nothing but these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,9 @@ from llamarl.config.rank_assignment import Device
 
 Factory = type | str
 """An executor class, or "module:Class": the caller then need not load what the module imports."""
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""(method, args, kwargs)"""
 
 
 def resolve(factory: Factory) -> type:
@@ -27,19 +30,37 @@ def resolve(factory: Factory) -> type:
 
 
 @runtime_checkable
-class Mergeable(Protocol):
-    """A result that ranks merge on its way to the caller, who gets one for all of them."""
+class MergeableResult(Protocol):
+    """A result that ranks merge on its way to the caller, who gets one for all ranks."""
 
     def merge(self, other: Any) -> None:
-        """Take in another rank's result."""
+        """Add another rank's result."""
+
+
+class Calls:
+    """Turns attribute access into calls on all ranks; `is_first`: returns rank 0's result only."""
+
+    def __init__(self, run: Callable[[Call], Awaitable[list[Any]]], is_first: bool) -> None:
+        self._run = run
+        self._is_first = is_first
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            results = await self._run((method, args, kwargs))
+            return results[0] if self._is_first else results
+
+        return call
 
 
 class ExecutorGroup(Protocol):
     """The ranks of one executor.
 
     `call_one` and `call_all` have the executor's methods: calling one runs it on all ranks at once;
-    `await group.call_one.method(...)` gives rank 0's result, `await group.call_all.method(...)` the
-    list by rank (if they are Mergeable, one for all). Both can be handed to other executors in
+    `await group.call_one.method(...)` returns rank 0's result, `await group.call_all.method(...)`
+    the list by rank (of a MergeableResult one for all). Both can be passed to other executors in
     `spawn`'s spec or in any call; those then call peer to peer. Calls run concurrently;
     cancelling one does not cancel the remote work.
 
@@ -77,11 +98,11 @@ class Cluster(Protocol):
         """Start `num_ranks` processes; construct `factory(spec, rank=, num_ranks=, spans=)`.
 
         Rank i sits on `devices[i]`; without devices all are on the first host and have no GPU. The
-        first spawn attaches and checks the hosts: ValueError for what is wrong with one.
+        first spawn attaches the hosts and checks them: ValueError for what is wrong with one.
 
         `spans` records under `process_name(name, rank, num_ranks)`. Run several spawns with
-        `asyncio.gather`: they overlap. ValueError if `name` was used before; whatever a
-        constructor raises is raised here.
+        `asyncio.gather`: they overlap. ValueError if `name` was used before; also raises what a
+        constructor raises.
         """
 
     async def watch(self) -> None:

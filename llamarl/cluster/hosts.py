@@ -1,11 +1,10 @@
 """The hosts of a run: this machine, or others that worker daemons serve.
 
-Owns: attaching to daemons, noticing their death, and what is done to a host's processes from
-outside. Does not own: executors (`meshes.py`), what hosts must have in common (`inspection.py`).
-Invariant: an attached host answered in time and passed all checks, and nothing of a run is on it
-before.
+Owns: attaching to daemons, noticing their death, and killing a host's processes from outside. Does
+not own: executors (`meshes.py`), what hosts must have in common (`host_check.py`). Invariant: an
+attached host answered in time and passed all checks before any process of the run starts on it.
 
-Every host is a Monarch host mesh of its own, so that the death of one never holds up another.
+Every host is a Monarch host mesh of its own, so that the death of one does not block another.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import uuid
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -38,117 +37,108 @@ from llamarl.cluster.credentials import (
     Address,
     Credentials,
     check_distinct,
-    hold,
-    own_name,
-    reach,
+    connect,
+    controller_name,
+    wait_disconnected,
 )
-from llamarl.cluster.inspection import Report, check_reports, inspect
-from llamarl.cluster.process import end_marked, first_ended, import_path, quiet_stderr
+from llamarl.cluster.host_check import Report, check_reports, inspect
+from llamarl.cluster.process import import_path, kill_marked, quiet_stderr, wait_first_exit
 from llamarl.config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
 DIMENSION = "ranks"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-FIRST_CALL_LIMIT_S = 60.0  # to start a process on a host and hear from it
+FIRST_CALL_LIMIT_S = 60.0  # to start a process on a host and get its answer
 START_PATIENCE_S = 900.0  # for daemons that a scheduler starts: it may fetch images before
-END_LIMIT_S = 8.0  # for a host to kill what is left there
+KILL_LIMIT_S = 8.0  # for a host to kill what is left there
 DETACH_LIMIT_S = 3.0
 
 
 own_names: set[str] = set()  # by which hosts reach this process, once it attached to any
 
 
-class Host(Protocol):
-    """Where processes are started."""
+class Host:
+    """Where processes are started: this machine, over abstract unix sockets, without a port."""
 
-    surroundings: dict[str, str]  # what every process there has in its environment
-    is_lost: bool  # nothing there can be reached any more
+    def __init__(self) -> None:
+        # The import path is the controller's, so that all it can import can be spawned.
+        self.environment = {
+            "PYTHONPATH": import_path(),
+            PARENT: str(os.getpid()),
+            **interface_variables(LOOPBACK),
+        }
+        """Of every process there."""
+        self.is_lost = False
+        """Nothing there can be reached any more."""
+        self._mesh = _this_host()
+        self._executable = sys.executable
 
     def spawn(self, name: str, environments: list[dict[str, str]]) -> Any:
         """Start one process per environment, which adds to the host's; a Monarch process mesh."""
+        command = default_bootstrap_cmd()
+        command.args = ["-m", "llamarl.cluster.bootstrap"]
+        command.program = self._executable
+        return self._mesh.spawn_procs(
+            {DIMENSION: len(environments)},
+            name=name,
+            bootstrap_command=lambda point: command.with_env(environments[point[DIMENSION]]),
+        )
 
-    async def end(self, mark: str) -> list[int]:
-        """Kill every process there that carries `mark`; the pids that are left, normally none."""
+    async def kill(self, mark: str) -> list[int]:
+        """Kill every process there that has `mark`; the pids that are left, normally none."""
+        return await kill_marked(mark)
 
-    async def first_ended(self, pids: list[int]) -> int:
+    async def wait_first_exit(self, pids: list[int]) -> int:
         """Wait until one of these processes there has ended; its index."""
+        return await wait_first_exit(pids)
 
-    async def until_lost(self) -> str:
+    async def wait_lost(self) -> str:
         """Wait until the host is lost; why."""
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def detach(self) -> None:
         """Let the host go; never raises."""
 
 
-class LocalHost:
-    """This machine, over abstract unix sockets; no port is opened."""
-
-    def __init__(self) -> None:
-        # The import path is the controller's, so that whatever it could import can be spawned.
-        self.surroundings = {
-            "PYTHONPATH": import_path(),
-            PARENT: str(os.getpid()),
-            **network(LOOPBACK),
-        }
-        self.is_lost = False
-        self._mesh = _this_host()
-
-    def spawn(self, name: str, environments: list[dict[str, str]]) -> Any:
-        return spawn_processes(self._mesh, name, environments, None)
-
-    async def end(self, mark: str) -> list[int]:
-        return await end_marked(mark)
-
-    async def first_ended(self, pids: list[int]) -> int:
-        return await first_ended(pids)
-
-    async def until_lost(self) -> str:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def detach(self) -> None:
-        """Nothing to let go."""
-
-
 class HostAgent(Actor):
-    """What the controller asks of a host itself."""
+    """Runs on a remote host what the controller asks of the host itself."""
 
     @concurrent_endpoint
-    async def inspect(self, probe: str, interface: str) -> Report:
-        return await asyncio.to_thread(inspect, probe, interface)
+    async def inspect(self, probe: str) -> Report:
+        return await asyncio.to_thread(inspect, probe)
 
     @concurrent_endpoint
-    async def end(self, mark: str) -> list[int]:
-        return await end_marked(mark)
+    async def kill(self, mark: str) -> list[int]:
+        return await kill_marked(mark)
 
     @concurrent_endpoint
-    async def first_ended(self, pids: list[int]) -> int:
-        return await first_ended(pids)
+    async def wait_first_exit(self, pids: list[int]) -> int:
+        return await wait_first_exit(pids)
 
 
-class RemoteHost:
+class RemoteHost(Host):
     """A host that a worker daemon serves."""
 
     def __init__(self, address: Address, config: ClusterConfig, credentials: Credentials) -> None:
         self.address = address
         self.is_lost = False
         self._credentials = credentials
-        self._end: asyncio.Task[str] | None = None
+        self._disconnected: asyncio.Task[str] | None = None
         interface = data_interface(config)
-        self.surroundings = {
+        self.environment = {
             "LLAMARL_HOST": str(address),
             "LLAMARL_DATA_INTERFACE": interface,
-            **network(interface),
+            **interface_variables(interface),
         }
         self._mesh = attach_to_workers(ca="trust_all_connections", workers=[str(address)])
         self._agents = self._mesh.spawn_procs(name=f"host-{uuid.uuid4().hex[:8]}")
         self._agent: Any = self._agents.spawn("host", HostAgent)
-        self._executable: str | None = None
 
-    async def inspect(self, probe: str, interface: str) -> Report:
+    async def inspect(self, probe: str) -> Report:
         """The host's report. ValueError if it does not come in time."""
-        answer = self._agent.inspect.call_one(probe, interface).as_asyncio()
+        answer = self._agent.inspect.call_one(probe).as_asyncio()
         try:
             report: Report = await asyncio.wait_for(answer, FIRST_CALL_LIMIT_S)
         except (TimeoutError, SupervisionError, ActorError) as error:
@@ -160,32 +150,30 @@ class RemoteHost:
         self._executable = report["executable"]
         return report
 
-    def spawn(self, name: str, environments: list[dict[str, str]]) -> Any:
-        return spawn_processes(self._mesh, name, environments, self._executable)
-
-    async def end(self, mark: str) -> list[int]:
-        answer = self._agent.end.call_one(mark).as_asyncio()
+    async def kill(self, mark: str) -> list[int]:
+        answer = self._agent.kill.call_one(mark).as_asyncio()
         try:
-            left: list[int] = await asyncio.wait_for(answer, END_LIMIT_S)
+            left: list[int] = await asyncio.wait_for(answer, KILL_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - a dead daemon's processes die with it
-            log.debug("ending processes of %s: %s", self.address, error)
+            log.debug("killing processes of %s: %s", self.address, error)
             return []
         return left
 
-    async def first_ended(self, pids: list[int]) -> int:
-        index: int = await self._agent.first_ended.call_one(pids)
+    async def wait_first_exit(self, pids: list[int]) -> int:
+        index: int = await self._agent.wait_first_exit.call_one(pids)
         return index
 
-    async def until_lost(self) -> str:
-        if self._end is None:
-            self._end = asyncio.create_task(hold(self.address, self._credentials))
-        reason = await asyncio.shield(self._end)
+    async def wait_lost(self) -> str:
+        if self._disconnected is None:
+            waiting = wait_disconnected(self.address, self._credentials)
+            self._disconnected = asyncio.create_task(waiting)
+        reason = await asyncio.shield(self._disconnected)
         self.is_lost = True
         return f"host {self.address} is lost: {reason}"
 
     async def detach(self) -> None:
-        if self._end is not None:
-            self._end.cancel()
+        if self._disconnected is not None:
+            self._disconnected.cancel()
         if self.is_lost:
             return
         try:
@@ -197,30 +185,29 @@ class RemoteHost:
 async def attach(config: ClusterConfig, folder: str) -> list[Host]:
     """The hosts of a run, checked: this machine, or all of cluster.hosts.
 
-    `folder` is one that all must see. ValueError, in one line, for whatever is wrong with one.
+    All hosts must see `folder`. ValueError, in one line, for what is wrong with one of them.
     """
     if not config.hosts:
-        return [LocalHost()]
+        return [Host()]
     credentials = Credentials(config.ca, config.certificate, config.private_key)
     addresses = [Address.parse(text, "cluster.hosts") for text in config.hosts]
     patience_s = 0.0 if config.scheduler == "none" else START_PATIENCE_S
-    own = await asyncio.gather(
-        *(asyncio.to_thread(reach, address, credentials, patience_s) for address in addresses)
+    own_ips = await asyncio.gather(
+        *(asyncio.to_thread(connect, address, credentials, patience_s) for address in addresses)
     )
     check_distinct(addresses)
-    # A host may know itself, if the controller is on it, at an address that is only its own.
-    index = next((i for i, ip in enumerate(own) if not ip_address(ip).is_loopback), 0)
-    name = await asyncio.to_thread(own_name, own[index], addresses[index], credentials)
+    # A host on the controller's machine may reach it at an address that others cannot reach.
+    index = next((i for i, ip in enumerate(own_ips) if not ip_address(ip).is_loopback), 0)
+    name = await asyncio.to_thread(controller_name, own_ips[index], addresses[index], credentials)
     _start_client(addresses[0].scheme, name)
     hosts = [RemoteHost(address, config, credentials) for address in addresses]
     probe, text = Path(folder, f".hosts-{uuid.uuid4().hex}"), uuid.uuid4().hex
     probe.parent.mkdir(parents=True, exist_ok=True)
     probe.write_text(text)
-    interface = data_interface(config)
     try:
-        reports = await asyncio.gather(*(host.inspect(str(probe), interface) for host in hosts))
+        reports = await asyncio.gather(*(host.inspect(str(probe)) for host in hosts))
         found = dict(zip(config.hosts, reports, strict=True))
-        check_reports(found, (str(probe), text), interface)
+        check_reports(found, (str(probe), text), data_interface(config))
     except BaseException:
         await asyncio.gather(*(host.detach() for host in hosts))
         raise
@@ -230,33 +217,18 @@ async def attach(config: ClusterConfig, folder: str) -> list[Host]:
 
 
 def data_interface(config: ClusterConfig) -> str:
-    """The interface that ranks of several hosts talk over."""
+    """The network interface of tensor traffic between ranks."""
     return config.data_interface or LOOPBACK
 
 
-def network(interface: str) -> dict[str, str]:
-    """Gloo and NCCL else take the interface that the host name resolves to."""
+def interface_variables(interface: str) -> dict[str, str]:
+    """Without these, Gloo and NCCL take the interface that the host name resolves to."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-
-
-def spawn_processes(
-    mesh: HostMesh, name: str, environments: list[dict[str, str]], executable: str | None
-) -> Any:
-    """One process per environment on the one host of `mesh`; `executable` None is this Python."""
-    command = default_bootstrap_cmd()
-    command.args = ["-m", "llamarl.cluster.bootstrap"]
-    if executable is not None:
-        command.program = executable
-    return mesh.spawn_procs(
-        {DIMENSION: len(environments)},
-        name=name,
-        bootstrap_command=lambda point: command.with_env(environments[point[DIMENSION]]),
-    )
 
 
 @functools.cache
 def _this_host() -> HostMesh:
-    """This machine; the first use starts Monarch's client, which announces itself on stderr."""
+    """This machine; the first use starts Monarch's client, which writes to standard error."""
     monarch.actor.unhandled_fault_hook = _log_fault
     with quiet_stderr():
         return this_host()
@@ -270,7 +242,7 @@ def _start_client(scheme: str, own_name: str) -> None:
         enable_transport(f"{scheme}://{host}:0")
     except RuntimeError as error:
         raise ValueError(
-            "cluster.hosts must be those of the first run of this process: it talks to others"
+            "cluster.hosts must be those of the first run of this process, got others"
         ) from error
     own_names.add(own_name)
     with quiet_stderr():

@@ -1,8 +1,8 @@
 """All executors in this process: for debugging, and for tests that need no second process.
 
-Owns: nothing that outlives the Python process. Does not own: isolation: one event loop runs
-everything, and arguments are passed by reference. Invariant: the same calls give the same results
-and exceptions as with processes.
+Owns: executors as plain objects. Does not own: isolation: one event loop runs everything, and
+arguments are passed by reference. Invariant: the same calls give the same results and exceptions as
+with processes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamarl.cluster.call_result import attempt, describe_failed_close, failure, merged
-from llamarl.cluster.group import ExecutorGroup, Factory, process_name, resolve
+from llamarl.cluster.group import Call, Calls, ExecutorGroup, Factory, process_name, resolve
 from llamarl.config.rank_assignment import Device
 from llamarl.metrics.span import Spans
 
@@ -67,8 +67,8 @@ class InlineGroup:
         self.name = name
         self.executors: list[Any] = []
         self.spans: list[Spans] = []
-        self.call_one = _Methods(self, is_first=True)
-        self.call_all = _Methods(self, is_first=False)
+        self.call_one = Calls(self._run, is_first=True)
+        self.call_all = Calls(self._run, is_first=False)
         self._stopped = asyncio.Event()
 
     @property
@@ -90,30 +90,12 @@ class InlineGroup:
                 log.warning("closing %s failed: %s", spans.process, describe_failed_close(error))
             spans.close()
 
-    async def call(self, method: str, args: Any, kwargs: Any) -> list[Any]:
-        """Run `method` on all ranks; the first exception to happen is raised at once."""
+    async def _run(self, call: Call) -> list[Any]:
+        """The results of all ranks; raises the first exception at once."""
         tasks = [
-            asyncio.create_task(attempt(executor, spans.process, rank, (method, args, kwargs)))
+            asyncio.create_task(attempt(executor, spans.process, rank, call))
             for rank, (executor, spans) in enumerate(zip(self.executors, self.spans, strict=True))
         ]
-        for next_outcome in asyncio.as_completed(tasks):
-            (await next_outcome).result()
+        for next_result in asyncio.as_completed(tasks):
+            (await next_result).result()
         return [result.result() for result in merged([task.result() for task in tasks])]
-
-
-class _Methods:
-    """Turns attribute access into calls on all ranks."""
-
-    def __init__(self, group: InlineGroup, *, is_first: bool) -> None:
-        self._group = group
-        self._is_first = is_first
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            results = await self._group.call(method, args, kwargs)
-            return results[0] if self._is_first else results
-
-        return call

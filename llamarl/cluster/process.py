@@ -1,9 +1,9 @@
-"""An executor process seen from the operating system: environment, output, end.
+"""An executor process as the operating system sees it: environment, output, end.
 
 Owns: what is set before the executor's module is imported, where its output goes, and how
 processes that outlive their group are found. Does not own: Monarch. Invariant: every process
-started for a group, and everything that process starts, carries the group's mark in its
-environment, so none can be missed at the end.
+started for a group, and every process that one starts, has the group's mark in its environment,
+so none can be missed at the end.
 """
 
 from __future__ import annotations
@@ -22,40 +22,38 @@ from pathlib import Path
 MARK = "LLAMARL_GROUP"  # environment variable: <cluster id>/<group name>
 MALLOC_MMAP_BYTES = 1_000_000_000
 MALLOC_TRIM_BYTES = 4_000_000_000
-KILL_LIMIT_S = 5.0  # a killed process that is still there then sits in the kernel
-LOOK_S = 1.0  # between looks whether a process is there
+KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck in the kernel
+POLL_S = 1.0  # between checks whether a process is there
 LOG_TAIL_LINES = 12
 LOG_TAIL_BYTES = 4000
 
 
 def environment(mark: str, num_threads: int) -> dict[str, str]:
-    """What the process's environment adds to its host's.
-
-    Set before exec, for OpenMP and BLAS read it when their library loads.
-    """
+    """What the process's environment adds to its host's; set before exec, for OpenMP and BLAS
+    read it when their library loads."""
     return {
         MARK: mark,
         "OMP_NUM_THREADS": str(num_threads),
         # Threads that spin while they wait take the cores from the other executors.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc else returns and refetches the activations of every micro-batch: 4 to 9 % of a step.
+        # Else glibc frees and maps again the activations of every micro-batch: 4 to 9 % of a step.
         "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_BYTES),
         "MALLOC_TRIM_THRESHOLD_": str(MALLOC_TRIM_BYTES),
         "TOKENIZERS_PARALLELISM": "false",
-        # Else the first error of any NCCL group, such as a route to a replica that died, ends the
-        # process after eight minutes, for torch's monitor takes it for a hang of all groups.
+        # Else the first error of any NCCL group, such as one with a replica that died, ends the
+        # process after eight minutes, as torch's monitor takes it for a hang of all groups.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
 
 
 def import_path() -> str:
-    """This process's import path as others get it (PYTHONPATH)."""
+    """This process's import path, as a value of PYTHONPATH."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Silences what libraries write to standard error, as a file descriptor, in the block."""
+    """Discard what the block writes to standard error, also from C libraries."""
     console = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     sys.stderr.flush()
@@ -76,8 +74,8 @@ def log_path(folder: str, process: str) -> Path:
 def redirect_output(folder: str, process: str) -> None:
     """Send this process's output to its log file, and warnings also to the console.
 
-    Standard output and error are moved as file descriptors, so that libraries and crashes write
-    into the file too and the controller's console stays its own.
+    Standard output and error are redirected as file descriptors, so that C libraries and crashes
+    write into the file too.
     """
     path = log_path(folder, process)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +108,7 @@ def log_tail(folder: str, process: str) -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes that carry `mark`, found in /proc; empty where there is no /proc."""
+    """Living processes that have `mark`, found in /proc; empty where there is no /proc."""
     wanted = f"{MARK}={mark}".encode()
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -121,31 +119,29 @@ def marked(mark: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """False once the process ended, also while nobody has asked how (a zombie)."""
+    """False once the process ended, also while it is a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with suppress(OSError):  # no /proc, or it ended just now: the next look will tell
+    with suppress(OSError):  # no /proc, or it ended just now: the next call sees it
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in "ZX"
     return True
 
 
-async def first_ended(pids: list[int]) -> int:
+async def wait_first_exit(pids: list[int]) -> int:
     """Wait until one of these processes has ended; its index."""
     while True:
         for index, pid in enumerate(pids):
             if not is_alive(pid):
                 return index
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
-async def end_marked(mark: str) -> list[int]:
-    """Kill every process that carries `mark` until none is left.
-
-    Returns the pids that still exist after KILL_LIMIT_S, normally none.
-    """
+async def kill_marked(mark: str) -> list[int]:
+    """Kill every process that has `mark`; the pids that still exist after KILL_LIMIT_S, normally
+    none."""
     deadline = time.monotonic() + KILL_LIMIT_S
     while (pids := marked(mark)) and time.monotonic() < deadline:
         for pid in pids:

@@ -1,11 +1,10 @@
 """`llamarl worker`: the daemon that serves one host to the controllers of runs.
 
-Owns: the daemon's options, and that it listens only where only the invited can connect. Does not
-own: what runs on the host, which a controller decides. Invariant: over tls:// both ends show
-certificates; tcp:// needs a word of trust.
+Owns: the daemon's options and its address. Does not own: what runs on the host, which a controller
+decides. Invariant: over tls:// both ends show certificates; tcp:// needs --trusted-network.
 
-The daemon outlives the runs; it serves one controller after the other. When a controller dies, its
-processes here are ended; when the daemon dies, so are they.
+The daemon outlives the runs and serves one controller after the other. When a controller or the
+daemon dies, the controller's processes on the host are ended.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import sys
 from ipaddress import ip_address
 from typing import NoReturn
 
-from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, reach, why
-from llamarl.cluster.handshakes import limit_handshakes
+from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, connect, reason_of
+from llamarl.cluster.handshake_timeout import limit_handshakes
 from llamarl.cluster.process import import_path, quiet_stderr
 
 LISTEN_LIMIT_S = 20.0
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until killed. ValueError for options that are wrong, or an address that is taken."""
+    """Serve until killed. ValueError for wrong options or an address in use."""
     options = _parser().parse_args(arguments)
     address = with_port(Address.parse(options.address, "--address"))
     credentials = Credentials(options.ca, options.certificate, options.private_key)
@@ -39,8 +38,8 @@ def main(arguments: list[str]) -> None:
         os.environ.update(credentials.environment())
     elif not options.trusted_network:
         raise ValueError(
-            f"--address must be tls://, or tcp:// with --trusted-network, got {address}: whoever "
-            "reaches it may run code here"
+            f"--address must be tls://, or tcp:// with --trusted-network, got {address}: every "
+            "client that reaches it can run code here"
         )
     for name, value in SHORT_LIMITS.items():
         os.environ.setdefault(name, value)
@@ -49,9 +48,9 @@ def main(arguments: list[str]) -> None:
 
 
 def with_port(address: Address) -> Address:
-    """The address itself, or for port 0 one with a port that is free.
+    """The address; for port 0 with a free port.
 
-    ValueError unless it is an address of this host, with a port that nobody listens on.
+    ValueError unless it is an address of this host, with a port that is not in use.
     """
     try:
         family, *_, place = socket.getaddrinfo(
@@ -65,25 +64,25 @@ def with_port(address: Address) -> Address:
             return Address(address.scheme, address.host, server.getsockname()[1])
     except OSError as error:
         raise ValueError(
-            f"--address must be one to listen on, got {address}: {why(error)}"
+            f"--address must be one to listen on, got {address}: {reason_of(error)}"
         ) from error
 
 
 def _serve(address: Address, credentials: Credentials) -> None:
-    """Listen; say so once the daemon answers us as it would a controller, or end."""
+    """Listen, and say so once the daemon answers this process as it would a controller."""
     with quiet_stderr():
         from monarch.actor import start_worker_loop_forever
 
         lifetime = start_worker_loop_forever(address=str(address), ca="trust_all_connections")
         try:
-            reach(address, credentials, LISTEN_LIMIT_S)
+            connect(address, credentials, LISTEN_LIMIT_S)
             refusal = ""
         except ValueError as error:
             refusal = str(error)
     if refusal:
         sys.stderr.write(f"llamarl: no controller could connect: {refusal}\n")
         sys.stderr.flush()
-        os._exit(2)  # Monarch's threads know no other end
+        os._exit(2)  # Monarch's threads would keep the process alive
     if address.scheme == "tls":
         limit_handshakes(address.port)
     sys.stdout.write(f"llamarl: worker listens on {address}\n")
@@ -114,6 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trusted-network",
         action="store_true",
-        help="allow a tcp:// address, over which whoever reaches it may run code here",
+        help="allow a tcp:// address, over which every client can run code here",
     )
     return parser

@@ -19,17 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.cluster import worker as worker_command
-from llamarl.cluster.actors import Roster
+from llamarl.cluster.actors import GroupActors
 from llamarl.cluster.credentials import (
     Address,
     Credentials,
     check_distinct,
-    own_name,
-    prepare,
-    reach,
+    configure_monarch,
+    connect,
+    controller_name,
 )
 from llamarl.cluster.deploy.certificates import make_certificates
-from llamarl.cluster.inspection import check_reports, versions
+from llamarl.cluster.host_check import check_reports, versions
 from llamarl.cluster.meshes import parts_of
 from llamarl.cluster.process import is_alive
 from llamarl.config import ClusterConfig
@@ -88,25 +88,25 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wrong_certificate_is_refused_with_the_reason(hosts: Hosts, foreign: Path) -> None:
     address = Address.parse(hosts.addresses[0], "cluster.hosts")
     ours = hosts.certificates
-    assert reach(address, credentials(ours, ours)) == "127.0.0.1"
+    assert connect(address, credentials(ours, ours)) == "127.0.0.1"
     with pytest.raises(
         ValueError, match=r"cluster\.ca must have signed .*/ca\.pem and tls://.*: \w"
     ):
-        reach(address, credentials(foreign, foreign))
+        connect(address, credentials(foreign, foreign))
     with pytest.raises(
         ValueError, match=r"certificate must be one that every host .* refused by tls"
     ):
-        reach(address, credentials(ours, foreign))
+        connect(address, credentials(ours, foreign))
     for path, reason in [("", "No such file"), (str(ours), "Is a directory")]:
         with pytest.raises(
             ValueError, match=rf"private_key must be a PEM .* got '{path}' \({reason}"
         ):
-            reach(address, replace(credentials(ours, ours), private_key=path))
+            connect(address, replace(credentials(ours, ours), private_key=path))
 
 
 @pytest.mark.slow
-def test_a_daemon_lets_go_of_connections_that_say_nothing(hosts: Hosts) -> None:
-    """And of none that has shown its certificate, however quiet it is then."""
+def test_a_daemon_closes_connections_that_send_nothing(hosts: Hosts) -> None:
+    """And none that has shown its certificate, however quiet it is then."""
     address, pid = Address.parse(hosts.addresses[0], "cluster.hosts"), hosts.pids[0]
     place = (address.host, address.port)
     ours = credentials(hosts.certificates, hosts.certificates)
@@ -123,7 +123,7 @@ def test_a_daemon_lets_go_of_connections_that_say_nothing(hosts: Hosts) -> None:
         shown.settimeout(0.5)
         with pytest.raises(TimeoutError):
             shown.recv(1)
-        assert reach(address, ours) == "127.0.0.1"
+        assert connect(address, ours) == "127.0.0.1"
 
 
 def test_a_daemon_says_at_once_what_is_wrong_with_its_certificate_or_port(
@@ -163,7 +163,7 @@ def test_a_host_that_does_not_answer_is_named_with_the_seconds(hosts: Hosts) -> 
 
         pool.submit(say_hello)
         with pytest.raises(ValueError, match=r"got something at tls.* that does not speak TLS"):
-            reach(
+            connect(
                 Address("tls", "127.0.0.1", other.getsockname()[1]),
                 credentials(hosts.certificates, hosts.certificates),
             )
@@ -171,7 +171,7 @@ def test_a_host_that_does_not_answer_is_named_with_the_seconds(hosts: Hosts) -> 
         ValueError,
         match=rf"no answer from tls://127\.0\.0\.1:{port} \(Connection refused; .* 5 s\)",
     ):
-        reach(
+        connect(
             Address("tls", "127.0.0.1", port), credentials(hosts.certificates, hosts.certificates)
         )
 
@@ -181,11 +181,11 @@ def test_a_name_that_our_certificate_is_not_for_is_no_name_of_ours(hosts: Hosts)
     assert ours.refusal("127.0.0.1") == ""
     assert "not valid for 'localhost'" in ours.refusal("localhost")
     address = Address.parse(hosts.addresses[0], "cluster.hosts")
-    assert own_name("127.0.0.1", address, ours) == "127.0.0.1"
+    assert controller_name("127.0.0.1", address, ours) == "127.0.0.1"
     with pytest.raises(
         ValueError, match=r"must be for this machine as .* reaches it, 127\.0\.0\.2"
     ):
-        own_name("127.0.0.2", address, ours)
+        controller_name("127.0.0.2", address, ours)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_name_that_our_certificate_is_not_for_is_no_name_of_ours(hosts: Hosts)
         (["--adress", "tls://127.0.0.1:0"], r"worker: unrecognized arguments: --adress"),
     ],
 )
-def test_a_daemon_does_not_listen_to_everybody(arguments: list[str], reason: str) -> None:
+def test_a_daemon_listens_only_where_clients_are_checked(arguments: list[str], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         worker_command.main(arguments)
 
@@ -221,7 +221,7 @@ def test_a_daemon_does_not_listen_to_everybody(arguments: list[str], reason: str
 )
 def test_hosts_that_do_not_fit_the_other_fields_are_refused(fields, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        prepare(ClusterConfig(**fields))
+        configure_monarch(ClusterConfig(**fields))
 
 
 def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface() -> None:
@@ -239,7 +239,7 @@ def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface()
 
 CONTROLLER = """
 import asyncio, json, sys
-from llamarl.cluster import make_cluster, whole_process
+from llamarl.cluster import make_cluster, exiting_process
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
 from tests.distributed.executors import Probe
@@ -275,7 +275,7 @@ async def main():
         await asyncio.to_thread(sys.stdin.readline)
     finally:
         await cluster.stop()
-with whole_process():
+with exiting_process():
     asyncio.run(main())
 """
 
@@ -324,7 +324,7 @@ class FakeMesh(list):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
-def test_a_roster_finds_any_row_of_ranks(sizes: list[int], data: st.DataObject) -> None:
+def test_the_actors_of_any_range_of_ranks_are_found(sizes: list[int], data: st.DataObject) -> None:
     total = sum(sizes)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     meshes = [
@@ -333,7 +333,7 @@ def test_a_roster_finds_any_row_of_ranks(sizes: list[int], data: st.DataObject) 
     ]
     start = data.draw(st.integers(0, total - 1))
     ranks = range(start, data.draw(st.integers(start, total)), data.draw(st.integers(1, 6)))
-    found = Roster(tuple(meshes), total).select(ranks)
+    found = GroupActors(tuple(meshes), total).select(ranks)
     assert all(found)
     assert [rank for mesh in found for rank in mesh] == list(ranks)
 

@@ -1,7 +1,7 @@
 """`python -m llamarl.cluster.deploy.certificates DIR NAME...` makes an authority and a certificate.
 
 Owns: making PEM files for a trial, or for one job. Does not own: checking them (`credentials.py`).
-Invariant: nobody but their owner can read the keys.
+Invariant: only their owner can read the keys.
 
 NAME is a host name or IP address; the one certificate is for all of them, so copy its files to
 every host. A lasting cluster has an authority of its own, and a certificate per host: any that

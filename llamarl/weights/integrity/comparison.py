@@ -20,8 +20,8 @@ MAX_NAMED = 8  # parameters that an error lists
 
 class Fingerprints(dict[str, int]):
     """Partial fingerprints by parameter. They are small when pickled, and those of several ranks
-    merge on the way (cluster.group.Mergeable), so that a replica and version cost the controller
-    two of them however many ranks there are."""
+    merge on the way (`cluster.group.MergeableResult`): per replica and version the controller
+    receives two, for any number of ranks."""
 
     def merge(self, other: dict[str, int]) -> None:
         """Add another rank's, modulo MODULUS."""

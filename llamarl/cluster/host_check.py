@@ -1,6 +1,6 @@
-"""What a host says about itself, and whether the hosts of a run fit together.
+"""What a host reports of itself, and whether the hosts of a run fit together.
 
-Owns: versions, the shared folder and the data interface of a host. Does not own: asking
+Owns: versions, the shared folder and the data interface of a host. Does not own: the connection
 (`hosts.py`); GPUs, which each rank checks (`models/process_group.py`). Invariant: a report is a
 plain dict, so that hosts of different versions can read each other's.
 """
@@ -26,11 +26,9 @@ POLL_S = 0.1
 Report = dict[str, str]
 
 
-def inspect(probe: str, interface: str) -> Report:
-    """This host's report. `probe` is a file the controller wrote, `interface` the data interface.
-
-    `probe` is its text ("" if it cannot be seen), `interfaces` names those that are there.
-    """
+def inspect(probe: str) -> Report:
+    """This host's report, with the text of `probe`, a file the controller wrote; "" if it cannot be
+    seen."""
     names = [name for _, name in socket.if_nameindex()]
     return {
         **versions(),
@@ -42,7 +40,8 @@ def inspect(probe: str, interface: str) -> Report:
 
 @functools.cache
 def versions() -> Report:
-    """What must be equal on all hosts. llamarl has its sources' digest, for checkouts differ."""
+    """What must be equal on all hosts; for llamarl with its sources' digest, as checkouts of one
+    version differ."""
     found = {"Python": platform.python_version(), "llamarl": f"{_public('llamarl')} ({digest()})"}
     return found | {name: _public(name) for name in PACKAGES}
 
@@ -81,7 +80,7 @@ def check_reports(reports: dict[str, Report], probe: tuple[str, str], interface:
 def _read(path: Path) -> str:
     deadline_s = time.monotonic() + PROBE_LIMIT_S
     while time.monotonic() < deadline_s and path.parent.is_dir():
-        os.scandir(path.parent).close()  # NFS remembers for long that a file is not there
+        os.scandir(path.parent).close()  # makes NFS look again for files that it did not find
         if path.is_file():
             return path.read_text()
         time.sleep(POLL_S)

@@ -1,11 +1,11 @@
-"""When an executor is asked whether it lives, and when it counts as silent; on a virtual clock."""
+"""When an executor is pinged, and when it counts as silent; on a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 
-from llamarl.cluster.actors import until_silent
+from llamarl.cluster.actors import wait_silent
 from llamarl.planner.simulation.clock import run
 
 SILENCE_S = 60.0
@@ -31,11 +31,11 @@ class FakeActor:
         return pong
 
 
-def test_who_answers_calls_is_not_asked_and_is_missed_as_soon_as_anybody() -> None:
+def test_an_actor_that_answers_calls_is_not_pinged_and_its_silence_is_noticed_as_soon() -> None:
     async def silent_s(calls_s: list[float], hangs_at_s: float) -> tuple[float, list[float]]:
         actor, loop = FakeActor(hangs_at_s), asyncio.get_running_loop()
         answered = [s for s in calls_s if s < hangs_at_s]
-        await until_silent(
+        await wait_silent(
             actor, SILENCE_S, lambda: max([s for s in answered if s <= loop.time()], default=-1e9)
         )
         return loop.time(), actor.asked_s

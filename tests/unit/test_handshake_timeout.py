@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from llamarl.cluster.handshakes import LEAST_BYTES, MOST_BYTES, close_unfinished
+from llamarl.cluster.handshake_timeout import MAX_BYTES, MIN_BYTES, close_unfinished
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count is Linux's")
 
 
 class Crowd:
-    """A server in this process, and clients that have sent so many bytes and wait."""
+    """A server in this process, and clients that have sent some bytes and wait."""
 
     def __init__(self, stack):
         self._stack = stack
@@ -54,8 +54,8 @@ def crowd():
 
 
 def test_dozens_of_silent_connections_are_closed_and_the_others_stay(crowd):
-    silent, stuck = crowd.join(40, 0), crowd.join(20, LEAST_BYTES - 1)
-    speaking = crowd.join(5, LEAST_BYTES)
+    silent, stuck = crowd.join(40, 0), crowd.join(20, MIN_BYTES - 1)
+    speaking = crowd.join(5, MIN_BYTES)
     assert crowd.look() == 0, "they have just come"
     assert crowd.look(limit_s=60.0) == 0
     assert not any(map(is_closed, silent))
@@ -66,9 +66,9 @@ def test_dozens_of_silent_connections_are_closed_and_the_others_stay(crowd):
 
 
 def test_too_many_that_may_be_in_a_handshake_are_closed_the_oldest_first(crowd):
-    old = crowd.join(15, LEAST_BYTES)
+    old = crowd.join(15, MIN_BYTES)
     crowd.look()
-    busy, young = crowd.join(3, MOST_BYTES), crowd.join(15, LEAST_BYTES)
+    busy, young = crowd.join(3, MAX_BYTES), crowd.join(15, MIN_BYTES)
     crowd.look()
     assert crowd.look(max_connections=33) == 0
     assert crowd.look(max_connections=13) == 20

@@ -1,14 +1,14 @@
 """Closes connections to a worker daemon that do not get through their TLS handshake.
 
-Owns: looking, from inside the process that has accepted them, at connections whose TLS handshake
-cannot be over, and closing them. Does not own: accepting and the handshake, which Monarch does,
-without a limit. Invariant: nothing is read from a connection; a peer that is cut connects again.
+Owns: finding, in the daemon's own process, connections whose TLS handshake cannot be over, and
+closing them. Does not own: accepting and the handshake, which Monarch does, without a time limit.
+Invariant: nothing is read from a connection; a controller whose connection is closed reconnects.
 
-Of a connection the kernel shows only how much the peer has sent. A client that shows a certificate
-has sent more than LEAST_BYTES when its handshake is over, so one that has sent less for
-HANDSHAKE_LIMIT_S is closed. A client that sends more than that and then stops in its handshake
-looks like a quiet controller: such connections are closed, the oldest first, once they are so many
-that descriptors would run out. It covers the daemon's own port, not those of a run's controller.
+The kernel shows how many bytes the peer of a connection has sent. A client with a certificate has
+sent more than MIN_BYTES when its handshake is over, so a connection with less after
+HANDSHAKE_LIMIT_S is closed. A client that sends more and then stops in its handshake looks like a
+quiet controller: such connections are closed, the oldest first, before descriptors run out. This
+covers the daemon's port, not those of a run's controller.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 HANDSHAKE_LIMIT_S = 10.0
-LOOK_S = 1.0
-LEAST_BYTES = 600  # hello, certificate, its proof and the end of a handshake are more
-MOST_BYTES = 80_000  # and no handshake takes more than this
-NUM_DESCRIPTORS = 65536  # that the daemon lets itself have, if the system does
+POLL_S = 1.0
+MIN_BYTES = 600  # the client's part of a handshake is longer
+MAX_BYTES = 80_000  # no handshake is longer
+MAX_DESCRIPTORS = 65536  # of the daemon, if the system allows them
 INFO_BYTES = 256
 RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info of Linux
 
 
 def limit_handshakes(port: int) -> None:
-    """Watch the connections to `port` of this process in a thread of its own.
-
-    Also raises the process's limit of descriptors. Linux only; else nothing is done.
-    """
+    """Watch the connections to `port` of this process in a thread, and raise the process's limit
+    of descriptors. Does nothing except on Linux."""
     if sys.platform != "linux":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     most = max(soft, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     def watch() -> None:
         first_seen: dict[int, float] = {}
         while True:
-            with suppress(OSError):  # out of descriptors itself: some are free at the next look
+            with suppress(OSError):  # out of descriptors: some may be free next time
                 close_unfinished(port, first_seen, HANDSHAKE_LIMIT_S, most // 2)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
-    threading.Thread(target=watch, name="handshakes", daemon=True).start()
+    threading.Thread(target=watch, name="handshake timeout", daemon=True).start()
 
 
 def close_unfinished(
@@ -60,7 +58,7 @@ def close_unfinished(
 ) -> int:
     """Close connections to `port` that are too old for what they sent; how many were closed.
 
-    `first_seen` keeps, by inode, when each was met first (seconds, monotonic), between the looks.
+    `first_seen` keeps between calls when each inode was seen first (seconds, monotonic).
     """
     now_s = time.monotonic()
     num_closed, candidates, open_inodes = 0, [], set()
@@ -69,10 +67,10 @@ def close_unfinished(
             open_inodes.add(inode)
             age_s = now_s - first_seen.setdefault(inode, now_s)
             received = _num_received(connection)
-            if age_s > limit_s and received < LEAST_BYTES:
+            if age_s > limit_s and received < MIN_BYTES:
                 _close(connection)
                 num_closed += 1
-            elif age_s > limit_s and received < MOST_BYTES:
+            elif age_s > limit_s and received < MAX_BYTES:
                 candidates.append((-age_s, inode))
     surplus = len(open_inodes) - num_closed - max_connections
     chosen = {inode for _, inode in sorted(candidates)[: max(0, surplus)]}
@@ -87,7 +85,8 @@ def close_unfinished(
 
 
 def _connections(port: int) -> Iterator[tuple[int, socket.socket]]:
-    """Accepted connections to `port` of this process: inode, and a duplicate for the caller."""
+    """Accepted connections to `port` of this process: inode, and a duplicate that the caller
+    closes."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or no connection
             duplicate = os.dup(int(name))
@@ -118,14 +117,14 @@ def _is_peer(connection: socket.socket, port: int) -> bool:
 
 
 def _num_received(connection: socket.socket) -> int:
-    """Bytes that the peer has sent; as if it were many where the kernel does not say."""
+    """Bytes that the peer has sent; MAX_BYTES where the kernel does not say."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
     if len(info) < RECEIVED_AT + 8:
-        return MOST_BYTES
+        return MAX_BYTES
     received: int = struct.unpack_from("Q", info, RECEIVED_AT)[0]
     return received
 
 
 def _close(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # its owner sees the end of the stream, and closes it
+        connection.shutdown(socket.SHUT_RDWR)  # Monarch sees the end of the stream and closes it
