@@ -1,8 +1,4 @@
-"""JSON that others may have written.
-
-Owns: turning text into values. Does not own: what they mean. Invariant: whatever the text is, the
-only error is a ValueError of one line.
-"""
+"""JSON files that may be damaged or made by others: the only error is a ValueError of one line."""
 
 from __future__ import annotations
 
@@ -10,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-SURROGATE = "\\ud"  # so an escape begins that is a character only together with another
+SURROGATE = "\\ud"  # begins the escape of half a character
 
 
 def parse(text: str | bytes) -> Any:
-    """The value in `text`; ValueError says what is wrong with it, and at which column."""
+    """The value in `text`; ValueError says what is wrong, and at which column."""
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(text)
@@ -37,7 +33,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a regular file; ValueError says why there is none (a pipe would be waited for)."""
+    """The content of a regular file (reading a pipe would block); ValueError says what is wrong."""
     if not path.is_file():
         raise ValueError("no file" if not path.exists() else "something that is no file")
     try:

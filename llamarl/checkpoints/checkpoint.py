@@ -1,9 +1,9 @@
-"""Checkpoints of a run on disk: begun, committed, found, pruned.
+"""Checkpoints of a run on disk: made, committed, found, pruned.
 
 Owns: the folders `<run_dir>/checkpoints/step-<version>` and the controller's state inside them
 (version, data position, pending prompts). Does not own: what the trainer writes into the folder.
-Invariant: a folder called step-... is complete; everything unfinished has another name until one
-atomic rename, so a kill at any moment leaves the newest committed checkpoint as it was.
+Invariant: a folder called step-... is complete; an unfinished one has another name until one atomic
+rename, so a kill at any moment leaves the newest committed checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], keep: int) -> Path:
     """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
-    The newest `keep` checkpoints stay (0: all). Whatever fails, no unfinished folder stays behind
-    to keep a full disk full. What the run's records are is saved too.
+    Also saves digests of the run's records. The newest `keep` checkpoints stay (0: all). A save
+    that fails leaves no unfinished folder, which would keep a full disk full.
     """
-    num_bytes = records.measure(run_dir)  # at once: they must end where `state` does
+    num_bytes = records.measure(run_dir)  # first: they must end where `state` does
     before = latest(run_dir)
     folder = begin(run_dir, state["version"])
     try:
@@ -44,18 +44,18 @@ async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], 
         known = _saved_records(before) if before else {}
         parts = await asyncio.to_thread(records.digest, run_dir, num_bytes, known)
         state = {**state, "records": parts}
-        committed = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
+        folder_saved = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
     finally:
-        discard(folder)  # after a commit it has another name
+        shutil.rmtree(folder, ignore_errors=True)  # after a commit it has another name
     prune(run_dir, keep)
-    return committed
+    return folder_saved
 
 
 def begin(run_dir: str | Path, version: int) -> Path:
-    """Make the empty folder that trainer ranks save `version` into; `commit` it or `abort` it.
+    """Make the empty folder that trainer ranks save `version` into, for `commit`.
 
-    Folders that a killed save left behind are removed. OSError (ENOSPC) if less space is free than
-    the newest checkpoint takes.
+    Removes folders that a killed save left. OSError (ENOSPC) if less space is free than the newest
+    checkpoint takes.
     """
     root = Path(run_dir) / "checkpoints"
     with _clear_errors(root):
@@ -73,17 +73,17 @@ def begin(run_dir: str | Path, version: int) -> Path:
 
 
 def commit(folder: Path, state: Mapping[str, Any]) -> Path:
-    """Add `state` (JSON, with the "version" that `begin` got) and the manifest of all files, flush
-    all to disk, rename.
+    """Add `state` (JSON, with the "version" given to `begin`) and the manifest of all files, flush
+    all to disk, rename; returns the committed folder.
 
-    Returns the committed folder. If this version was committed before (a run resumed from an older
-    checkpoint), the old one goes after the new one stands.
+    If this version was committed before (by a run resumed from an older checkpoint), the old folder
+    is removed after that.
     """
     name = folder.name.removeprefix(_UNFINISHED)
     if name != f"step-{state['version']:08d}":
         raise ValueError(f"state['version'] must be that of {folder}, got {state['version']}")
     root = folder.parent
-    older = [path for *_, path in _committed(root) if path.name.split(".")[0] == name]
+    older = [path for path in committed(root.parent) if path.name.split(".")[0] == name]
     if older:
         name += f".{_order(older[-1])[1] + 1}"
     with _clear_errors(root):
@@ -91,16 +91,11 @@ def commit(folder: Path, state: Mapping[str, Any]) -> Path:
         manifest.write(folder)
         for path in [*folder.rglob("*"), folder]:
             _flush(path)
-        committed = folder.rename(root / name)
+        renamed = folder.rename(root / name)
         _flush(root)
     for path in older:
         _remove(path)
-    return committed
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder from `begin` whose save failed, so that it does not keep the disk full."""
-    shutil.rmtree(folder, ignore_errors=True)
+    return renamed
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -110,7 +105,8 @@ def latest(run_dir: str | Path) -> Path | None:
 
 def committed(run_dir: str | Path) -> list[Path]:
     """All committed checkpoints of this run, oldest version first."""
-    return [path for *_, path in _committed(Path(run_dir) / "checkpoints")]
+    paths = Path(run_dir, "checkpoints").glob("step-*")
+    return sorted((path for path in paths if _COMMITTED.fullmatch(path.name)), key=_order)
 
 
 def version_of(folder: Path) -> int:
@@ -119,9 +115,9 @@ def version_of(folder: Path) -> int:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """What `commit` was given, once every file is found to be what was written.
+    """The state that was committed, after every file was verified.
 
-    ValueError, naming the file, if `path` is no committed checkpoint or a damaged one.
+    ValueError, naming the file, if `path` is not a committed checkpoint, or damaged.
     """
     folder = Path(path)
     must = f"checkpoint.resume must be off, auto or a folder called step-... , got {path}"
@@ -138,24 +134,23 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Give a damaged checkpoint a name under which it is neither resumed from nor counted."""
+    """Rename a damaged checkpoint so that it is neither resumed from nor counted."""
     return folder.rename(_free(folder.with_name(_DAMAGED + folder.name)))
 
 
 def holds_run(run_dir: str | Path) -> bool:
-    """True if a run left more than a failed start there."""
+    """True if a run in this folder got further than its start."""
     return latest(run_dir) is not None or any(records.measure(run_dir).values())
 
 
 def prune(run_dir: str | Path, keep: int) -> None:
     """Remove all but the newest `keep` committed checkpoints; 0 keeps all."""
-    if keep:
-        for *_, path in _committed(Path(run_dir) / "checkpoints")[:-keep]:
-            _remove(path)
+    for path in committed(run_dir)[:-keep] if keep else ():
+        _remove(path)
 
 
 def _saved_records(folder: Path) -> dict[str, records.Parts]:
-    """What an earlier checkpoint says of the records; nothing where that cannot be read."""
+    """The digests of the records in an earlier checkpoint; none if they cannot be read."""
     try:
         saved = read_object(folder / STATE_FILE).get("records")
     except ValueError:
@@ -163,33 +158,26 @@ def _saved_records(folder: Path) -> dict[str, records.Parts]:
     return saved if records.is_sound(saved) else {}
 
 
-def _committed(root: Path) -> list[tuple[int, int, Path]]:
-    """(version, attempt, folder) of every committed checkpoint, oldest version first."""
-    if not root.is_dir():
-        return []
-    folders = [path for path in root.iterdir() if _COMMITTED.fullmatch(path.name)]
-    return sorted((*_order(path), path) for path in folders)
-
-
 def _order(path: Path) -> tuple[int, int]:
+    """(version, attempt) of a committed checkpoint."""
     match = _COMMITTED.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 0)
 
 
 def _free(path: Path) -> Path:
-    """`path`, or with a number behind it if that is taken."""
+    """`path`, or with a number appended if it exists."""
     names = (path.with_name(f"{path.name}-{i}") if i else path for i in count())
     return next(name for name in names if not name.exists())
 
 
 def _remove(path: Path) -> None:
-    """Remove a committed checkpoint; a kill half-way leaves no step-... folder with gaps."""
+    """Remove a committed checkpoint; killed half-way, no incomplete step-... folder is left."""
     shutil.rmtree(path.rename(path.with_name(_UNFINISHED + path.name)))
 
 
 def _flush(path: Path) -> None:
-    """fsync a file or folder: a rename must not reach the disk before what it names."""
+    """fsync a file or folder: a rename must not reach the disk before the files do."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -199,7 +187,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _clear_errors(root: Path) -> Iterator[None]:
-    """Say what to change when the disk is full or read-only."""
+    """Say what to change when the disk is full."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What lies in a folder, to the bit: the size and SHA-256 of each of its files.
+"""The manifest of a folder: the size and SHA-256 of each of its files.
 
 Owns: the manifest beside the files of a checkpoint or an export, and the check against it. Does not
 own: what the files mean. Invariant: after `verify` every file that the manifest lists is bit for
-bit what was written. Each file is read once, several at a time (hashing releases the GIL).
+bit what was written. Several files are hashed at a time (hashing releases the GIL).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 from llamarl.json_file import parse, read_bytes
 
 MANIFEST_FILE = "llamarl-manifest.json"
-MAX_THREADS = 8  # more of them wait for the disk
+MAX_THREADS = 8  # more would wait for the disk
 
 Digest = dict[str, Any]
 """{"bytes": length, "sha256": 64 hexadecimal digits} of one file."""
 
 
 def write_part(folder: Path, part: int, paths: Iterable[Path]) -> None:
-    """Hash some files of `folder` for the manifest that is to come: a rank, those it wrote."""
+    """Hash some files of `folder`, those that a rank wrote, for the manifest that `write` makes."""
     _write(folder / f"{MANIFEST_FILE}.part-{part:05d}", _digests(folder, paths))
 
 
 def write(folder: Path) -> None:
-    """Make the manifest of all files in `folder`; only those that no part covers are hashed."""
+    """Make the manifest of all files in `folder`; hashes only files that are in no part."""
     files: dict[str, Digest] = {}
     for part in sorted(folder.glob(f"{MANIFEST_FILE}.part-*")):
         files |= _read(part)
@@ -44,14 +44,14 @@ def write(folder: Path) -> None:
 def verify(folder: Path, *needed: str) -> None:
     """ValueError, naming the file and what is wrong, unless all files are as the manifest says.
 
-    `needed` are names that the manifest must list; files that it does not list are passed over.
+    `needed` are names that the manifest must list; files that it does not list are ignored.
     """
     path = folder / MANIFEST_FILE
     files = _read(path)
     for name in needed:
         if name not in files:
             raise ValueError(f"{path} must list {name}, got {len(files)} other files")
-    for name, saved in files.items():  # sizes first: a cut file is named at once
+    for name, saved in files.items():  # sizes first: quick
         _check_bytes(folder / name, saved["bytes"])
     found = _digests(folder, [folder / name for name in files])
     for name, saved in files.items():
@@ -63,7 +63,7 @@ def verify(folder: Path, *needed: str) -> None:
 
 
 def verify_if_listed(folder: Path) -> None:
-    """The same where there is a manifest: what others made, from Hugging Face, has none."""
+    """`verify`, if there is a manifest: a checkpoint from Hugging Face has none."""
     if not os.path.lexists(folder / MANIFEST_FILE):
         return
     try:

@@ -1,9 +1,8 @@
-"""What a run has written down line by line, metrics and archive, and how much of it a checkpoint
-stands for.
+"""The records that a run writes line by line (metrics, archive), as far as a checkpoint reaches.
 
-Owns: measuring those files at a checkpoint, verifying and cutting them when a run resumes. Does not
-own: what the lines say. Invariant: a measured part ends with a line, and a resumed run goes on
-behind bytes that are those it wrote.
+Owns: measuring these files at a checkpoint, verifying and cutting them when a run resumes. Does not
+own: what is in the lines. Invariant: a measured part ends with a whole line, and a resumed run
+appends to bytes that are those it wrote.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, TypeGuard
 from llamarl.json_file import parse
 
 PATTERNS = ("metrics.jsonl", "archive/*.jsonl")
-MAX_PARTS = 64  # more are hashed over again, as one
+MAX_PARTS = 64  # more are hashed again, as one part
 PAGE_BYTES = 2**20
 
 Parts = list[list[Any]]
@@ -26,16 +25,16 @@ Parts = list[list[Any]]
 
 
 def measure(run_dir: str | Path) -> dict[str, int]:
-    """How long each record is, by its path in `run_dir`, in bytes of whole lines."""
+    """The length of each record in bytes of whole lines, by its path in `run_dir`."""
     return {name: _whole_lines(path) for name, path in _files(run_dir).items()}
 
 
 def digest(
     run_dir: str | Path, num_bytes: Mapping[str, int], before: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """The parts of each record up to `num_bytes`, going on from those of an earlier checkpoint.
+    """The parts of each record up to `num_bytes`, after those of an earlier checkpoint, `before`.
 
-    Only what came since then is read, so that saving costs the same however long a run is.
+    Reads only what was written since then, so the cost of a save does not grow with the run.
     """
     parts = {}
     for name, end in num_bytes.items():
@@ -64,8 +63,8 @@ def verify(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
 
 
 def cut(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
-    """Cut the records to what was saved: what came after is done again, so each rollout stays in
-    the archive once."""
+    """Cut the records to what was saved. The run repeats what came after, so each rollout is in the
+    archive once."""
     for name, path in _files(run_dir).items():
         end = saved[name][-1][0] if saved.get(name) else 0
         if path.stat().st_size > end:
@@ -89,7 +88,7 @@ def _files(run_dir: str | Path) -> dict[str, Path]:
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line: another process may be writing the next one."""
+    """Bytes up to the end of the last whole line; another process may be writing the next one."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -117,8 +116,8 @@ def _pages(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _first_mistake(path: Path, start: int, stop: int) -> tuple[int, str]:
-    """The number of the first line of a damaged part that is no JSON object, and what is wrong; of
-    the part's first line if all are objects."""
+    """(line number, what is wrong) of the first line of a damaged part that is not a JSON object; of
+    the part's first line if all are."""
     first = sum(page.count(b"\n") for page in _pages(path, 0, start)) + 1
     with path.open("rb") as file:
         file.seek(start)

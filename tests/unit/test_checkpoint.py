@@ -14,7 +14,6 @@ from llamarl.checkpoints import checkpoint, manifest, records
 from llamarl.checkpoints.checkpoint import (
     begin,
     commit,
-    discard,
     latest,
     prune,
     read_state,
@@ -156,13 +155,6 @@ def test_records_are_cut_to_what_they_were_at_the_checkpoint(tmp_path):
     records.cut(tmp_path, {})
     assert metrics.read_text() == ""
     assert checkpoint.holds_run(tmp_path), "a checkpoint alone is enough to lose"
-
-
-def test_discard_is_harmless_twice(tmp_path):
-    folder = begin(tmp_path, 1)
-    discard(folder)
-    discard(folder)
-    assert latest(tmp_path) is None
 
 
 def test_importing_the_module_loads_no_torch():
