@@ -116,8 +116,8 @@ def _pages(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _first_mistake(path: Path, start: int, stop: int) -> tuple[int, str]:
-    """(line number, what is wrong) of the first line of a damaged part that is not a JSON object; of
-    the part's first line if all are."""
+    """(number, what is wrong) of the first line of a damaged part that is not a JSON object; of the
+    part's first line if all are."""
     first = sum(page.count(b"\n") for page in _pages(path, 0, start)) + 1
     with path.open("rb") as file:
         file.seek(start)
