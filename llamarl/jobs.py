@@ -41,7 +41,7 @@ from llamarl.loop.evaluation import evaluate_alone
 from llamarl.loop.ledger import Ledger, loop_stages
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
-from llamarl.metrics.ending import is_finished, show_early_stop, show_end, show_finished_run
+from llamarl.metrics.ending import is_finished, show_end, show_finished_run
 from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.provenance import flatten
 from llamarl.metrics.recent_spans import RecentSpans
@@ -94,9 +94,8 @@ async def _train(
     state, folder = start
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
-    progress = Progress(
-        config.num_steps, live=config.metrics.live, recent_spans=recent_spans, console=console
-    )
+    live = config.metrics.live
+    progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
     metrics = _open_metrics(config, run_dir, state)
     with progress:
@@ -141,8 +140,8 @@ async def _train(
             progress.show_phase("stopping the executors")
     summary = summarize(run_dir)
     metrics.close()
-    show_end(config, run_dir, summary, console)
-    show_early_stop(config, controller.saver.version, controller.gate.solved, console)
+    end = {"version": controller.saver.version, "solved": controller.gate.solved}
+    show_end(config, run_dir, summary, end, console)
     return summary
 
 

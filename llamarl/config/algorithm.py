@@ -10,31 +10,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from llamarl.config.check import check_fields, number, require_choice
-
-NORMALIZATIONS = ("tokens", "rollouts", "constant")
-KL_ESTIMATORS = ("k1", "k2", "k3")
+from llamarl.config.check import Section, choice, number
 
 
 @dataclass(kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """Fields that every algorithm shares."""
+
+    key = "algorithm"
 
     advantage: str = "mean"
     """Baseline: mean | mean_std (also divides by the group's deviation) | leave_one_out | none |
     task (`advantages` of the recipe's own task.py)."""
     filters: list[str] = field(default_factory=list)
-    """Groups that are not trained on, others being sampled in their place; each is counted under
+    """Groups that are not trained on; others are sampled in their place, and each is counted under
     its reason. equal_rewards: all rewards are equal, hence all advantages zero (DAPO's dynamic
     sampling, on for dapo, cispo and aipo; without it they count as trained: no gradient from the
-    rewards, but KL and entropy terms, and their tokens in the divisor) | task: those that `drop` of
-    the recipe's own task.py names a reason for."""
-    normalization: str = "tokens"
+    rewards, but KL and entropy terms, and their tokens in the divisor) | task: those for which
+    `drop` of the recipe's own task.py returns a reason."""
+    normalization: str = choice("tokens", "rollouts", "constant")
     """The step's summed loss is divided by: its response tokens | its rollouts, each rollout
     averaged over its own tokens first | rollouts * sampling.max_tokens (constant)."""
     kl_coefficient: float = number(0.0, least=0, most=1000)
     """Weight of the KL penalty to the reference model; 0 starts no reference executor."""
-    kl_estimator: str = "k3"
+    kl_estimator: str = choice("k3", "k1", "k2")
     """Estimator of that penalty: k1 | k2 | k3 (Schulman's names)."""
     entropy_coefficient: float = number(0.0, least=-100, most=100)
     """Weight of an entropy bonus per response token."""
@@ -48,8 +47,3 @@ class AlgorithmConfig:
 
     scales_with_advantage: ClassVar[bool] = True
     # False: a rollout with advantage 0 may have a gradient, so its forward is not skipped.
-
-    def __post_init__(self) -> None:
-        check_fields("algorithm", self)
-        require_choice("algorithm.normalization", self.normalization, NORMALIZATIONS)
-        require_choice("algorithm.kl_estimator", self.kl_estimator, KL_ESTIMATORS)

@@ -1,6 +1,6 @@
-"""The checks that config sections use, the limits beside a field's default, and a device's dtype.
+"""What config sections share: their checks, a field's limits and choices, and a device's dtype.
 
-Owns: what a number or a text may be. Does not own: rules between fields, which their section holds.
+Owns: what a single value may be. Does not own: rules between fields, which the sections hold.
 Invariant: a failed check names the key, what it must be and what it got, in one line.
 """
 
@@ -9,37 +9,65 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 DAY_S = 86400.0
-Limits = Mapping[str, float]
-"""What a number must be: `least` or more, `above` and not equal, `most` or less."""
+Limits = Mapping[str, Any]
+"""What a value must be: a number `least` or more, `above` and not equal, `most` or less; a text one
+of `choices`."""
 
 
 def number(default: float, **limits: float) -> Any:
-    """A dataclass field with this default and these limits, which `check_fields` keeps.
-
-    A subclass that only has another default inherits the limits.
-    """
+    """A dataclass field with this default and limits; a subclass with another default has them
+    too."""
     assert limits.keys() in ({"least", "most"}, {"above", "most"}), "a number has two limits"
     return dataclasses.field(default=default, metadata=limits)
 
 
+def choice(default: str, *others: str) -> Any:
+    """A dataclass field that is one of these texts."""
+    return dataclasses.field(default=default, metadata={"choices": (default, *others)})
+
+
+class Section:
+    """A dataclass of fields that check themselves, and a rule for those that depend on others."""
+
+    key = ""  # of the section in a recipe; "" for the root
+
+    def __post_init__(self) -> None:
+        check_fields(self.key, self)
+        self.check()
+
+    def check(self) -> None:
+        """ValueError unless the fields go together."""
+
+    def require(self, condition: bool, name: str, must: str) -> None:
+        """ValueError "`name` must `must`, got its value" unless `condition` holds; `name` is a
+        field of this section, or one of a section in it, such as "trainer.lr"."""
+        require(condition, f"{self.key}.{name}".lstrip("."), must, attrgetter(name)(self))
+
+
 def limits_of(section: type, name: str) -> Limits:
-    """The limits of the field `name` of this config class; none if it is no number."""
+    """The limits of the field `name` of this config class; none if it has none."""
     fields = [getattr(each, "__dataclass_fields__", {}).get(name) for each in section.__mro__]
     return next((field.metadata for field in fields if field and field.metadata), {})
 
 
-def broken(limits: Limits, value: float) -> str | None:
+def broken(limits: Limits, value: object) -> str | None:
     """What `value` must be instead, or None if it lies within the limits."""
+    if isinstance(value, str):
+        choices = limits.get("choices", (value,))
+        return None if value in choices else "be one of " + ", ".join(choices)
+    if not isinstance(value, int | float):
+        return None
     if not math.isfinite(value):
         return "be a finite number"
-    if "least" in limits and value < limits["least"]:
+    if value < limits.get("least", -math.inf):
         return f"be at least {limits['least']}"
-    if "above" in limits and value <= limits["above"]:
+    if value <= limits.get("above", -math.inf):
         return f"be above {limits['above']}"
-    if "most" in limits and value > limits["most"]:
+    if value > limits.get("most", math.inf):
         return f"be at most {limits['most']}"
     return None
 
@@ -47,21 +75,20 @@ def broken(limits: Limits, value: float) -> str | None:
 def check_fields(section: str, config: Any) -> None:
     """ValueError unless every field of the dataclass `config` makes sense by itself.
 
-    A number must lie within its limits, or be finite where it has none; a text must not be empty,
-    unless that is its default, and must be one that files can hold. `section` is the key of
-    `config` in a recipe, "" for the root.
+    A number must lie within its limits, or be finite where it has none; a text must be one of its
+    choices, and not be empty unless that is its default, and be one that files can hold.
+    `section` is the key of `config` in a recipe, "" for the root.
     """
     for field in dataclasses.fields(config):
         key = f"{section}.{field.name}".lstrip(".")
         value = getattr(config, field.name)
         limits = limits_of(type(config), field.name)
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, int | float):
-                must = broken(limits, each)
-                require(must is None, key, must or "", value)
-            elif isinstance(each, str):
+            if isinstance(each, str):
                 require(bool(each) or field.default == "", key, "not be empty", value)
                 require(_can_be_written(each), key, "be text without null characters", value)
+            must = broken(limits, each)
+            require(must is None, key, must or "", value)
 
 
 def _can_be_written(text: str) -> bool:
@@ -82,5 +109,5 @@ def require_choice(key: str, got: object, choices: Iterable[object]) -> None:
 
 
 def dtype_for(device: str, dtype: str) -> str:
-    """`dtype`, or instead of "auto" what `device` computes best in: cpu | cuda."""
+    """`dtype`; instead of "auto" what `device` (cpu | cuda) computes best in."""
     return {"cpu": "float32", "cuda": "bfloat16"}[device] if dtype == "auto" else dtype

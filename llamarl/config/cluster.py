@@ -1,23 +1,25 @@
-"""Hosts and processes. Invariant: which rank runs where follows from these fields and the numbers
-of ranks alone (`devices.py`)."""
+"""Hosts and processes. These fields and the numbers of ranks decide which rank runs where
+(`rank_assignment.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
+from llamarl.config.check import DAY_S, Section, choice, number
 
 
 @dataclass(kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """Processes, and the hosts they run on."""
 
-    backend: str = "monarch"
+    key = "cluster"
+
+    backend: str = choice("monarch", "inline")
     """monarch: every executor in its own process; inline: all in this one, for debugging."""
     hosts: list[str] = field(default_factory=list)
     """Addresses of the `llamarl worker` daemons, one per host, such as tls://10.0.0.7:24440; none:
     this machine."""
-    scheduler: str = "none"
+    scheduler: str = choice("none", "slurm", "kubernetes")
     """What starts the daemons: none (you; see `hosts`) | slurm | kubernetes; `llamarl launch`
     prints what to submit."""
     num_hosts: int = number(0, least=0, most=65536)
@@ -37,7 +39,8 @@ class ClusterConfig:
     private_key: str = ""
     """PEM file of its key."""
     trusts_network: bool = False
-    """Allow tcp:// addresses: no encryption, and whoever reaches them may run code there."""
+    """Allow tcp:// addresses: no encryption, and every client that reaches them can run code
+    there."""
     threads_per_process: int = number(1, least=1, most=4096)
     """Torch threads of each executor process (monarch only); more than cores / processes is much
     slower."""
@@ -45,15 +48,11 @@ class ClusterConfig:
     """A process whose event loop answers nothing for this long counts as lost (monarch only); not
     while it starts."""
 
-    def __post_init__(self) -> None:
-        check_fields("cluster", self)
-        require_choice("cluster.backend", self.backend, ("monarch", "inline"))
-        require_choice("cluster.scheduler", self.scheduler, ("none", "slurm", "kubernetes"))
-        require(
+    def check(self) -> None:
+        self.require(
             self.num_hosts in (0, len(self.hosts)) or not self.hosts,
-            "cluster.num_hosts",
+            "num_hosts",
             f"be 0 or the number of cluster.hosts ({len(self.hosts)})",
-            self.num_hosts,
         )
 
     @property

@@ -1,16 +1,18 @@
-"""Prompts: where they come from and how they become tokens. Invariant: the order of prompts is a
-function of seed and position alone, so a run can resume anywhere."""
+"""Prompts: their files, and how they become tokens. Their order is a function of seed and position
+alone, so a run can resume anywhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.config.check import check_fields, number, require
+from llamarl.config.check import Section, number
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """The prompt files."""
+
+    key = "data"
 
     prompts: str = ""
     """Training prompts, .jsonl or .parquet; relative paths start at the recipe's folder."""
@@ -23,16 +25,10 @@ class DataConfig:
     system: str | None = None
     """System message put first; needs `chat`."""
     shuffle: bool = True
-    """Walk the file in an order drawn anew per epoch from the run's seed."""
+    """Take the prompts of each epoch in an order drawn from the run's seed."""
     max_prompt_tokens: int = number(1024, least=1, most=2**24)
     """Longer prompts are an error that names their line."""
 
-    def __post_init__(self) -> None:
-        check_fields("data", self)
-        require(bool(self.prompts), "data.prompts", "name a .jsonl or .parquet file", self.prompts)
-        require(
-            self.system is None or self.chat,
-            "data.system",
-            "stay unset without data.chat",
-            self.system,
-        )
+    def check(self) -> None:
+        self.require(bool(self.prompts), "prompts", "name a .jsonl or .parquet file")
+        self.require(self.system is None or self.chat, "system", "stay unset without data.chat")

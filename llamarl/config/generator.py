@@ -1,23 +1,21 @@
-"""Generator replicas and sampling. Invariant: training samples the model's full distribution, for
-else pi/mu would be wrong even on-policy."""
+"""Generator replicas and sampling.
+
+Owns: the fields of `generator` and `sampling`. Does not own: what an engine does with them.
+Invariant: training samples the model's full distribution; else pi/mu would be wrong even on-policy.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import (
-    DAY_S,
-    check_fields,
-    dtype_for,
-    number,
-    require,
-    require_choice,
-)
+from llamarl.config.check import DAY_S, Section, choice, dtype_for, number
 
 
 @dataclass(kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """How rollouts are drawn."""
+
+    key = "sampling"
 
     rollouts_per_prompt: int = number(8, least=1, most=65536)
     """Rollouts in a group (n)."""
@@ -34,57 +32,53 @@ class SamplingConfig:
     segment_tokens: int = number(0, least=0, most=2**24)
     """Cut a running rollout after this many new tokens and resume it on any replica; 0 never."""
     replay_lengths: str | None = None
-    """JSON file with a list of lengths: rollout after rollout writes exactly that many tokens, so
+    """JSON file with a list of lengths: rollout after rollout gets exactly that many tokens, so
     that two systems can be timed on one workload; None lets rollouts end by themselves."""
 
-    def __post_init__(self) -> None:
-        check_fields("sampling", self)
-        require(
-            self.top_k == 0, "sampling.top_k", "be 0 in training (pi/mu would be wrong)", self.top_k
-        )
-        require(
-            self.top_p == 1.0,
-            "sampling.top_p",
-            "be 1 in training (pi/mu would be wrong)",
-            self.top_p,
-        )
+    def check(self) -> None:
+        self.require(self.top_k == 0, "top_k", "be 0 in training (pi/mu would be wrong)")
+        self.require(self.top_p == 1.0, "top_p", "be 1 in training (pi/mu would be wrong)")
 
 
 @dataclass(kw_only=True)
-class GeneratorConfig:
+class GeneratorConfig(Section):
     """Fields that every engine shares."""
+
+    key = "generator"
 
     num_replicas: int = number(1, least=1, most=65536)
     """Independent engines, each in processes of its own."""
     num_ranks: int = number(1, least=1, most=1024)
     """Tensor-parallel processes of one replica."""
-    device: str = "cpu"
+    device: str = choice("cpu", "cuda")
     """Where the engine computes: cpu | cuda."""
     max_num_seqs: int = number(64, least=1, most=2**20)
     """Rollouts decoded together per replica."""
     max_model_len: int = number(1024, least=2, most=2**24)
     """Longest prompt plus completion; sizes the KV cache."""
-    dtype: str = "auto"
+    dtype: str = choice("auto", "float32", "bfloat16")
     """Activations, KV cache and unquantised weights: float32 | bfloat16 | auto (bfloat16 on cuda,
     float32 on cpu)."""
     quantization: str = "none"
     """Weights of the linear layers, quantised in the generator after each publish; `none` or what
-    the engine staging handles. AIPO takes mu from this quantised sampler."""
-    kv_after_commit: str = "keep"
+    the engine offers. AIPO takes mu from this quantised sampler."""
+    kv_after_commit: str = choice("keep", "recompute")
     """After new weights: keep the KV cache, or recompute it."""
     num_collectors: int = number(0, least=0, most=65536)
-    """Processes that ask the replicas which rollouts stopped, and tell the controller of all
-    together; worth one where there are hundreds of replicas. 0: the controller asks each."""
+    """Processes that collect from the replicas which rollouts stopped, and report them to the
+    controller together; use one for hundreds of replicas. 0: the controller asks each replica."""
     heartbeat_s: float = number(30.0, least=0.001, most=DAY_S)
-    """Longest time until a replica tells which rollouts have stopped, or that none has; of a prompt
-    whose rollouts have all stopped it tells at once."""
+    """Longest time until a replica reports which rollouts have stopped, if any; when all rollouts
+    of a prompt have stopped it reports them at once."""
 
-    def __post_init__(self) -> None:
-        check_fields("generator", self)
-        require_choice("generator.device", self.device, ("cpu", "cuda"))
+    def check(self) -> None:
         self.dtype = dtype_for(self.device, self.dtype)
-        require_choice("generator.dtype", self.dtype, ("float32", "bfloat16"))
-        require_choice("generator.kv_after_commit", self.kv_after_commit, ("keep", "recompute"))
+
+    def require_quantization(self, engine: str, **by_device: tuple[str, ...]) -> None:
+        """ValueError unless `engine` has the quantization, which depends on the device."""
+        allowed = by_device[self.device]
+        must = f"be one of {', '.join(allowed)} on {self.device} ({engine})"
+        self.require(self.quantization in allowed, "quantization", must)
 
 
 @dataclass(kw_only=True)
@@ -94,15 +88,9 @@ class EmbeddedConfig(GeneratorConfig):
     cuda_graphs: bool = True
     """On CUDA with one rank, replay each decode step as a captured graph; else without effect."""
 
-    def __post_init__(self) -> None:
-        GeneratorConfig.__post_init__(self)
-        allowed = {"cpu": ("none", "int8"), "cuda": ("none", "fp8")}[self.device]
-        require(
-            self.quantization in allowed,
-            "generator.quantization",
-            f"be one of {', '.join(allowed)} on {self.device} (embedded engine)",
-            self.quantization,
-        )
+    def check(self) -> None:
+        GeneratorConfig.check(self)
+        self.require_quantization("embedded engine", cpu=("none", "int8"), cuda=("none", "fp8"))
 
 
 @dataclass(kw_only=True)
@@ -118,33 +106,21 @@ class VllmConfig(GeneratorConfig):
     """Run without CUDA graphs and compilation; must be true on cpu, which has no graphs. null: true
     on cpu, false on cuda."""
 
-    def __post_init__(self) -> None:
-        GeneratorConfig.__post_init__(self)
-        allowed = {"cpu": ("none", "fp8_per_channel"), "cuda": ("none", "fp8")}[self.device]
-        require(
-            self.quantization in allowed,
-            "generator.quantization",
-            f"be one of {', '.join(allowed)} on {self.device} (vLLM)",
-            self.quantization,
-        )
+    def check(self) -> None:
+        GeneratorConfig.check(self)
+        self.require_quantization("vLLM", cpu=("none", "fp8_per_channel"), cuda=("none", "fp8"))
         if self.enforce_eager is None:
             self.enforce_eager = self.device == "cpu"
-        require(
+        self.require(
             self.enforce_eager or self.device == "cuda",
-            "generator.enforce_eager",
+            "enforce_eager",
             "be true with generator.device=cpu (vLLM)",
-            self.enforce_eager,
         )
-        require(
+        self.require(
             self.quantization == "none" or self.dtype == "bfloat16",
-            "generator.dtype",
+            "dtype",
             f"be bfloat16 with generator.quantization={self.quantization} (vLLM)",
-            self.dtype,
         )
         unit = 32 if self.device == "cpu" else 16
-        require(
-            self.block_size % unit == 0,
-            "generator.block_size",
-            f"be a multiple of {unit} on {self.device} (vLLM)",
-            self.block_size,
-        )
+        must = f"be a multiple of {unit} on {self.device} (vLLM)"
+        self.require(self.block_size % unit == 0, "block_size", must)

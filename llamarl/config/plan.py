@@ -1,15 +1,17 @@
-"""What a forecast assumes about the workload. Invariant: a run does not read it."""
+"""What a forecast assumes about the workload; a run does not read it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.config.check import check_fields, number
+from llamarl.config.check import Section, number
 
 
 @dataclass(kw_only=True)
-class PlanConfig:
-    """Lengths that `llamarl plan` reckons with: log-normal, cut at sampling.max_tokens."""
+class PlanConfig(Section):
+    """Lengths that `llamarl plan` assumes: log-normal, cut at sampling.max_tokens."""
+
+    key = "plan"
 
     prompt_tokens: int = number(200, least=1, most=2**24)
     """Tokens of a prompt."""
@@ -19,6 +21,3 @@ class PlanConfig:
     """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
     num_steps: int = number(12, least=3, most=10_000)
     """Steps simulated; the first ones, until the pipeline is full, are left out of the figures."""
-
-    def __post_init__(self) -> None:
-        check_fields("plan", self)

@@ -1,11 +1,11 @@
-"""Which rank sits on which host and GPU.
+"""Which rank runs on which host and GPU.
 
 Owns: the assignment, for a run and for a forecast alike. Does not own: starting processes
-(`cluster/`). Invariant: pure; with disaggregated placement no two ranks share a GPU, but for the
-reference, which sits on the trainer's devices.
+(`cluster/`). Invariant: pure; with disaggregated placement no two ranks share a GPU, except that
+the reference shares the trainer's.
 
-Seats are filled in order: the trainer first, then replica after replica. The ranks of a replica
-never straddle two hosts unless they need whole ones. Colocated, the replicas begin again at the
+Devices are taken in order: by the trainer first, then by replica after replica. The ranks of a
+replica are on two hosts only if they need whole ones. Colocated, the replicas begin again at the
 first device. On CPUs a host has as many devices as an even spread over the hosts needs.
 """
 
@@ -55,8 +55,8 @@ def assign(config: Config) -> dict[str, list[Device]]:
 
 
 def companions(config: Config) -> dict[str, list[Device]]:
-    """The devices of what computes no tensors: the scorer, and host by host storage units and
-    collectors."""
+    """The devices of executors that compute no tensors: the scorer on the first host, storage units
+    and collectors spread over the hosts."""
     counts = {
         "storage": config.experience.num_storage_units,
         "collector": config.generator.num_collectors,
@@ -83,7 +83,8 @@ def devices_per_host(config: Config) -> int:
 
 
 def _align(end: int, num_ranks: int, per_host: int) -> int:
-    """The first device from `end` on where `num_ranks` ranks do not straddle hosts needlessly."""
+    """The first device from `end` on where `num_ranks` ranks are not divided between hosts without
+    need."""
     room = per_host - end % per_host
     return end if num_ranks <= room or room == per_host else end + room
 

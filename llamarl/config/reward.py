@@ -1,18 +1,19 @@
-"""Reward functions and the pool that runs them. Invariant: a reward that fails is counted, and
-becomes a number only where the recipe asks for it."""
+"""Reward functions and the pool that runs them. A reward that fails is counted; it becomes a number
+only with on_failure=zero."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
+from llamarl.config.check import DAY_S, Section, choice, number, require_choice
 
-ON_FAILURE = ("drop", "zero")
 
 
 @dataclass(kw_only=True)
-class RewardConfig:
-    """What is rewarded and how patiently."""
+class RewardConfig(Section):
+    """What is rewarded, and how long a reward may take."""
+
+    key = "reward"
 
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | task (the recipe's own task.py). The first one's
@@ -32,24 +33,19 @@ class RewardConfig:
     """Processes of the reward pool."""
     timeout_s: float = number(10.0, above=0, most=DAY_S)
     """A reward that runs longer is killed and counted as hung."""
-    on_failure: str = "drop"
+    on_failure: str = choice("drop", "zero")
     """What a rollout whose reward failed (raised, hung, no finite number) means to its group:
-    drop (the group is not trained on: a baseline over the others would favour what reward code
-    digests) | zero (its reward is 0, for rewards that fail on what is wrong, such as a verifier
-    that runs out of time). Both are counted."""
+    drop (the group is not trained on: a baseline over the others would favour completions that
+    reward code can process) | zero (its reward is 0, for reward code that fails on wrong answers,
+    such as a verifier that runs out of time). Both are counted."""
     max_failure_rate: float = number(0.1, least=0, most=1)
     """The run stops when more than this share of the last 1000 rewards failed (after 50), whatever
     `on_failure` says; 1 never stops it."""
 
-    def __post_init__(self) -> None:
-        check_fields("reward", self)
-        require(
-            bool(self.functions), "reward.functions", "name at least one function", self.functions
-        )
-        require(
+    def check(self) -> None:
+        self.require(bool(self.functions), "functions", "name at least one function")
+        self.require(
             len(self.weights) == len(self.functions),
-            "reward.weights",
+            "weights",
             f"have one weight per function ({len(self.functions)})",
-            self.weights,
         )
-        require_choice("reward.on_failure", self.on_failure, ON_FAILURE)

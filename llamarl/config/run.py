@@ -1,12 +1,15 @@
-"""Sections about the run itself, and the root of the tree. Invariant: checks that look at two
-sections stand in `Config.__post_init__` and nowhere else."""
+"""Sections about the run itself, and the root of the tree.
+
+Owns: these sections, and the rules between sections. Does not own: the other sections. Invariant:
+rules between two sections are in `Config.check` and what it calls, and nowhere else.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
-from llamarl.config.check import DAY_S, check_fields, number, require, require_choice
+from llamarl.config.check import DAY_S, Section, choice, number, require
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.data import DataConfig
 from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
@@ -20,29 +23,29 @@ MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 
 @dataclass(kw_only=True)
-class StalenessConfig:
+class StalenessConfig(Section):
     """How far the generator may run ahead."""
+
+    key = "staleness"
 
     max_staleness: int = number(1, least=0, most=1000)
     """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
-    late: str = "wait"
+    late: str = choice("wait", "mask")
     """When the oldest group is not ready: wait for it, or mask: train on others first and give
     its tokens older than S zero weight later."""
 
-    def __post_init__(self) -> None:
-        check_fields("staleness", self)
-        require_choice("staleness.late", self.late, ("wait", "mask"))
-
 
 @dataclass(kw_only=True)
-class WeightsConfig:
+class WeightsConfig(Section):
     """How a new version reaches the generators."""
 
-    transport: str = "shared_memory"
+    key = "weights"
+
+    transport: str = choice(*TRANSPORTS)
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
     memory) | collective (gloo or NCCL, point to point) | rdma (Monarch's RDMA buffers)."""
-    staging: str = "double_buffer"
-    """Where a version waits for its commit: full (a second copy of the weights beside the live one)
+    staging: str = choice("double_buffer", "host", "bucket")
+    """Where a version waits for its commit: double_buffer (a second copy beside the active weights)
     | host (a second copy in host memory, copied over at the commit) | bucket (a small buffer,
     filled and committed part by part while decoding stands still)."""
     bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
@@ -52,59 +55,48 @@ class WeightsConfig:
     """A publish that has reached its first replica waits this long for the others; slower ones
     follow on their own."""
     timeout_s: float = number(60.0, least=0.001, most=DAY_S)
-    """Longest time that one call of a publish may take: past it a generator replica counts as
-    lost, and the trainer's silence ends the run. Raise it for models that take long to copy."""
-
-    logprob_check: str = "fail"
-    """After a publish a short rollout of each replica is compared with the trainer's log-probs. A
-    replica that writes with something else than what was published: fail (ends the run) | warn |
-    off (nothing is compared)."""
-
-    def __post_init__(self) -> None:
-        check_fields("weights", self)
-        require_choice(
-            "weights.transport",
-            self.transport,
-            TRANSPORTS,
-        )
-        require_choice("weights.staging", self.staging, ("double_buffer", "host", "bucket"))
-        require_choice("weights.logprob_check", self.logprob_check, ("fail", "warn", "off"))
+    """Longest time that one call of a publish may take. A generator replica that takes longer
+    counts as lost; a trainer that takes longer ends the run. Raise it for models that take long to
+    copy."""
+    logprob_check: str = choice("fail", "warn", "off")
+    """After a publish the log-probs of a short rollout of each replica are compared with the
+    trainer's. If a replica's weights are not those published: fail (end the run) | warn | off
+    (nothing is compared)."""
 
 
 @dataclass(kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Section):
     """Whether generators and trainer have devices of their own."""
 
+    key = "placement"
+
     colocated: bool = False
-    """True: they share a device and take turns; the idle side's memory is offloaded. False: each
-    has its own devices, and both work at once."""
-    offload: str = "file"
+    """True: they share devices and alternate; the idle side's memory is offloaded. False: each has
+    its own devices, and both work at once."""
+    offload: str = choice("file", "pinned", "none")
     """Where the idle side's memory goes: file (a memory-mapped file) | pinned (pinned host memory,
     for GPUs) | none (it stays where it is)."""
     offload_folder: str | None = None
     """Folder of the offload files, on a real disk; None takes the run's folder."""
 
-    def __post_init__(self) -> None:
-        check_fields("placement", self)
-        require_choice("placement.offload", self.offload, ("file", "pinned", "none"))
-
 
 @dataclass(kw_only=True)
-class ExperienceConfig:
+class ExperienceConfig(Section):
     """The store between the stages."""
+
+    key = "experience"
 
     num_storage_units: int = number(1, least=1, most=65536)
     """Storage processes; row ids are spread over them."""
     archive_tokens: bool = False
     """Keep token ids and log-probs of retired rollouts in the archive, not only their spans."""
 
-    def __post_init__(self) -> None:
-        check_fields("experience", self)
-
 
 @dataclass(kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """Held-out evaluation on one fixed version."""
+
+    key = "evaluation"
 
     every_steps: int = number(0, least=0, most=10**9)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
@@ -117,47 +109,42 @@ class EvaluationConfig:
     max_tokens: int = number(0, least=0, most=2**24)
     """Longest completion; 0 takes sampling.max_tokens."""
 
-    def __post_init__(self) -> None:
-        check_fields("evaluation", self)
-        require(
-            self.temperature == 0 or self.temperature >= 1e-3,
-            "evaluation.temperature",
-            "be 0 (greedy) or at least 0.001",
-            self.temperature,
-        )
+    def check(self) -> None:
+        is_sampled = self.temperature == 0 or self.temperature >= 1e-3
+        self.require(is_sampled, "temperature", "be 0 (greedy) or at least 0.001")
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
-    """What survives the run."""
+class CheckpointConfig(Section):
+    """What is kept on disk of the trainer."""
+
+    key = "checkpoint"
 
     every_steps: int = number(20, least=0, most=10**9)
-    """Steps between checkpoints; 0 saves only when the run ends. What a killed run did after its
-    newest checkpoint is lost, so take fewer steps where a step is long."""
+    """Steps between checkpoints; 0 saves only when the run ends. A killed run loses what it did
+    after its newest checkpoint, so take fewer steps where a step is long."""
     grace_s: float = number(15.0, least=0, most=DAY_S)
     """After SIGTERM the step under way may take this long to end, then what is complete is saved.
     Schedulers kill 30 s or later after it: leave time for the save."""
     save_s: float = number(600.0, least=0.1, most=DAY_S)
-    """Longest time that the save of a run may take that ends early; past it the newest checkpoint
-    is the result. A second Ctrl-C ends it at once."""
+    """Longest time of the save when a run ends early; after that the newest checkpoint is the
+    result. A second Ctrl-C ends it at once."""
     keep: int = number(2, least=0, most=10**6)
     """Newest checkpoints kept; 0 keeps all."""
     resume: str = "off"
     """off | auto (the newest committed checkpoint of run_dir, if any) | a checkpoint folder."""
     export: bool = True
     """Write the final weights in the Hugging Face layout."""
-    export_dtype: str = "float32"
+    export_dtype: str = choice("float32", "bfloat16")
     """What the exported weights are rounded to: float32 (as they were trained) | bfloat16 (half
     the size)."""
 
-    def __post_init__(self) -> None:
-        check_fields("checkpoint", self)
-        require_choice("checkpoint.export_dtype", self.export_dtype, ("float32", "bfloat16"))
-
 
 @dataclass(kw_only=True)
-class MetricsConfig:
+class MetricsConfig(Section):
     """What is recorded."""
+
+    key = "metrics"
 
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio. All
@@ -168,14 +155,11 @@ class MetricsConfig:
     """Draw the live progress display when standard output is a terminal."""
     spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
     """Most bytes on disk for the spans of one process (16 MiB hold some 100,000 of them). Of older
-    ones sums are kept, so that busy and wait shares stay right; trace.json begins later."""
-
-    def __post_init__(self) -> None:
-        check_fields("metrics", self)
+    spans sums are kept, so that busy and wait shares stay right; trace.json begins later."""
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(Section):
     """A whole recipe."""
 
     run_dir: str = "."
@@ -183,7 +167,7 @@ class Config:
     recipe_dir: str = "."
     """Folder that relative paths start at; the command line fills it with --config-dir."""
     seed: int = number(0, least=0, most=2**53 - 1)
-    """Seed of prompt order, sampling and everything else that is drawn."""
+    """Seed of prompt order, sampling and every other random choice."""
     num_steps: int = number(100, least=1, most=10**9)
     """Optimizer steps of the run."""
     model: ModelConfig
@@ -203,95 +187,75 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
-    def __post_init__(self) -> None:
-        check_fields("", self)
-        longest = self.sampling.max_tokens + 1
-        require(
-            longest <= self.generator.max_model_len,
+    def check(self) -> None:
+        longest = self.sampling.max_tokens
+        self.require(
+            longest + 1 <= self.generator.max_model_len,
             "generator.max_model_len",
-            f"hold a prompt token and sampling.max_tokens ({self.sampling.max_tokens})",
-            self.generator.max_model_len,
+            f"hold a prompt token and sampling.max_tokens ({longest})",
         )
-        require(
+        self.require(
             self.evaluation.max_tokens < self.generator.max_model_len,
             "evaluation.max_tokens",
             f"be below generator.max_model_len ({self.generator.max_model_len})",
-            self.evaluation.max_tokens,
         )
-        require(
-            self.algorithm.overlong_penalty_tokens <= self.sampling.max_tokens,
+        self.require(
+            self.algorithm.overlong_penalty_tokens <= longest,
             "algorithm.overlong_penalty_tokens",
-            f"be at most sampling.max_tokens ({self.sampling.max_tokens})",
-            self.algorithm.overlong_penalty_tokens,
+            f"be at most sampling.max_tokens ({longest})",
         )
-        require(
+        self.require(
             self.sampling.rollouts_per_prompt >= 2 or self.algorithm.advantage in ("none", "task"),
             "sampling.rollouts_per_prompt",
             f"be at least 2 for algorithm.advantage={self.algorithm.advantage} (one rollout is its "
             "own baseline, so nothing would be learnt)",
-            self.sampling.rollouts_per_prompt,
         )
-        require(
+        self.require(
             self.trainer.schedule == "constant" or self.trainer.warmup_steps < self.num_steps,
             "trainer.warmup_steps",
             f"be below num_steps ({self.num_steps})",
-            self.trainer.warmup_steps,
         )
-        require(
+        self.require(
             self.generator.num_collectors <= self.generator.num_replicas,
             "generator.num_collectors",
             f"be at most generator.num_replicas ({self.generator.num_replicas})",
-            self.generator.num_collectors,
         )
         num_open = self.trainer.groups_per_step * self.sampling.rollouts_per_prompt
         num_open *= self.staleness.max_staleness + 1
-        require(
+        self.require(
             num_open <= MAX_OPEN_ROLLOUTS,
             "trainer.groups_per_step",
             "keep groups_per_step x sampling.rollouts_per_prompt x (staleness.max_staleness + 1), "
             f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}",
-            self.trainer.groups_per_step,
         )
         self._check_processes()
         self._check_memory()
 
     def _check_processes(self) -> None:
         """What cannot run with all executors in one process."""
-        require(
-            self.cluster.backend != "inline" or self.trainer.num_ranks == 1,
-            "trainer.num_ranks",
-            "be 1 with cluster.backend=inline",
-            self.trainer.num_ranks,
-        )
-        require(
-            self.cluster.backend != "inline" or not isinstance(self.generator, VllmConfig),
-            "cluster.backend",
-            "be monarch with generator=vllm (its processes are its own)",
-            self.cluster.backend,
-        )
-        require(
-            self.cluster.backend != "inline" or self.generator.num_ranks == 1,
-            "generator.num_ranks",
-            "be 1 with cluster.backend=inline",
-            self.generator.num_ranks,
-        )
-        require(
-            self.cluster.backend != "inline" or self.weights.transport == "shared_memory",
-            "weights.transport",
-            "be shared_memory with cluster.backend=inline (one process cannot meet itself)",
-            self.weights.transport,
-        )
-        require(
-            self.cluster.backend != "inline" or self.cluster.size == 1,
-            "cluster.num_hosts",
-            "be 1 with cluster.backend=inline",
-            self.cluster.size,
-        )
-        require(
+        if self.cluster.backend == "inline":
+            self.require(
+                not isinstance(self.generator, VllmConfig),
+                "cluster.backend",
+                "be monarch with generator=vllm (its processes are its own)",
+            )
+            self.require(
+                self.weights.transport == "shared_memory",
+                "weights.transport",
+                "be shared_memory with cluster.backend=inline (others need two processes)",
+            )
+            self.require(
+                self.cluster.size == 1, "cluster.num_hosts", "be 1 with cluster.backend=inline"
+            )
+            for name, num_ranks in (
+                ("trainer.num_ranks", self.trainer.num_ranks),
+                ("generator.num_ranks", self.generator.num_ranks),
+            ):
+                self.require(num_ranks == 1, name, "be 1 with cluster.backend=inline")
+        self.require(
             self.cluster.size == 1 or self.weights.transport in ("collective", "rdma"),
             "weights.transport",
             f"be collective or rdma on {self.cluster.size} hosts (the others share memory)",
-            self.weights.transport,
         )
 
     def _check_memory(self) -> None:
@@ -304,33 +268,29 @@ class Config:
             "be cuda with weights.transport=cuda_ipc or placement.offload=pinned",
             f"{self.generator.device} and {self.trainer.device}",
         )
-        require(
+        self.require(
             self.weights.transport != "shared_memory"
             or self.generator.device == "cpu"
             or self.weights.staging == "host",
             "generator.device",
-            "be cpu with weights.transport=shared_memory (a GPU's memory is reached by "
-            "weights=cuda_ipc or weights=collective, or beside it with weights.staging=host)",
-            self.generator.device,
+            "be cpu with weights.transport=shared_memory (which reaches a GPU only with "
+            "weights.staging=host; use weights=cuda_ipc or weights=collective)",
         )
         graphs = isinstance(self.generator, VllmConfig) and not self.generator.enforce_eager
-        require(
+        self.require(
             not graphs or not self.placement.colocated or self.placement.offload == "none",
             "generator.enforce_eager",
             "be true with generator=vllm and placement=colocated (what is offloaded comes back at "
             "other addresses than captured graphs read)",
-            False,
         )
-        require(
+        self.require(
             not graphs or self.weights.staging != "bucket",
             "weights.staging",
             "be double_buffer or host with generator=vllm and generator.enforce_eager=false "
             "(captured graphs read weights of their own, which take whole versions)",
-            self.weights.staging,
         )
-        require(
+        self.require(
             self.weights.staging != "bucket" or self.generator.quantization == "none",
             "weights.staging",
             "be double_buffer or host with generator.quantization (quantising needs whole weights)",
-            self.weights.staging,
         )

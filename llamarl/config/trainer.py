@@ -1,26 +1,31 @@
-"""The trainer: batch, optimizer, precision. Invariant: no field here changes the gradient of a
-given batch, before clipping, except the one about precision."""
+"""The trainer: batch, optimizer, precision.
+
+Owns: the fields of `trainer`. Does not own: the loss (`algorithm.py`). Invariant: of these fields
+only compute_dtype changes the gradient of a given batch before clipping.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import check_fields, dtype_for, number, require, require_choice
+from llamarl.config.check import Section, choice, dtype_for, number
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """One optimizer step per `groups_per_step` groups."""
 
+    key = "trainer"
+
     num_ranks: int = number(1, least=1, most=65536)
-    """Processes, one per GPU: replicate x shard x tensor_parallel; shard is what is left."""
+    """Processes, one per GPU: replicate x shard x tensor_parallel; shard is the rest."""
     tensor_parallel: int = number(1, least=1, most=1024)
     """Ranks that split every matrix (and, between matrices, the tokens: sequence parallel) and work
     on the same rollouts; keep it within one host."""
     replicate: int = number(1, least=1, most=65536)
     """Copies of the sharded parameters (HSDP): gradients are summed over them, gathers stay within
     one."""
-    device: str = "cpu"
+    device: str = choice("cpu", "cuda")
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
     """Groups in a batch (P)."""
@@ -28,19 +33,19 @@ class TrainerConfig:
     """Start forward and backward once this many groups are ready; 0 waits for the whole batch."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
     """Most tokens packed into one forward; a longer rollout gets one of its own."""
-    compute_dtype: str = "auto"
+    compute_dtype: str = choice("auto", "float32", "bfloat16")
     """Forward and backward in float32 | bfloat16 | auto (bfloat16 on cuda, float32 on cpu); master
     weights are always float32."""
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str = choice("none", "selective", "full")
     """What the backward pass computes again instead of storing it: none | selective (all but
     matrix products and attention) | full (each whole block)."""
-    reshard_after: str = "forward"
+    reshard_after: str = choice("forward", "backward", "step")
     """How long gathered weights are kept: forward (gathered again for the backward pass; least
     memory) | backward (one gather per micro-batch) | step (one gather per optimizer step)."""
-    compile: str = "none"
+    compile: str = choice("none", "inductor", "aot_eager")
     """torch.compile of each block, attention left out: none | inductor (needs a C++ compiler or
     CUDA) | aot_eager (for debugging). Not with tensor_parallel or selective checkpointing."""
-    optimizer: str = "adamw"
+    optimizer: str = choice("adamw", "sgd")
     """adamw | sgd."""
     lr: float = number(1e-6, least=0, most=100)
     """Peak learning rate."""
@@ -52,7 +57,7 @@ class TrainerConfig:
     """Decoupled weight decay of matrices; norms and biases do not decay."""
     warmup_steps: int = number(0, least=0, most=10**9)
     """Steps over which the learning rate grows linearly to `lr`."""
-    schedule: str = "constant"
+    schedule: str = choice("constant", "linear", "cosine")
     """After warm-up: constant | linear | cosine, which fall towards `lr * min_lr_share` and would
     reach it one step after the last, so that no step runs at learning rate 0."""
     min_lr_share: float = number(0.0, least=0, most=1)
@@ -60,61 +65,37 @@ class TrainerConfig:
     max_grad_norm: float = number(1.0, least=1e-9, most=1e9)
     """Gradients are clipped to this global norm."""
 
-    def __post_init__(self) -> None:
-        check_fields("trainer", self)
-        self._check_layout()
-        require(
-            self.groups_per_part == 0 or self.groups_per_step % self.groups_per_part == 0,
-            "trainer.groups_per_part",
-            f"be 0 or divide trainer.groups_per_step ({self.groups_per_step})",
-            self.groups_per_part,
-        )
-        require_choice("trainer.device", self.device, ("cpu", "cuda"))
+    def check(self) -> None:
         self.compute_dtype = dtype_for(self.device, self.compute_dtype)
-        require_choice("trainer.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
-        require_choice("trainer.optimizer", self.optimizer, ("adamw", "sgd"))
-        require_choice("trainer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            "trainer.betas",
-            "be two numbers from 0 to below 1",
-            self.betas,
+        self.require(
+            self.groups_per_part == 0 or self.groups_per_step % self.groups_per_part == 0,
+            "groups_per_part",
+            f"be 0 or divide trainer.groups_per_step ({self.groups_per_step})",
         )
-
-    def _check_layout(self) -> None:
-        """How ranks, memory and compiler share the model."""
-        require(
+        are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        self.require(are_betas, "betas", "be two numbers from 0 to below 1")
+        self.require(
             self.num_ranks % (self.tensor_parallel * self.replicate) == 0,
-            "trainer.num_ranks",
+            "num_ranks",
             f"be a multiple of tensor_parallel ({self.tensor_parallel}) times replicate "
             f"({self.replicate})",
-            self.num_ranks,
         )
-        require_choice(
-            "trainer.activation_checkpointing",
-            self.activation_checkpointing,
-            ("none", "selective", "full"),
-        )
-        require_choice("trainer.reshard_after", self.reshard_after, ("forward", "backward", "step"))
-        require_choice("trainer.compile", self.compile, ("none", "inductor", "aot_eager"))
-        require(
+        self.require(
             self.compile == "none" or self.tensor_parallel == 1,
-            "trainer.compile",
+            "compile",
             f"be none with trainer.tensor_parallel={self.tensor_parallel} (torch compiles "
             "sequence-parallel blocks to wrong gradients)",
-            self.compile,
         )
-        require(
+        self.require(
             self.compile == "none" or self.activation_checkpointing != "selective",
-            "trainer.compile",
+            "compile",
             "be none with trainer.activation_checkpointing=selective (what a compiled block keeps "
             "is the compiler's choice)",
-            self.compile,
         )
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks with rollouts of their own: the tensor-parallel ranks of one share theirs."""
+        """Ranks with different rollouts: tensor-parallel ranks work on the same ones."""
         return self.num_ranks // self.tensor_parallel
 
     @property

@@ -21,8 +21,11 @@ from llamarl.metrics.rendering import render_summary, shorten
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
 
 
-def show_end(config: Config, run_dir: str, summary: dict[str, Any], console: Console) -> None:
-    """Print the table that ends a run, the paths of its results, and what to try next."""
+def show_end(
+    config: Config, run_dir: str, summary: dict[str, Any], state: dict[str, Any], console: Console
+) -> None:
+    """Print the table that ends a run, the paths of its results, what to try next and, for a run
+    that stopped before its last step, why: `state` has its version and, if so, what is "solved"."""
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
@@ -34,6 +37,13 @@ def show_end(config: Config, run_dir: str, summary: dict[str, Any], console: Con
             f"model.checkpoint={run_dir}/export"
         )
     render_summary(summary, paths, next_command, console)
+    if state.get("solved") and state["version"] < config.num_steps:
+        console.print(
+            f"stopped at step {state['version']} of {config.num_steps}: {state['solved']} were "
+            "answered with full marks, so nothing is left to learn from these prompts",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def is_finished(config: Config, run_dir: str, state: dict[str, Any]) -> bool:
@@ -48,21 +58,9 @@ def show_finished_run(
 ) -> dict[str, Any]:
     """Show again what a finished run showed at its end; returns its summary, computed again."""
     summary = summarize(run_dir)
-    show_end(config, run_dir, summary, console)
+    show_end(config, run_dir, summary, state, console)
     console.print("this run had finished before: nothing was started", highlight=False)
-    show_early_stop(config, state["version"], state.get("solved", ""), console)
     return summary
-
-
-def show_early_stop(config: Config, version: int, solved: str, console: Console) -> None:
-    """Say why a run stopped before its last step, if it did; `solved` is the gate's text."""
-    if solved and version < config.num_steps:
-        console.print(
-            f"stopped at step {version} of {config.num_steps}: {solved} were answered with full "
-            "marks, so nothing is left to learn from these prompts",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 def resume_command(command: Sequence[str], run_dir: str) -> str:

@@ -76,7 +76,7 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"backlog": [[0, 10**9]]}, "must be among data.prompts, got line 1000000000"),
     "too far": ({"position": 6}, "position in .* must fit the open prompts"),
     "too near": ({"position": 2}, "position in .* must fit the open prompts"),
-    "evaluated later": ({"evaluated": 2}, "evaluated in .* must be a version, got '2'"),
+    "evaluated later": ({"evaluated": 2}, "evaluated in .* must be a version, got 2"),
     "evaluated never": ({"evaluated": []}, "evaluated in .* must be a version"),
     "solved": ({"solved": True}, "solved in .* must be text"),
     "no identity": ({"identity": None}, "identity in .* must be an object"),
