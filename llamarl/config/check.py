@@ -45,7 +45,8 @@ class Section:
     def require(self, condition: bool, name: str, must: str) -> None:
         """ValueError "`name` must `must`, got its value" unless `condition` holds; `name` is a
         field of this section, or one of a section in it, such as "trainer.lr"."""
-        require(condition, f"{self.key}.{name}".lstrip("."), must, attrgetter(name)(self))
+        if not condition:
+            require(False, f"{self.key}.{name}".lstrip("."), must, attrgetter(name)(self))
 
 
 def limits_of(section: type, name: str) -> Limits:

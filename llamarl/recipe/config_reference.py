@@ -335,7 +335,7 @@ def _type_words(hint: Any) -> str:
 
 def _limit_words(section: type, name: str) -> str:
     limits = limits_of(section, name)
-    if not limits:
+    if "most" not in limits:
         return ""
     words = "from" if "least" in limits else "above"
     lowest = limits.get("least", limits.get("above"))
