@@ -84,9 +84,9 @@ def _read(folder: Path) -> dict[str, Any]:
     state = checkpoint.read_state(folder)
 
     def check(condition: bool, name: str, must: str, got: object = None) -> None:
-        value = state.get(name) if got is None else got
+        value = state.get(name)
         shown = value if isinstance(value, int) else _short(value)
-        require(condition, f"{name} in {folder / checkpoint.STATE_FILE}", must, shown)
+        require(condition, f"{name} in {folder / checkpoint.STATE_FILE}", must, got or shown)
 
     for name in COUNTS:
         count = state.get(name)
