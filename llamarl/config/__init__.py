@@ -1,8 +1,8 @@
 """Every field of a recipe, with its default, its documentation and its checks.
 
-Owns: the dataclasses, but for the options of one algorithm (`algorithms/losses/`). Does not own:
-values a recipe chooses (`conf/`, `recipes/`) or what is built from them (`build.py`). Invariant:
-standard library only, so composing a recipe takes milliseconds; nothing changes a config after its
+Owns: the dataclasses, except the options of single algorithms (`algorithms/losses/`). Does not own:
+the values of a recipe (`conf/`, `recipes/`) or what is built from them (`build.py`). Invariant:
+standard library only, so composing a recipe takes milliseconds; a config does not change after its
 own `__post_init__`.
 """
 

@@ -1,8 +1,5 @@
-"""How rewards become a loss: the options of every algorithm.
-
-Owns: the fields of `algorithm` that all have. Does not own: the options of one, which stand with
-its loss (`algorithms/losses/`), or which advantages and filters there are. Invariant: a field that
-only one algorithm reads does not stand here.
+"""The options that all algorithms have. Those of a single one are beside its loss
+(`algorithms/losses/`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llamarl.config.check import DAY_S, Section, choice, number, require_choice
-
+from llamarl.config.check import DAY_S, Section, choice, number
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,7 @@
-"""metrics.jsonl, and the way of a run's numbers to its trackers.
+"""metrics.jsonl, and passing a run's numbers to its trackers.
 
-Owns: the file's format. Does not own: which numbers (`step_metrics.py`) or the trackers (`trackers.py`).
-Invariant: what one `log` call was given is in the file on disk when it returns.
+Owns: the file's format. Does not own: which numbers (`step_metrics.py`) or the trackers
+(`trackers.py`). Invariant: when `log` returns, its values are in the file on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends to `run_dir/metrics.jsonl` and hands the same to `trackers`, which are by name.
+    """Appends to `run_dir/metrics.jsonl` and passes the same to `trackers` (by name).
 
     Each line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and "texts"
     where there are any; NaN and infinities are null. A step may have several lines (training,
@@ -47,7 +47,7 @@ class MetricsLog:
         histograms: Histograms | None = None,
         texts: Texts | None = None,
     ) -> None:
-        """Write what `step` (optimizer steps completed) brought."""
+        """Write the values of `step` (optimizer steps completed)."""
         line: dict[str, Any] = {"step": step, "unix_s": time.time()}
         line |= {tag: _finite(value) for tag, value in scalars.items()}
         if histograms:

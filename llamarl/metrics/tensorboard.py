@@ -1,8 +1,8 @@
 """The tracker `tensorboard`: event files in the run's folder, written by TensorBoard's own writer.
 
-Owns: how values become TensorBoard's records. Does not own: which values (`step_metrics.py`), or sections
-and descriptions of charts (`charts.py`). Invariant: what `log` was given is on disk when it
-returns.
+Owns: how values become TensorBoard's records. Does not own: which values (`step_metrics.py`), or
+sections and descriptions of charts (`charts.py`). Invariant: when `log` returns, its values are on
+disk.
 
 The writer is that of the tensorboard package. Those of torch and tensorboardX load torch into the
 controller (2.2 s at the start instead of 0.2 s), and a flush of tensorboardX returns before its

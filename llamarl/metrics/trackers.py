@@ -1,8 +1,8 @@
-"""Where the numbers of a run go beside metrics.jsonl: the trackers that `metrics.trackers` names.
+"""The trackers that the numbers of a run go to beside metrics.jsonl, named by `metrics.trackers`.
 
-Owns: what a tracker is, the table of them, and those that hand numbers to other programs. Does not
+Owns: what a tracker is, the table of them, and those that pass numbers to other programs. Does not
 own: which numbers (`step_metrics.py`), TensorBoard's files (`tensorboard.py`) or metrics.jsonl
-(`sinks.py`). Invariant: a tracker's package is imported only if the recipe names the tracker, and
+(`metrics_log.py`). Invariant: a tracker's package is imported only if the recipe names the tracker, and
 none of them loads torch into the controller.
 """
 
