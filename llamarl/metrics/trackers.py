@@ -2,8 +2,8 @@
 
 Owns: what a tracker is, the table of them, and those that pass numbers to other programs. Does not
 own: which numbers (`step_metrics.py`), TensorBoard's files (`tensorboard.py`) or metrics.jsonl
-(`metrics_log.py`). Invariant: a tracker's package is imported only if the recipe names the tracker, and
-none of them loads torch into the controller.
+(`metrics_log.py`). Invariant: a tracker's package is imported only if the recipe names the tracker,
+and none of them loads torch into the controller.
 """
 
 from __future__ import annotations
