@@ -1,12 +1,12 @@
-"""The command line: a recipe is composed, a job runs it.
+"""The command line: composes a recipe and runs a job with it.
 
 Owns: commands, exit codes, how errors look. Does not own: how a recipe is composed
-(`composition.py`), jobs. Invariant: a mistake of the user's ends in one line.
+(`composition.py`), jobs (`jobs.py`). Invariant: a mistake of the user's ends in one line.
 
 Exit codes: 0 done (or every prompt is solved), 1 the run failed (its traceback, or which process
-was lost), 2 the user must change something (one line), 75 SIGTERM ended it: the same command goes
-on (EX_TEMPFAIL of sysexits.h), 130 interrupted. A run that began says at last what of it is saved,
-and how it goes on.
+was lost), 2 the user must change something (one line), 75 SIGTERM ended it and the same command
+resumes it (EX_TEMPFAIL of sysexits.h), 130 interrupted. A run that ends early says which version is
+saved, and which command resumes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -43,7 +43,10 @@ from llamarl.metrics.rendering import shorten
 from llamarl.recipe.composition import DictConfig, for_each_config, reference, to_config, to_yaml
 from llamarl.recipe.config_reference import did_you_mean
 
-ENDS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", RESUMABLE)}
+ENDS: dict[int, tuple[str, int]] = {
+    signal.SIGINT: ("interrupted", 130),
+    signal.SIGTERM: ("terminated", RESUMABLE),
+}
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any] | None]
 JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
@@ -52,7 +55,7 @@ COMMANDS = {
     "evaluate": "score a checkpoint on held-out prompts",
     "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
     "launch": "print what starts a recipe on cluster.scheduler",
-    "config": "list the keys of a recipe with their meanings; with KEY or a section, all about it",
+    "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 
@@ -74,42 +77,45 @@ def main() -> None:
     """Entry point of the `llamarl` command."""
     with exiting_process():
         try:
-            _main()
+            _main(*(sys.argv[1:] or ["--help"]))
             sys.stdout.flush()
-        except BrokenPipeError:  # who reads the output, such as head, has read enough
+        except BrokenPipeError:  # the reader of the output, such as head, has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except ValueError as error:
+            sys.exit(_complain(str(error)))
+        except KeyboardInterrupt:
+            sys.exit(_end(signal.SIGINT))
         finally:
             gc.freeze()  # else the interpreter's end looks at all that was imported
 
 
-def _main() -> None:
-    command, *arguments = sys.argv[1:] or ["--help"]
+def _main(command: str, *arguments: str) -> None:
+    """Run `command`; ValueError for what the user must change before a job starts."""
     if command in ("-h", "--help", "help"):
         return _show(_usage())
     if command == "--version":
         return _show(f"llamarl {__version__}\n")
     if command not in COMMANDS:
         meant = did_you_mean(difflib.get_close_matches(command, COMMANDS, n=1))
-        _fail(f"the command must be one of {', '.join(COMMANDS)}, got {command!r}{meant}")
-    if command == "worker":
-        return _serve(arguments)
+        raise ValueError(
+            f"the command must be one of {', '.join(COMMANDS)}, got {command!r}{meant}"
+        )
+    if command == "worker":  # has no recipe: the controller that attaches brings the config
+        from llamarl.cluster import worker
+
+        return worker.main(list(arguments))
     if {"--help", "-h"} & set(arguments):
         return _show(_help(command))
     if command == "config":
-        return _explain_keys(arguments)
-    job, composed_arguments = _choose(command, arguments)
+        return _show(_describe_keys(arguments))
+    job, composed_arguments = _choose(command, list(arguments))
     work = partial(_run, job, ["llamarl", command, *arguments], _folders(arguments))
     try:
         for_each_config(f"llamarl {command}", composed_arguments, work)
-    except ValueError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        sys.stderr.write("llamarl: interrupted\n")
-        sys.exit(130)
     except BrokenPipeError:
         raise
     except OSError as error:  # of Hydra, which makes the folder
-        _fail(f"run_dir must be a folder that can be written to, got {error}")
+        raise ValueError(f"run_dir must be a folder that can be written to, got {error}") from error
 
 
 def _show(text: str) -> None:
@@ -148,38 +154,19 @@ def _table(rows: dict[str, str]) -> str:
     return "".join(f"  {name:<22} {words}\n" for name, words in rows.items())
 
 
-def _explain_keys(names: list[str]) -> None:
-    """What `llamarl config [KEY ...]` prints."""
-    try:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        texts = [reference().about(name) for name in names] or [reference().overview(width)]
-    except ValueError as error:
-        _fail(str(error))
-    _show("\n\n".join(text.rstrip("\n") for text in texts) + "\n")
-
-
-def _serve(arguments: list[str]) -> None:
-    """A worker has no recipe: the run that attaches to it brings the config."""
-    from llamarl.cluster import worker
-
-    try:
-        worker.main(arguments)
-    except ValueError as error:
-        _fail(str(error))
-    except KeyboardInterrupt:
-        sys.stderr.write("llamarl: interrupted\n")
-        sys.exit(130)
+def _describe_keys(names: Sequence[str]) -> str:
+    """What `llamarl config [KEY ...]` says."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    texts = [reference().about(name) for name in names] or [reference().overview(width)]
+    return "\n\n".join(text.rstrip("\n") for text in texts) + "\n"
 
 
 def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
-    """The job, and the arguments that are Hydra's.
-
-    `plan` and `launch` make no run folder: Hydra is pointed at the folder that is there.
-    """
+    """The job, and the arguments for Hydra, which makes no run folder for `plan` and `launch`."""
     if command in JOBS:
         return JOBS[command], arguments
     if {"--multirun", "-m"} & set(arguments):
-        _fail(f"--multirun must come with train or evaluate, got {command}")
+        raise ValueError(f"--multirun must come with train or evaluate, got {command}")
     if command == "launch":
         return partial(jobs.launch, command=arguments), [*arguments, "hydra.run.dir=."]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -188,12 +175,14 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
     try:
         options, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        _fail(f"{error.argument_name} must name a file or folder, got nothing ({error.message})")
+        raise ValueError(
+            f"{error.argument_name} must name a file or folder, got nothing ({error.message})"
+        ) from error
     return partial(jobs.plan, **vars(options)), [*rest, "hydra.run.dir=."]
 
 
-def _folders(arguments: list[str]) -> set[str]:
-    """Run folders that the user names and that are there before Hydra makes any."""
+def _folders(arguments: Sequence[str]) -> set[str]:
+    """Run folders among the arguments that exist before Hydra makes any."""
     pairs = (each.partition("=") for each in arguments)
     named = (value for key, _, value in pairs if key == "run_dir")
     return {os.path.abspath(path) for path in named if os.path.isdir(path)}
@@ -202,7 +191,8 @@ def _folders(arguments: list[str]) -> set[str]:
 def _run(
     job: Job, command: list[str], existing: set[str], composed: DictConfig, run_dir: str
 ) -> None:
-    """One job; a multirun calls this once per combination. Folders in `existing` are the user's."""
+    """Run a job; a multirun calls this once per combination. Hydra did not make the folders
+    `existing`."""
     is_run = job in JOBS.values()
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -215,29 +205,32 @@ def _run(
         if work is not None:
             asyncio.run(work)
     except jobs.Stopped as end:
-        words, code = ENDS[end.number]
-        sys.stderr.write(f"llamarl: {words}\n")
-        _exit(code, command, run_dir)
+        _exit(_end(end.number), command, run_dir)
     except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
         if is_run and run_dir not in existing and _is_mistake(error):
             with contextlib.suppress(OSError):
-                os.rmdir(run_dir)  # Hydra made it; it goes if nothing is in it
+                os.rmdir(run_dir)  # made by Hydra, and removed if empty
         _exit(_report(error, run_dir if is_run else None), command, run_dir)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """SIGTERM before there is anything to save, or after all is."""
-    words, code = ENDS[signal.SIGTERM]
+    """Exit on SIGTERM, before there is anything to save or after all is saved."""
+    sys.exit(_end(number))
+
+
+def _end(number: int) -> int:
+    """Say that this signal ended the command; the exit code."""
+    words, code = ENDS[number]
     sys.stderr.write(f"llamarl: {words}\n")
-    sys.exit(code)
+    return code
 
 
 def _report(error: Exception, run_dir: str | None) -> int:
     """Say what ended the job; the exit code.
 
-    A ValueError or a full disk is the user's to mend: one line. But a ValueError out of a group
-    comes from the running loop, where nothing the user wrote is left to check: a bug, shown whole.
-    Of a lost process it is said which one and why: the way here leads through calls that only wait.
+    A ValueError or a full disk, which the user can mend: one line. But a ValueError out of a group
+    is from the running loop, after all checks of what the user wrote: a bug, with its traceback. Of
+    a lost process: which one and why, without the traceback through calls that only waited.
     """
     cause = _first(error)
     if run_dir is not None and isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
@@ -245,7 +238,7 @@ def _report(error: Exception, run_dir: str | None) -> int:
             f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}"
         )
     if _is_mistake(error):
-        _fail(str(error))
+        sys.exit(_complain(str(error)))
     if isinstance(cause, TaskError):
         return _complain(str(cause))
     if isinstance(cause, GroupLost | NoGenerator):
@@ -258,18 +251,18 @@ def _report(error: Exception, run_dir: str | None) -> int:
         return 1
     remote = getattr(cause, "__notes__", [])
     sys.stderr.write("\n".join(remote) + "\n" if remote else "")
-    if not remote:  # else its traceback stands in the note, and the way here says nothing more
+    if not remote:  # the note has the remote traceback, and this one says nothing more
         traceback.print_exception(cause)
     return 1
 
 
 def _is_mistake(error: Exception) -> bool:
-    """True for a ValueError out of no group, which is the user's to mend; see `_report`."""
+    """True for a ValueError that is in no group, which the user can mend; see `_report`."""
     return isinstance(error, ValueError) and not isinstance(error, BaseExceptionGroup)
 
 
 def _exit(code: int, command: list[str], run_dir: str) -> Any:
-    """Say what is saved of a run that ended early, and how it goes on; then exit."""
+    """Say which version of a run that ended early is saved, and how to resume it; then exit."""
     if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
         version = checkpoint.version_of(newest)
         sys.stderr.write(f"llamarl: version {version} is saved in {shorten(str(newest))}\n")
@@ -280,17 +273,13 @@ def _exit(code: int, command: list[str], run_dir: str) -> Any:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The exception that ended the run, out of the groups that task groups wrap it in."""
+    """The exception that ended the run, out of the groups that wrap it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def _fail(message: str) -> Any:
-    sys.exit(_complain(message))
-
-
 def _complain(message: str) -> int:
-    """One line; the exit code that goes with it."""
+    """Write one line; the exit code for it."""
     sys.stderr.write(f"llamarl: {message}\n")
     return 2

@@ -1,8 +1,8 @@
 """How a recipe's folder and the arguments become a checked `Config`.
 
 Owns: Hydra's groups and their choices, how its errors are worded. Does not own: fields and checks
-(`config/`) or commands (`main.py`). Invariant: the only place that knows Hydra; past `to_config` a
-config is plain dataclasses.
+(`config/`) or commands (`main.py`). Invariant: the only module that uses Hydra; after `to_config`
+a config is plain dataclasses.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
 
 
 def store_choices() -> None:
-    """Make the choices, and the dataclass of the whole, known to Hydra."""
+    """Register the choices, and the dataclass of a whole recipe, with Hydra."""
     store = ConfigStore.instance().store
     store(name="schema", node=Config, provider="llamarl")
     for group, choices in CHOICES.items():
@@ -98,13 +98,13 @@ def for_each_config(
     `program` is the command that the arguments follow. ValueError for a recipe or arguments that
     do not compose, OSError for a run folder that cannot be made.
     """
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, not to Hydra's printer
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
     store_choices()
     flags, overrides = _divide(arguments)
     recipe = _recipe(flags)
     folder = str(recipe.parent.resolve()).replace("'", "\\'")
     sys.argv = [program, *flags, f"recipe_dir='{folder}'", *overrides]
-    warnings.filterwarnings("ignore", message=".*missing `_self_`")  # then its own values win
+    warnings.filterwarnings("ignore", message=".*missing `_self_`")  # its own values win
     entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
     try:
         _check_groups(overrides)
@@ -147,9 +147,9 @@ def to_yaml(composed: DictConfig) -> str:
 
 
 def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and overrides: Hydra's parser wants them one after the other.
+    """Flags with their values, and overrides, which Hydra's parser wants in this order.
 
-    ValueError for a flag that there is not.
+    ValueError for an unknown flag.
     """
     flags: list[str] = []
     overrides: list[str] = []
@@ -168,7 +168,7 @@ def _divide(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _recipe(flags: list[str]) -> Path:
-    """The file that --config-dir and --config-name lead to; ValueError unless it is YAML."""
+    """The file that --config-dir and --config-name name; ValueError unless it is YAML."""
     folder = next((Path(v) for f, v in _flag_values(flags) if f in ("--config-dir", "-cd")), None)
     if folder is None:
         raise ValueError("--config-dir must name a recipe's folder, such as recipes/quickstart")
@@ -209,9 +209,9 @@ def _check_groups(overrides: list[str]) -> None:
 
 
 def _explain(error: BaseException, recipe: Path | None) -> str:
-    """One line that names the key, what it must be and what it got, out of Hydra's several lines.
+    """One line with the key, what it must be and what it got, from Hydra's several lines.
 
-    `recipe` is the file whose lines may be named.
+    `recipe` is the file whose lines the error may be about.
     """
     words = str(error)
     while not isinstance(error, SPECIFIC) and (below := error.__cause__ or error.__context__):
@@ -291,7 +291,7 @@ def _wrong_type(key: str, error: ValidationError) -> str:
 
 
 def _place(recipe: Path, key: str) -> str:
-    """`FILE:LINE: ` of a key in the files of a recipe's folder; nothing if none has it."""
+    """`FILE:LINE: ` of a key in the files of a recipe's folder, or nothing."""
     others = sorted(path for path in recipe.parent.glob("*/*.yaml"))
     for path in (recipe, *others):
         group = path.relative_to(recipe.parent).parent.parts
@@ -319,7 +319,7 @@ def _line_of(path: Path, keys: list[str]) -> int | None:
 
 
 def _line_with(recipe: Path | None, word: str) -> str:
-    """`FILE:LINE: ` of the first line of the recipe with this word; nothing if none has it."""
+    """`FILE:LINE: ` of the first line of the recipe with this word, or nothing."""
     lines = recipe.read_text("utf-8").splitlines() if recipe is not None else []
     found = [i for i, line in enumerate(lines, 1) if re.search(rf"\b{re.escape(word)}\b", line)]
     return f"{recipe}:{found[0]}: " if found else ""

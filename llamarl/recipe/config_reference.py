@@ -1,8 +1,8 @@
 """The reference of the config: every key with its type, default, limits and meaning.
 
-Owns: how the fields of `config/` read to a user, and which key an unknown name probably stands for.
-Does not own: fields, defaults or meanings, which are taken from the dataclasses and from the texts
-under their fields. Invariant: standard library and YAML only, so help costs milliseconds.
+Owns: the description of each key, and which key an unknown name probably stands for. Does not own:
+fields, defaults or meanings, which are taken from the dataclasses and the texts under their fields.
+Invariant: standard library and YAML only, so help costs milliseconds.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ ELSEWHERE = {
     "checkpoint.resume": "resume_from_checkpoint resume_mode",
     "metrics.sample_rollouts": "log_completions num_completions_to_print",
 }
-"""Keys and groups here, and what TRL, verl and others call the same."""
+"""Keys and groups, and the names of the same in TRL, verl and others."""
 
 TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
 WANTED = {
@@ -113,7 +113,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a recipe; `choices` of its group have it, and `defaults` may differ among them."""
+    """One key of a recipe: `choices` of its group have it, with `defaults` that may differ."""
 
     name: str
     type: str
@@ -134,7 +134,7 @@ class Key:
         return f"{self.name:<36}{self.type:<12}{self.default:<14} {sentence}"
 
     def text(self) -> str:
-        """All that is known of it, as an indented paragraph under its name."""
+        """Its whole description, as an indented paragraph under its name."""
         others: dict[str, list[str]] = {}
         for choice, value in self.defaults.items():
             if value != self.default:
@@ -201,7 +201,7 @@ class KeyReference:
         )
 
     def overview(self, width: int | None = None) -> str:
-        """One line per key, then what others call them; at most `width` characters in each."""
+        """One line per key, then names in other projects; at most `width` characters in each."""
         lines = [key.line() for key in self.keys.values()]
         lines += ["", "groups, chosen by GROUP=CHOICE (the first is the default):"]
         lines += [f"{name:<14}{' | '.join(choices)}" for name, choices in self.groups.items()]
@@ -211,26 +211,20 @@ class KeyReference:
         lines += [
             "",
             f"A step trains {ELSEWHERE_BATCH}, which is what a batch size in completions counts.",
-            "llamarl config KEY says all about a key or a section.",
+            "llamarl config KEY describes a key or a section.",
         ]
         return "".join(f"{line[:width]}\n" for line in lines)
 
     def everything(self) -> str:
         """The whole text of all groups, sections and keys."""
-        rows = [f"  {name:<12}{' | '.join(choices)}" for name, choices in self.groups.items()]
-        scalars = [self.keys[name].text() for name in self._scalars]
-        return (
-            "\n\n".join(
-                [
-                    "groups, chosen by GROUP=CHOICE (the first is the default):\n"
-                    + "\n".join(rows),
-                    "keys, set by KEY=VALUE:",
-                    *scalars,
-                    *map(self._section_text, self.sections),
-                ]
-            )
-            + "\n"
-        )
+        groups = [f"  {name:<12}{' | '.join(choices)}" for name, choices in self.groups.items()]
+        parts = [
+            "\n".join(["groups, chosen by GROUP=CHOICE (the first is the default):", *groups]),
+            "keys, set by KEY=VALUE:",
+            *(self.keys[name].text() for name in self._scalars),
+            *map(self._section_text, self.sections),
+        ]
+        return "\n\n".join(parts) + "\n"
 
     def about(self, name: str) -> str:
         """The text of a key, a section or a name from elsewhere; ValueError for any other."""
@@ -258,7 +252,7 @@ class KeyReference:
         return "\n\n".join([head, *keys])
 
     def meant_by(self, name: str) -> list[str]:
-        """The keys or groups that `name`, which is none, may stand for, likeliest first."""
+        """The keys or groups that the unknown `name` may stand for, likeliest first."""
         leaf = name.rpartition(".")[2]
         for words in (name, leaf):
             known = [key for key, names in ELSEWHERE.items() if words in names.split()]

@@ -1,8 +1,8 @@
 """What a run reads: checkpoint, tokenizer, prompts and task.py, checked.
 
-Owns: finding, reading and checking them, and how training and held-out rollouts are drawn. Does not
-own: objects of the run (`build.py`). Invariant: `read_inputs` finds whatever can be known to be
-wrong before any process starts.
+Owns: reading and checking them, and the sampling of training and held-out rollouts. Does not own:
+objects of the run (`build.py`). Invariant: `read_inputs` finds every mistake that can be found
+before a process starts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may diff
 PROMPTS = "data.prompts"
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 CONTROLLER_TASKS = {"advantages", "drop"}  # functions of task.py that run in this process
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # an old name and a new one
+ALLOCATOR_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)  # old and new name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
     _check_lengths(config, prompts, held_out)
     replay_lengths = _replay_lengths(config)
-    for folder in {checkpoint, tokenizer_folder}:  # last, for it reads every byte
+    for folder in {checkpoint, tokenizer_folder}:  # last, as it reads every byte
         manifest.verify_if_listed(Path(folder))
     return Inputs(
         checkpoint=checkpoint,
@@ -102,8 +105,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What a resumed run must have in common with the one that was saved, by config key; JSON.
 
-    Whatever would be wrong in silence otherwise: the prompts and their order (a position in it and
-    the open prompts mean others), the optimizer, and what of the model its tensors do not show.
+    What would else be wrong without an error: the prompts and their order (to which the saved
+    position and open prompts refer), the optimizer, and what the model's tensors do not show.
     """
     sizes = {name: value for name, value in asdict(inputs.architecture).items() if name != EOS}
     return {
@@ -134,7 +137,7 @@ def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """Stands for all prompts: their numbers and token ids, in order."""
+    """Digest of all prompts: their numbers and token ids, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         ids = np.array([prompt.prompt_id, len(prompt.token_ids), *prompt.token_ids], dtype="<i8")
@@ -143,8 +146,8 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 
 
 def read_planned_architecture(config: Config) -> Architecture:
-    """What a forecast reckons with: the checkpoint's architecture or, where no checkpoint is, that
-    of `model.architecture`. ValueError as for a run."""
+    """The architecture for a forecast: the checkpoint's or, without a checkpoint, that of
+    `model.architecture`. ValueError as for a run."""
     folder = _resolve(config, config.model.checkpoint)
     if config.model.architecture is not None and not Path(folder).is_dir():
         architecture = read_architecture(_resolve(config, config.model.architecture))
@@ -156,7 +159,7 @@ def read_planned_architecture(config: Config) -> Architecture:
 
 
 def train_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """How training rollouts are drawn."""
+    """The sampling parameters of training rollouts."""
     return Sampling(
         temperature=config.sampling.temperature,
         top_k=config.sampling.top_k,
@@ -168,7 +171,7 @@ def train_sampling(config: Config, inputs: Inputs) -> Sampling:
 
 
 def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """How held-out rollouts are drawn."""
+    """The sampling parameters of held-out rollouts."""
     return Sampling(
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
@@ -179,13 +182,13 @@ def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
 
 
 def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's ids and those of the model's config."""
+    """The ids that end a completion: the tokenizer's and those of the model's config."""
     ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
     return tuple(dict.fromkeys(ids))
 
 
 def _check_devices(config: Config) -> None:
-    """ValueError for a GPU where this machine has no driver; `cluster.hosts` check their own."""
+    """ValueError for a GPU on a machine without a driver; `cluster.hosts` check their own."""
     has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
     for section, device in (
         ("generator", config.generator.device),
@@ -200,9 +203,9 @@ def _check_devices(config: Config) -> None:
 
 
 def _check_allocator(config: Config) -> None:
-    """ValueError if torch's allocator makes GPU memory that others cannot map by its handle: they
-    would need a system call, pidfd_getfd, that containers forbid. cuda_ipc has one host, so all
-    processes have this environment."""
+    """ValueError if torch's allocator makes GPU memory that other processes cannot map by its
+    handle without a system call that containers forbid (pidfd_getfd). With cuda_ipc there is one
+    host, so all processes have this environment."""
     for name in ALLOCATOR_VARIABLES if config.weights.transport == "cuda_ipc" else ():
         settings = os.environ.get(name, "")
         require(
@@ -214,10 +217,8 @@ def _check_allocator(config: Config) -> None:
 
 
 def _check_planned(config: Config, architecture: Architecture) -> None:
-    """ValueError, naming the first difference, unless the checkpoint is what was planned.
-
-    Ids that end a completion may differ: they change no tensor, and the checkpoint's own are used.
-    """
+    """ValueError, naming the first difference, unless the checkpoint has the planned
+    architecture. Ids that end a completion may differ: they change no tensor."""
     if config.model.architecture is None:
         return
     folder = _resolve(config, config.model.architecture)
@@ -233,7 +234,7 @@ def _check_planned(config: Config, architecture: Architecture) -> None:
 
 
 def _check_architecture(config: Config, architecture: Architecture) -> None:
-    """ValueError for what config and architecture alone tell to be impossible."""
+    """ValueError if config and architecture do not go together."""
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
         check_limits(config.generator, architecture)
@@ -312,7 +313,7 @@ def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]
 
 
 def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> ResumablePrompts:
-    """The prompts to come, going on from `state`."""
+    """The prompts still to be generated for, from `state` on."""
     stream = PromptStream(
         inputs.prompts,
         seed=config.seed,
