@@ -21,17 +21,6 @@ from llamarl.config import ClusterConfig
 from llamarl.errors import GroupLost, RemoteError
 from llamarl.metrics.span import Spans
 
-__all__ = [
-    "Cluster",
-    "ExecutorGroup",
-    "GroupLost",
-    "RemoteError",
-    "exiting_process",
-    "make_cluster",
-    "make_rdma",
-    "process_name",
-]
-
 # How often Monarch checks whether each process lives. It reads this when it is imported, and
 # children inherit it. With its default, 10 s, it would notice a killed process that late.
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"

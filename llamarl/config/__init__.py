@@ -8,15 +8,13 @@ own `__post_init__`.
 
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.cluster import ClusterConfig
-from llamarl.config.data import DataConfig
 from llamarl.config.generator import (
     EmbeddedConfig,
     GeneratorConfig,
     SamplingConfig,
     VllmConfig,
 )
-from llamarl.config.model import ModelConfig
-from llamarl.config.plan import PlanConfig
+from llamarl.config.inputs import DataConfig, ModelConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.run import (
     CheckpointConfig,
@@ -25,29 +23,8 @@ from llamarl.config.run import (
     ExperienceConfig,
     MetricsConfig,
     PlacementConfig,
+    PlanConfig,
     StalenessConfig,
     WeightsConfig,
 )
 from llamarl.config.trainer import TrainerConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "EmbeddedConfig",
-    "EvaluationConfig",
-    "ExperienceConfig",
-    "GeneratorConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "PlacementConfig",
-    "PlanConfig",
-    "RewardConfig",
-    "SamplingConfig",
-    "StalenessConfig",
-    "TrainerConfig",
-    "VllmConfig",
-    "WeightsConfig",
-]

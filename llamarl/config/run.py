@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.check import DAY_S, Section, choice, number, require
 from llamarl.config.cluster import ClusterConfig
-from llamarl.config.data import DataConfig
 from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
-from llamarl.config.model import ModelConfig
-from llamarl.config.plan import PlanConfig
+from llamarl.config.inputs import DataConfig, ModelConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
@@ -156,6 +154,22 @@ class MetricsConfig(Section):
     spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
     """Most bytes on disk for the spans of one process (16 MiB hold some 100,000 of them). Of older
     spans sums are kept, so that busy and wait shares stay right; trace.json begins later."""
+
+
+@dataclass(kw_only=True)
+class PlanConfig(Section):
+    """Lengths that `llamarl plan` assumes: log-normal, cut at sampling.max_tokens."""
+
+    key = "plan"
+
+    prompt_tokens: int = number(200, least=1, most=2**24)
+    """Tokens of a prompt."""
+    median_tokens: int = number(400, least=1, most=2**24)
+    """Tokens that half of the rollouts stay below."""
+    spread: float = number(0.8, least=0, most=1e6)
+    """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
+    num_steps: int = number(12, least=3, most=10_000)
+    """Steps simulated; the first ones, until the pipeline is full, are left out of the figures."""
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.plan import PlanConfig
+from llamarl.config.run import PlanConfig
 from llamarl.executors.generator import GATHER_S
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import Variant

@@ -40,7 +40,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.config.plan import PlanConfig
+from llamarl.config.run import PlanConfig
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.specs import CollectorSpec
 from llamarl.experience.store import Store

@@ -1,11 +1,34 @@
-"""Prompts: their files, and how they become tokens. Their order is a function of seed and position
-alone, so a run can resume anywhere."""
+"""What a run reads: the pretrained checkpoint and the prompts.
+
+Owns: the fields of `model` and `data`. Does not own: reading the files (`recipe/inputs.py`).
+Invariant: the architecture comes from the checkpoint's own config.json, and the order of prompts is
+a function of seed and position alone, so a run can resume anywhere.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from llamarl.config.check import Section, number
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """The checkpoint, in the Hugging Face layout."""
+
+    key = "model"
+
+    checkpoint: str = ""
+    """Folder with config.json and safetensors files; relative to the recipe's folder."""
+    architecture: str | None = None
+    """Folder with a config.json of the same architecture, so that the recipe can be planned without
+    the checkpoint; a run refuses a checkpoint that differs from it (except in the ids that end a
+    completion)."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer, if it is not the checkpoint's own."""
+
+    def check(self) -> None:
+        self.require(bool(self.checkpoint), "checkpoint", "name a checkpoint folder")
 
 
 @dataclass(kw_only=True)
