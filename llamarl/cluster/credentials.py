@@ -21,6 +21,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from llamarl.config import ClusterConfig
+from llamarl.config.check import require
 
 log = logging.getLogger(__name__)
 
@@ -128,33 +129,21 @@ def configure_monarch(config: ClusterConfig) -> None:
     ValueError if the hosts' addresses do not fit the other fields.
     """
     if not config.hosts:
-        if config.size > 1:
-            raise ValueError(
-                f"cluster.hosts must name the {config.size} hosts of cluster.num_hosts, got none; "
-                "`llamarl launch` prints what starts them"
-            )
-        return
+        must = f"name the {config.size} hosts of cluster.num_hosts (`llamarl launch` starts them)"
+        return require(config.size == 1, "cluster.hosts", must, [])
     addresses = [Address.parse(text, "cluster.hosts") for text in config.hosts]
-    if len(set(addresses)) < len(addresses):
-        raise ValueError(f"cluster.hosts must all differ, got {', '.join(config.hosts)}")
-    schemes = sorted({address.scheme for address in addresses})
-    if schemes != ["tls"] and not (config.trusts_network and schemes == ["tcp"]):
-        raise ValueError(
-            f"cluster.hosts must all be tls://, or tcp:// with cluster.trusts_network=true, got "
-            f"{', '.join(config.hosts)}"
-        )
-    local = [str(address) for address in addresses if is_loopback(address)]
-    if local and len(local) < len(addresses):
-        raise ValueError(
-            f"cluster.hosts must be addresses at which the hosts reach each other, got {local[0]}, "
-            f"which is this machine alone, beside others"
-        )
-    if not config.data_interface and not local:
-        raise ValueError(
-            "cluster.data_interface must name the network interface of tensor traffic, which is "
-            f"not encrypted, for hosts such as {addresses[0]}, got none"
-        )
-    if schemes == ["tls"]:
+    is_each_once = len(set(addresses)) == len(addresses)
+    require(is_each_once, "cluster.hosts", "all differ", config.hosts)
+    schemes = {address.scheme for address in addresses}
+    is_safe = schemes == {"tls"} or (config.trusts_network and schemes == {"tcp"})
+    must = "all be tls://, or tcp:// with cluster.trusts_network=true"
+    require(is_safe, "cluster.hosts", must, config.hosts)
+    num_local = sum(map(is_loopback, addresses))
+    must = "be addresses at which the hosts reach each other (not loopback beside others)"
+    require(num_local in (0, len(addresses)), "cluster.hosts", must, config.hosts)
+    must = f"name the interface of tensor traffic, which is not encrypted, to {addresses[0]}"
+    require(bool(config.data_interface or num_local), "cluster.data_interface", must, "")
+    if schemes == {"tls"}:
         credentials = Credentials(config.ca, config.certificate, config.private_key)
         credentials.context("cluster.")
         os.environ.update(credentials.environment())
@@ -175,11 +164,11 @@ def check_distinct(addresses: list[Address]) -> None:
     found: dict[object, Address] = {}
     for address in addresses:
         place = socket.getaddrinfo(address.host, address.port, proto=socket.IPPROTO_TCP)[0][4][:2]
-        if place in found:
+        other = found.setdefault(place, address)
+        if other is not address:
             raise ValueError(
-                f"cluster.hosts must all differ, got {found[place]} and {address}, which are one"
+                f"cluster.hosts must all differ, got {other} and {address}, which are one"
             )
-        found[place] = address
 
 
 def controller_name(own_address: str, address: Address, credentials: Credentials) -> str:
