@@ -206,6 +206,12 @@ def test_a_train_command_of_the_docs_runs(
     assert done.returncode == 0, done.stderr
 
 
+def test_the_index_of_extending_links_to_all_its_pages() -> None:
+    index = DOCS / "extending" / "index.md"
+    linked = {target for target, _ in LINK.findall(index.read_text())}
+    assert linked == {path.name for path in index.parent.glob("*.md")} - {index.name}
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MOST_README_LINES
 
