@@ -83,6 +83,7 @@ ELSEWHERE = {
     "checkpoint.every_steps": "save_steps save_freq save_interval",
     "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.resume": "resume_from_checkpoint resume_mode",
+    "metrics.trackers": "report_to logger",
     "metrics.sample_rollouts": "log_completions num_completions_to_print",
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
