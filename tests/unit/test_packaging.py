@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 from tests.test_house import FILES, TREES, imported_modules
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 DECLARED = {
     requirement.name: requirement.specifier
     for requirement in map(Requirement, PROJECT["dependencies"])
@@ -45,6 +46,18 @@ def test_what_is_pinned_lies_within_what_is_declared() -> None:
         assert requirement.specifier.contains(pins[requirement.name]), requirement
     (vllm,) = PROJECT["optional-dependencies"]["vllm"]
     assert f"\n{vllm} " in (ROOT / "requirements-vllm.txt").read_text()
+
+
+def test_a_wheel_carries_every_file_that_is_no_module() -> None:
+    patterns = SETTINGS["tool"]["setuptools"]["package-data"]["llamarl"]
+    found = [path for folder in ("llamarl", "conf") for path in (ROOT / folder).rglob("*")]
+    names = {
+        str(path.relative_to(ROOT)).removeprefix("llamarl/") for path in found if path.is_file()
+    }
+    data = {name for name in names if not name.endswith((".py", ".pyc"))}
+    assert {"conf/config.yaml", "cluster/deploy/slurm.sbatch"} <= data
+    for name in data:
+        assert any(PurePosixPath(name).match(pattern) for pattern in patterns), name
 
 
 def in_folder(folder: Path, *command: str | Path, **variables: str) -> str:
