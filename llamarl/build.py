@@ -43,6 +43,7 @@ from llamarl.metrics.span import Spans
 from llamarl.metrics.startup import Report
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.weights.sync.publisher import Publisher
+from llamarl.weights.transports.table import TRANSPORTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +375,7 @@ def _collectors(config: Config, generators: dict[int, ExecutorGroup]) -> list[Co
 
 
 def _rdma(config: Config) -> Any:
-    return make_rdma() if config.weights.transport == "rdma" else None
+    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
 
 
 def _new_id() -> str:

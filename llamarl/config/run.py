@@ -16,7 +16,6 @@ from llamarl.config.inputs import DataConfig, ModelConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
-TRANSPORTS = ("shared_memory", "cuda_ipc", "collective", "rdma")
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 
 
@@ -39,7 +38,7 @@ class WeightsConfig(Section):
 
     key = "weights"
 
-    transport: str = choice(*TRANSPORTS)
+    transport: str = "shared_memory"
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
     memory) | collective (gloo or NCCL, point to point) | rdma (Monarch's RDMA buffers)."""
     staging: str = choice("double_buffer", "host", "bucket")
@@ -254,11 +253,6 @@ class Config(Section):
                 "be monarch with generator=vllm (its processes are its own)",
             )
             self.require(
-                self.weights.transport == "shared_memory",
-                "weights.transport",
-                "be shared_memory with cluster.backend=inline (others need two processes)",
-            )
-            self.require(
                 self.cluster.size == 1, "cluster.num_hosts", "be 1 with cluster.backend=inline"
             )
             for name, num_ranks in (
@@ -266,29 +260,15 @@ class Config(Section):
                 ("generator.num_ranks", self.generator.num_ranks),
             ):
                 self.require(num_ranks == 1, name, "be 1 with cluster.backend=inline")
-        self.require(
-            self.cluster.size == 1 or self.weights.transport in ("collective", "rdma"),
-            "weights.transport",
-            f"be collective or rdma on {self.cluster.size} hosts (the others share memory)",
-        )
 
     def _check_memory(self) -> None:
-        """Devices, transports and staging buffers that do not go together."""
+        """Devices, offload and staging buffers that do not go together."""
         devices = {self.generator.device, self.trainer.device}
-        cuda_only = self.weights.transport == "cuda_ipc" or self.placement.offload == "pinned"
         require(
-            not cuda_only or devices == {"cuda"},
+            self.placement.offload != "pinned" or devices == {"cuda"},
             "generator.device and trainer.device",
-            "be cuda with weights.transport=cuda_ipc or placement.offload=pinned",
+            "be cuda with placement.offload=pinned",
             f"{self.generator.device} and {self.trainer.device}",
-        )
-        self.require(
-            self.weights.transport != "shared_memory"
-            or self.generator.device == "cpu"
-            or self.weights.staging == "host",
-            "generator.device",
-            "be cpu with weights.transport=shared_memory (which reaches a GPU only with "
-            "weights.staging=host; use weights=cuda_ipc or weights=collective)",
         )
         graphs = isinstance(self.generator, VllmConfig) and not self.generator.enforce_eager
         self.require(

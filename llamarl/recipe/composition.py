@@ -37,9 +37,9 @@ from llamarl import config as schema
 from llamarl.algorithms.group_filters import check_names
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
-from llamarl.config.run import TRANSPORTS
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference, did_you_mean
+from llamarl.weights.transports.table import TRANSPORTS, check_transport
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 SPECIFIC = (
@@ -138,6 +138,7 @@ def to_config(composed: DictConfig) -> Config:
                 raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
     check_names(config.algorithm)
     check_rewards(config.reward)
+    check_transport(config)
     return config
 
 

@@ -34,6 +34,7 @@ from llamarl.models.divisibility import check_parallel
 from llamarl.models.inventory import check_checkpoint
 from llamarl.task_file import FILE, check, load
 from llamarl.types import Prompt, Sampling
+from llamarl.weights.transports.table import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 PROMPTS = "data.prompts"
@@ -206,7 +207,9 @@ def _check_allocator(config: Config) -> None:
     """ValueError if torch's allocator makes GPU memory that other processes cannot map by its
     handle without a system call that containers forbid (pidfd_getfd). With cuda_ipc there is one
     host, so all processes have this environment."""
-    for name in ALLOCATOR_VARIABLES if config.weights.transport == "cuda_ipc" else ():
+    transport = TRANSPORTS[config.weights.transport]
+    needs_handles = transport.is_mapped and transport.device == "cuda"
+    for name in ALLOCATOR_VARIABLES if needs_handles else ():
         settings = os.environ.get(name, "")
         require(
             "expandable_segments:true" not in settings.lower().replace(" ", ""),

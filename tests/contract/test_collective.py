@@ -17,6 +17,7 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.collective import RouteGroup
+from llamarl.weights.transports.table import End
 from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0
@@ -149,12 +150,13 @@ def test_disconnecting_ends_a_write_that_hangs(ends) -> None:
 
 
 NUM_BYTES = 1 << 28  # takes longer than it takes to stop its other end
+HERE = End(rank=0, host="here", device=torch.device("cpu"), timeout_s=60.0)
 
 
 def copy_cast(route, side, memory=None, is_ready=None):
     """One message over a group of its own, from rank 0 to rank 0."""
     memory = torch.zeros(NUM_BYTES, dtype=torch.uint8) if memory is None else memory
-    group = RouteGroup(route, side, 0, torch.device("cpu"), timeout_s=60.0)
+    group = RouteGroup(route, side, HERE)
     if is_ready is not None:
         is_ready.set()
     if side == "target":

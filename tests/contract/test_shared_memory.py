@@ -17,9 +17,11 @@ from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports import available
 from llamarl.weights.transports.mapped import MappedSender
+from llamarl.weights.transports.table import End
 from tests.distributed.ranks import FORKS
 
 SHAPE = (6, 4)
+HERE = End(rank=0, host="here", device=torch.device("cpu"), timeout_s=60.0)
 
 
 def layout(start, stop, buffer, offset=0, dtype="float32"):
@@ -129,7 +131,7 @@ def test_the_sender_casts(weight_buffer) -> None:
 
 def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
     """Not even by a copy that was on its way: the memory may be offered anew by then."""
-    sender, copies = MappedSender("here"), 2 * list(ends.route.copies)
+    sender, copies = MappedSender(ends.route, HERE), 2 * list(ends.route.copies)
     begun, may_end, outcome = threading.Event(), threading.Event(), []
 
     def copy_cast(copy, target):
@@ -164,7 +166,7 @@ def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
 def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_it(
     ends, may_be_freed
 ) -> None:
-    sender, copies, num_mapped = MappedSender("here"), list(ends.route.copies), []
+    sender, copies, num_mapped = MappedSender(ends.route, HERE), list(ends.route.copies), []
     for version in range(3):
         handle = replace(ends.weight_buffer.prepare(version, 0), may_be_freed=may_be_freed)
         ends.weight_buffer.staging.zero_()

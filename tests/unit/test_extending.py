@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -34,6 +36,11 @@ from llamarl.types import (
     Score,
     ScoreStatus,
 )
+from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
+from llamarl.weights.layout.reshard import plan
+from llamarl.weights.sync.weight_buffer import WeightBuffer
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports import table
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_recipe
 from tests.unit.reference_checkpoints import (
@@ -213,3 +220,46 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
     config.write_text(config.read_text().replace('"sliding_window": null', '"sliding_window": 64'))
     with pytest.raises(ValueError, match=r"sliding_window .* must be false or absent.*, got 64"):
         read_architecture(tmp_path)
+
+
+def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "TRANSPORTS", table.TRANSPORTS.copy())
+    module = ModuleType("files")
+    monkeypatch.setitem(sys.modules, "files", module)
+    exec(block("transport", "python"), module.__dict__)
+    assert table.named("crosses_hosts") == "collective or rdma or files"
+
+    def parameters(buffer: str, strides: tuple[int, int]) -> dict[str, ParameterLayout]:
+        box = Box(start=(0, 0), stop=(40, 30), buffer=buffer, offset=0, strides=strides)
+        return {"w": ParameterLayout(shape=(40, 30), dtype="float32", boxes=(box,))}
+
+    weights = torch.randn(40, 30)
+    writer = Writer(0, "a", {"w": weights}, parameters("w", (30, 1)))
+    target = WeightBuffer(
+        parameters=parameters("weights", (1, 40)),
+        num_elements=1200,
+        dtype=torch.float32,
+        replica=0,
+        rank=0,
+        run_id="test",
+        host="b",
+    )
+    route = Route(
+        source="trainer",
+        replica=0,
+        transport="files",
+        copies=tuple(plan([writer.layout()], [target.layout()])),
+        rendezvous=str(tmp_path / "route"),
+        bucket_bytes=1000,
+    )
+    target.connect(route)
+    writer.connect(0, route)
+    writer.tensors.label(0)
+    written = writer.write(0, [target.prepare(0, 0)])
+    assert target.verify(0, 0) == written
+    committed = target.commit(0, 0)
+    assert committed is not None
+    assert torch.equal(committed.view(30, 40).T, weights)
+    target.close()

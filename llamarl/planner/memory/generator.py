@@ -27,6 +27,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
 from llamarl.planner.memory.placements import ITEM_BYTES, weight_buffer
 from llamarl.weights.layout import buckets
+from llamarl.weights.transports.table import TRANSPORTS
 
 QUANTIZED = ("qkv.weight", "o_proj.weight", "gate_up.weight", "down_proj.weight", "lm_head.weight")
 LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in LINEARS)
@@ -164,6 +165,6 @@ def _working(config: Config, architecture: Architecture) -> Kinds:
         "activations": tokens * item * (4 * a.hidden_size + split // generator.num_ranks),
         "logits": 3 * FLOAT32_BYTES * generator.max_num_seqs * a.vocab_size,
     }
-    if config.weights.transport in ("collective", "rdma"):
+    if not TRANSPORTS[config.weights.transport].is_mapped:
         kinds["transfer"] = 2 * config.weights.bucket_bytes
     return kinds

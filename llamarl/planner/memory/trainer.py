@@ -28,6 +28,7 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
 from llamarl.planner.memory.placements import ITEM_BYTES, local_box, local_elements
+from llamarl.weights.transports.table import TRANSPORTS
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
 LAYER = "model.layers.0."
@@ -59,7 +60,7 @@ def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemor
     lasting = {"weights": weights, **state}
     if not config.placement.colocated:  # else nobody is late: a sync phase waits for all
         lasting["snapshot"] = weights
-    if config.weights.transport in ("collective", "rdma"):
+    if not TRANSPORTS[config.weights.transport].is_mapped:
         lasting["transfer"] = 2 * config.weights.bucket_bytes
     return TrainerMemory(
         weights=weights,

@@ -39,6 +39,7 @@ from llamarl.planner.memory.placements import (
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.reshard import num_bytes, plan
+from llamarl.weights.transports.table import TRANSPORTS
 
 MESSAGE_S = 20e-6
 """To start one message or copy: a kernel, a rendezvous and a round trip. Our estimate, as no data
@@ -112,7 +113,7 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
         max_card_bytes_out=max(card.out.values(), default=0),
         max_card_bytes_in=max(card.into.values(), default=0),
         num_copies=num_copies,
-        num_groups=len(heads) if config.weights.transport == "collective" else 0,
+        num_groups=len(heads) if TRANSPORTS[config.weights.transport].meets else 0,
         lower_bound_s=_lower_bound_s(config, direct, relayed),
         seconds=_seconds(config, architecture, first, len(heads), direct, relayed),
     )
@@ -240,7 +241,7 @@ def _seconds(
         parameters, _ = weight_buffer(config, architecture, 0)
         num_buckets = len(buckets.cut_buckets(parameters, max(1, bucket_bytes // item)))
     messages = np.ceil(first.num_bytes / bucket_bytes)
-    if config.weights.transport in ("shared_memory", "cuda_ipc"):
+    if TRANSPORTS[config.weights.transport].is_mapped:
         messages = first.num_copies
     num_messages = max(num_heads * messages.sum(1).max(), messages.sum(0).max())
     device = _device(config)

@@ -19,12 +19,12 @@ from llamarl.config import WeightsConfig
 from llamarl.errors import NoGenerator, ReplicaLost
 from llamarl.metrics.span import Spans
 from llamarl.protocols import WeightSource
-from llamarl.weights.layout.routes import Routes
 from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.publish_stats import PublishStats
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, SourceLost, TrainerSource
 from llamarl.weights.sync.replicas import Replicas
 from llamarl.weights.sync.states import State
+from llamarl.weights.transports.routes import Routes
 
 COMMIT_S = 0.5  # a replica that commits for longer does not hold back the next one
 TURN_REPLICAS = 16  # this many commit one after the other: the others decode meanwhile

@@ -19,9 +19,10 @@ from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.weights.integrity.comparison import add_up, compare
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 from llamarl.weights.layout.reshard import num_bytes
-from llamarl.weights.layout.routes import MAPPED, buckets_of
 from llamarl.weights.sync.calls import Change, Stagger, attempt, silence
 from llamarl.weights.sync.states import Event, State, next_state
+from llamarl.weights.transports.routes import buckets_of
+from llamarl.weights.transports.table import TRANSPORTS
 
 T = TypeVar("T")
 ABORT_S = 5.0  # an abort that takes longer does not delay the error that caused it
@@ -229,7 +230,8 @@ class ReplicaSync(Source):
         If the source answers another call meanwhile, the target is the one that hangs.
         """
         writing = await attempt(source.executor.write(version, handles), self._timeout_s)
-        if not writing.done() and self.route and self.route.transport not in MAPPED:
+        is_mapped = self.route is not None and TRANSPORTS[self.route.transport].is_mapped
+        if not writing.done() and self.route is not None and not is_mapped:
             probe = await attempt(source.executor.source_layout(), PROBE_S)
             if probe.done() and not probe.cancelled() and probe.exception() is None:
                 raise ReplicaLost(

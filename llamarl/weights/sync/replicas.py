@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
-from llamarl.weights.layout.routes import Routes
 from llamarl.weights.sync.assignment import Assignment
 from llamarl.weights.sync.calls import Change, Stagger, attempt, silence
 from llamarl.weights.sync.publish_stats import PublishStats
@@ -27,6 +26,7 @@ from llamarl.weights.sync.replica_sync import (
     TrainerSource,
 )
 from llamarl.weights.sync.states import State
+from llamarl.weights.transports.routes import Routes
 
 log = logging.getLogger(__name__)
 

@@ -33,12 +33,11 @@ from llamarl.weights.integrity.fingerprint import fingerprint
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.layout.buckets import Bucket
-from llamarl.weights.transports.collective import CollectiveReceiver
 from llamarl.weights.transports.mapped import MappedBlock
 from llamarl.weights.transports.packed import target_ranks
 from llamarl.weights.transports.protocol import Rdma, TransportReceiver
-from llamarl.weights.transports.rdma import RdmaReceiver
 from llamarl.weights.transports.shared_memory import require_memory, this_host
+from llamarl.weights.transports.table import End, make_receiver
 
 
 class WeightBuffer:
@@ -91,7 +90,8 @@ class WeightBuffer:
         self.before_overwrite: Callable[[int], None] = lambda version: None
         self._parameters, self._num_elements = parameters, num_elements
         self._replica, self._rank, self._host = replica, rank, host or this_host()
-        self._rdma, self._timeout_s, self._device = rdma, timeout_s, device
+        self._end = End(rank=rank, host=self._host, device=device, timeout_s=timeout_s, rdma=rdma)
+        self._device = device
         self._is_offloaded = is_offloaded
         self._is_staged, self._is_swapped = (
             is_staged,
@@ -164,14 +164,7 @@ class WeightBuffer:
         if self._rank not in target_ranks(route):
             return
         names = [bucket.names for bucket in self._buckets]
-        if route.transport == "collective":
-            self._receiver = CollectiveReceiver(
-                route, self._rank, names, self._device, self._timeout_s
-            )
-        elif route.transport == "rdma":
-            if self._rdma is None:
-                raise ValueError("weights.transport must not be rdma without Monarch")
-            self._receiver = RdmaReceiver(route, self._rank, names, self._rdma)
+        self._receiver = make_receiver(route, self._end, names)
 
     def prepare(self, version: int, bucket: int) -> StagingHandle:
         """Open the staging buffer for one part of `version`, which must be newer than the live

@@ -20,10 +20,8 @@ from llamarl.weights.integrity.fingerprint import transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.layout.reshard import box_offset
-from llamarl.weights.transports.collective import CollectiveSender
-from llamarl.weights.transports.mapped import MappedSender
 from llamarl.weights.transports.protocol import Rdma, TransportSender
-from llamarl.weights.transports.rdma import RdmaSender
+from llamarl.weights.transports.table import End, make_sender
 
 
 class Writer:
@@ -52,8 +50,8 @@ class Writer:
         self._layout = RankLayout(
             rank=rank, host=host, parameters=parameters, buckets=(tuple(parameters),)
         )
-        self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        self._timeout_s, self._rdma = timeout_s, rdma
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        self._end = End(rank=rank, host=host, device=device, timeout_s=timeout_s, rdma=rdma)
         self._routes: dict[int, tuple[list[Copy], TransportSender | None]] = {}
         self._written: dict[int, tuple[int, set[str]]] = {}  # version, parameters
 
@@ -78,7 +76,7 @@ class Writer:
             before.close()
         if route is None:
             return self.tensors.remove_reader(replica)
-        self._routes[replica] = mine, self._sender(route) if mine else None
+        self._routes[replica] = mine, make_sender(route, self._end) if mine else None
         self.tensors.add_reader(replica)
 
     def close(self) -> None:
@@ -125,15 +123,6 @@ class Writer:
         mine, _ = self._routes.get(replica, ([], None))
         if written >= {copy.name for copy in mine}:
             self.tensors.acknowledge(replica, version)
-
-    def _sender(self, route: Route) -> TransportSender:
-        if route.transport == "collective":
-            return CollectiveSender(route, self._layout.rank, self._device, self._timeout_s)
-        if route.transport == "rdma":
-            if self._rdma is None:
-                raise ValueError("weights.transport must not be rdma without Monarch")
-            return RdmaSender(route, self._layout.rank, self._rdma, self._timeout_s)
-        return MappedSender(self._layout.host)
 
     def _require_own(self, copy: Copy) -> None:
         """ValueError unless the copy reads where this rank's layout has those elements.

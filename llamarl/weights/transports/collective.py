@@ -42,6 +42,7 @@ from llamarl.weights.transports.packed import (
     unpack,
 )
 from llamarl.weights.transports.protocol import Carry
+from llamarl.weights.transports.table import End
 
 TRAILER_BYTES = 32  # version, part, index, whether the source goes on
 POLL_S = 0.0005  # NCCL cannot be waited for with a limit
@@ -51,19 +52,18 @@ class RouteGroup:
     """The ranks of a route: sources first, then targets. Forming it waits for all of them.
 
     NCCL if every rank computes on a GPU of its own, else gloo (messages are host memory then).
-    RuntimeError if not all come within `timeout_s`, which also limits each message.
+    RuntimeError if not all come within `end.timeout_s`, which also limits each message.
     """
 
-    def __init__(
-        self, route: Route, side: str, rank: int, device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, route: Route, side: str, end: End) -> None:
         members = [("source", rank) for rank in source_ranks(route)]
         members += [("target", rank) for rank in target_ranks(route)]
         self._index = {member: index for index, member in enumerate(members)}
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=end.timeout_s)
         self._is_given_up = False
-        index, size = self._index[side, rank], len(members)
+        index, size = self._index[side, end.rank], len(members)
         store = meet(route.rendezvous, index, size, self._timeout)
+        device = end.device
         where = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         store.set(f"device-{index}", where)
         devices = [store.get(f"device-{each}").decode() for each in range(size)]
@@ -129,10 +129,10 @@ class CollectiveSender:
     """Sends messages to the targets in turns; see transport.TransportSender. One write at a
     time."""
 
-    def __init__(self, route: Route, rank: int, device: torch.device, timeout_s: float) -> None:
-        self._route, self._rank = route, rank
+    def __init__(self, route: Route, end: End) -> None:
+        self._route, self._rank = route, end.rank
         try:
-            self.group = RouteGroup(route, "source", rank, device, timeout_s)
+            self.group = RouteGroup(route, "source", end)
         except (RuntimeError, ValueError) as error:
             raise TargetLost(f"generator {route.replica} did not meet us: {error}") from error
         self._is_broken = False
@@ -213,16 +213,9 @@ class CollectiveSender:
 class CollectiveReceiver:
     """Receives on a thread of its own from the offer on; see transport.TransportReceiver."""
 
-    def __init__(
-        self,
-        route: Route,
-        rank: int,
-        buckets: Sequence[Sequence[str]],
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        self._route, self._rank, self._buckets = route, rank, buckets
-        self.group = RouteGroup(route, "target", rank, device, timeout_s)
+    def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
+        self._route, self._rank, self._buckets = route, end.rank, buckets
+        self.group = RouteGroup(route, "target", end)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_broken = False

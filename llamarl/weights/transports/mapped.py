@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from llamarl.errors import TargetLost
-from llamarl.weights.layout.boxes import Copy, StagingHandle
+from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import cut
 from llamarl.weights.transports.protocol import Carry
 from llamarl.weights.transports.shared_memory import Segment
+from llamarl.weights.transports.table import End
 
 PIECE_BYTES = 1 << 26  # a copy reads so much before it looks whether its version still stands
 
@@ -132,8 +133,8 @@ class MappedSender:
     """Writes strided slices straight into the staging buffer of the targets; see
     transport.TransportSender."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, route: Route, end: End) -> None:
+        self._host = end.host
         self._opened: dict[object, Opened] = {}
         self._lock = threading.Lock()
         self._is_closed = False

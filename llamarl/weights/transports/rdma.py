@@ -27,14 +27,16 @@ from llamarl.weights.transports.packed import (
 )
 from llamarl.weights.transports.protocol import Carry, Rdma
 from llamarl.weights.transports.shared_memory import require_memory
+from llamarl.weights.transports.table import End
 
 
 class RdmaSender:
     """Writes messages to the targets in turns; see transport.TransportSender. One write at a
     time."""
 
-    def __init__(self, route: Route, rank: int, rdma: Rdma, timeout_s: float) -> None:
-        self._route, self._rank, self._rdma, self._timeout_s = route, rank, rdma, timeout_s
+    def __init__(self, route: Route, end: End) -> None:
+        self._route, self._rank, self._timeout_s = route, end.rank, end.timeout_s
+        self._rdma = require_rdma(end)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_closed = False
 
@@ -76,10 +78,8 @@ class RdmaReceiver:
     """Inboxes of one target rank, taken apart at the fingerprint; see
     transport.TransportReceiver."""
 
-    def __init__(
-        self, route: Route, rank: int, buckets: Sequence[Sequence[str]], rdma: Rdma
-    ) -> None:
-        self._rdma = rdma
+    def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
+        self._rdma, rank = require_rdma(end), end.rank
         self._flat = torch.empty(0)  # what is open
         self._messages: list[dict[int, list[Message]]] = [
             {
@@ -125,6 +125,13 @@ class RdmaReceiver:
         if place not in self._handles:
             self._handles[place] = self._rdma.register(self._inboxes[source][begin:end])
         return self._handles[place]
+
+
+def require_rdma(end: End) -> Rdma:
+    """What the ends write through; ValueError without it."""
+    if end.rdma is None:
+        raise ValueError("weights.transport must not be rdma without Monarch")
+    return end.rdma
 
 
 def _places(made: Sequence[Message]) -> list[tuple[int, int]]:

@@ -14,8 +14,7 @@ from itertools import chain
 from llamarl.config import WeightsConfig
 from llamarl.weights.layout.boxes import Copy, RankLayout, Route
 from llamarl.weights.layout.reshard import plan
-
-MAPPED = ("shared_memory", "cuda_ipc")  # transports that map the target's memory: one host
+from llamarl.weights.transports.table import TRANSPORTS, mapped_on, named
 
 
 class Routes:
@@ -26,8 +25,7 @@ class Routes:
     ) -> None:
         self._config = config
         self._rendezvous_folder = rendezvous_folder
-        is_cuda = config.transport == "cuda_ipc" or generator_device == "cuda"
-        self._relay_transport = "cuda_ipc" if is_cuda else "shared_memory"
+        self._relay_transport = mapped_on(generator_device)
         self._planned: tuple[list[RankLayout], list[RankLayout], list[Copy]] = [], [], []
 
     def make(
@@ -43,20 +41,21 @@ class Routes:
 
         ValueError if the layouts do not fit each other or the transport.
         """
-        transport = self._relay_transport if is_relay else self._config.transport
-        if transport in MAPPED:
-            _check_hosts(transport, source, source_layout, replica, target)
+        name = self._relay_transport if is_relay else self._config.transport
+        transport = TRANSPORTS[name]
+        if not transport.crosses_hosts:
+            _check_hosts(name, source, source_layout, replica, target)
         if self._planned[:2] != (source_layout, target):  # replicas mostly look alike
             self._planned = source_layout, target, plan(source_layout, target)
         rendezvous = ""
-        if transport == "collective":
+        if transport.meets:
             os.makedirs(self._rendezvous_folder, exist_ok=True)
-            name = f"{source}-generator-{replica}-{uuid.uuid4().hex}"
-            rendezvous = os.path.join(self._rendezvous_folder, name)
+            meeting = f"{source}-generator-{replica}-{uuid.uuid4().hex}"
+            rendezvous = os.path.join(self._rendezvous_folder, meeting)
         return Route(
             source=source,
             replica=replica,
-            transport=transport,
+            transport=name,
             copies=tuple(self._planned[2]),
             rendezvous=rendezvous,
             bucket_bytes=self._config.bucket_bytes,
@@ -96,6 +95,6 @@ def _check_hosts(
     there = sorted({layout.host for layout in target})
     if len({*here, *there}) > 1:
         raise ValueError(
-            f"weights.transport must be collective or rdma between hosts, got {transport} from "
-            f"{source} on {', '.join(here)} to generator {replica} on {', '.join(there)}"
+            f"weights.transport must be {named('crosses_hosts')} between hosts, got {transport} "
+            f"from {source} on {', '.join(here)} to generator {replica} on {', '.join(there)}"
         )
