@@ -103,7 +103,7 @@ async def spawn_executors(
         for name, spec in specs.items()
         if isinstance(spec, GeneratorSpec)
     }
-    shares = _collectors(config, generators) if trains else []
+    shares = collector_specs(config, generators) if trains else []
     collectors = await asyncio.gather(
         *(spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
     )
@@ -363,7 +363,7 @@ def _reference(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> 
     )
 
 
-def _collectors(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
+def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
     """Each asks an equal share of the replicas."""
     num = config.generator.num_collectors
     return [

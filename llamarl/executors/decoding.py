@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from llamarl.executors.offload import Offloader
+from llamarl.executors.standstill import Standstill
 from llamarl.generation.protocol import Engine, RequestOutput
 from llamarl.generation.scheduler import PartialOutput
 from llamarl.metrics.span import Spans
@@ -39,19 +40,25 @@ class Decoding:
         self._offloader = offload
         self._spans = spans
         self._finish = finish
-        self._away: set[str] = set()
-        self.is_mixed = False  # some parts of a version are in place, others not yet
-        self._idle: tuple[str, int] | None = None  # what is waited for, since when
+        self._standstill = Standstill(
+            time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Some buckets of a version are in place, others not yet."""
+        return self._standstill.is_mixed
+
+    def end_idle(self) -> None:
+        """Record what was waited for until now."""
+        self._standstill.end()
 
     def work(self) -> bool:
         """One step; False if there is nothing to do until the next command."""
-        reason = "phase" if self._away else "buckets" if self.is_mixed else "requests"
-        if reason != "requests" or not self.engine.has_work:
-            if self._idle is None or self._idle[0] != reason:
-                self.end_idle()
-                self._idle = reason, time.monotonic_ns()
+        if self._standstill.reason != "requests" or not self.engine.has_work:
+            self._standstill.begin()
             return False
-        self.end_idle()
+        self._standstill.end()
         engine, start_ns = self.engine, time.monotonic_ns()
         num_prefilled = engine.admit()
         if num_prefilled:
@@ -75,10 +82,10 @@ class Decoding:
         `prepared` is memory and what the engine made of it beside decoding; it is used if that is
         the memory that became live.
         """
-        self.end_idle()
+        self._standstill.end()
         with self._spans.span("commit", version=version):
             flat = self._weight_buffer.commit(version, bucket)
-            self.is_mixed = True
+            self._standstill.is_mixed = True
             if flat is None:
                 return self.engine.num_running
             if processed is not None and processed[0].data_ptr() == flat.data_ptr():
@@ -86,14 +93,14 @@ class Decoding:
             else:
                 weights = self.engine.process_weights(flat)
             num_running = self.engine.commit(weights, version)
-            self.is_mixed = False
+            self._standstill.is_mixed = False
             return num_running
 
     def offload(self, tag: str) -> None:
         """Move one kind off the device; steps stop."""
-        if tag in self._away:
+        if tag in self._standstill.away:
             return
-        self.end_idle()
+        self._standstill.end()
         start_ns = time.monotonic_ns()
         tensors = self.engine.movable(tag)
         if tag == "kv":
@@ -108,7 +115,7 @@ class Decoding:
             tensors += [flat for flat in movable if flat.data_ptr() == active]
             num_bytes = self._offloader.offload("weights", tensors)
             num_bytes += self._offloader.offload("staging", staging, keep=False)
-        self._away.add(tag)
+        self._standstill.away.add(tag)
         self._record_move("offload", tag, start_ns, num_bytes)
 
     def prefetch(self, tag: str) -> None:
@@ -117,22 +124,15 @@ class Decoding:
 
     def onload(self, tag: str) -> None:
         """Bring one kind back; with all of them steps go on."""
-        if tag not in self._away:
+        if tag not in self._standstill.away:
             return
-        self.end_idle()
+        self._standstill.end()
         start_ns = time.monotonic_ns()
         num_bytes = self._offloader.onload(tag)
         if tag == "weights":
             num_bytes += self._offloader.onload("staging")
-        self._away.discard(tag)
+        self._standstill.away.discard(tag)
         self._record_move("onload", tag, start_ns, num_bytes)
-
-    def end_idle(self) -> None:
-        """Record what was waited for until now."""
-        if self._idle is not None:
-            name, since_ns = self._idle
-            self._spans.record(name, since_ns, time.monotonic_ns(), "wait")
-            self._idle = None
 
     def _record(self, name: str, start_ns: int, num_tokens: int) -> int:
         end_ns = time.monotonic_ns()

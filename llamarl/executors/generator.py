@@ -16,7 +16,6 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,9 +30,10 @@ from llamarl.executors.offload import Offloader
 from llamarl.executors.rollout_columns import read_written, row_of, write_finished
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.scheduler import OpenGroups
 from llamarl.metrics.span import Spans
 from llamarl.models.process_group import compute_device, use_device
-from llamarl.types import FinishReason, Request, RolloutInfo
+from llamarl.types import Request, RolloutInfo
 from llamarl.weights.layout.boxes import BUFFER, RankLayout, Route, StagingHandle
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -60,7 +60,7 @@ class GeneratorExecutor:
         self._spans = spans
         self._lock = threading.Lock()
         self._finished: list[RequestOutput] = []  # guarded by _lock, as are _open and _error
-        self._open: Counter[object] = Counter()  # prefix group -> rollouts that have not stopped
+        self._open = OpenGroups()
         self._error: BaseException | None = None
         self._compute: ComputeThread | None = None
         self._decoding: Decoding | None = None
@@ -97,7 +97,7 @@ class GeneratorExecutor:
         decoding = self._alive()
         if self._rank == 0:
             with self._lock:
-                self._open.update(request.prefix_group for request in requests)
+                self._open.add(requests)
         if any(request.sampling.stop_strings for request in requests):
             await self._load_tokenizer()
         resumed = [request for request in requests if request.resume]
@@ -329,11 +329,8 @@ class GeneratorExecutor:
             return
         with self._lock:
             self._finished += finished
-            self._open.subtract(item.request.prefix_group for item in finished)
-            whole = [item for item in finished if not self._open[item.request.prefix_group]]
-            for item in whole:
-                self._open.pop(item.request.prefix_group, None)
-        if whole or any(item.reason is FinishReason.SEGMENT for item in finished):
+            is_news = [self._open.stop(item.request, item.reason) for item in finished]
+        if any(is_news):
             self._loop.call_soon_threadsafe(self._has_news.set)
 
     def _fail(self, error: BaseException) -> None:

@@ -65,11 +65,11 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
     """Runs of equal versions in `versions` int [T]."""
     if not len(versions):
         return ()
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
-    sizes = np.diff(starts, append=len(versions))
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
     return tuple(
-        VersionSpan(version=int(versions[start]), num_tokens=int(size))
-        for start, size in zip(starts, sizes, strict=True)
+        VersionSpan(version=int(versions[start]), num_tokens=end - start)
+        for start, end in zip(starts, ends, strict=True)
     )
 
 

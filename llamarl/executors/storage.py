@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from llamarl.executors.rollout_columns import version_spans
 from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import PackedColumns
 from llamarl.metrics.span import Spans
@@ -117,7 +118,9 @@ class StorageExecutor:
             raise ValueError(f'an outcome must have the key "outcome", got {sorted(outcome)}')
         with self._spans.span("retire_rows", rows=len(row_ids)):
             retired = {row_id: self._rows[row_id] for row_id in row_ids if row_id in self._rows}
-            self._append([self._line(row_id, row, outcome) for row_id, row in retired.items()])
+            if self._path is not None:
+                lines = [self._line(row_id, row, outcome) for row_id, row in retired.items()]
+                self._append(self._path, lines)
             for row_id in retired:
                 del self._rows[row_id]
             if outcome["outcome"] == "lost":
@@ -162,12 +165,13 @@ class StorageExecutor:
 
     def _line(self, row_id: int, row: Cells, outcome: Outcome) -> str:
         empty = np.empty(0)
+        spans = version_spans(row.get(TOKEN_VERSIONS, empty))
         line: dict[str, Any] = {
             "row_id": row_id,
             **outcome,
             "num_prompt_tokens": len(row.get(PROMPT_IDS, empty)),
             "num_tokens": len(row.get(RESPONSE_IDS, empty)),
-            "spans": _runs(row.get(TOKEN_VERSIONS, empty)),
+            "spans": [[span.version, span.num_tokens] for span in spans],
             "finish": None,
             "reward": None,
             "sampling": None,
@@ -188,9 +192,7 @@ class StorageExecutor:
             line.update({name: row[name].tolist() for name in TOKEN_COLUMNS if name in row})
         return json.dumps(line) + "\n"
 
-    def _append(self, lines: list[str]) -> None:
-        if self._path is None:
-            return
+    def _append(self, path: Path, lines: list[str]) -> None:
         if self._archive is None:
             raise RuntimeError("a storage unit must be started before it retires rows")
         try:
@@ -198,7 +200,7 @@ class StorageExecutor:
             self._archive.flush()
         except OSError as error:
             reason = f"cannot write the archive of rollouts: {error.strerror}"
-            raise OSError(error.errno, reason, str(self._path)) from error
+            raise OSError(error.errno, reason, str(path)) from error
 
 
 def _drop_mixed_line(path: Path) -> None:
@@ -211,12 +213,3 @@ def _drop_mixed_line(path: Path) -> None:
 
 def _is_partial(row: Cells) -> bool:
     return SAMPLING in row and finish_reason(row[SAMPLING]) is FinishReason.SEGMENT
-
-
-def _runs(versions: np.ndarray) -> list[list[int]]:
-    """[[version, num_tokens], ...] of consecutive equal versions."""
-    if not len(versions):
-        return []
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
-    lengths = np.diff(starts, append=len(versions))
-    return [[int(versions[s]), int(n)] for s, n in zip(starts, lengths, strict=True)]

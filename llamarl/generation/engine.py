@@ -42,6 +42,7 @@ from llamarl.generation.scheduler import (
     Queue,
     QueuedRequest,
     check_request,
+    fewest_free,
     nothing_written,
     place,
 )
@@ -51,7 +52,6 @@ from llamarl.models.process_group import compute_device
 from llamarl.types import FinishReason, Request
 
 PREFILL_TOKENS = 8192  # most tokens of one packed prefill: bounds its activations
-START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
 
 class EmbeddedEngine:
@@ -95,7 +95,7 @@ class EmbeddedEngine:
         self._make_steps(is_cuda if is_padded is None else is_padded, self._ranks)
         self._running = RunningRollouts(config.max_num_seqs, config.max_model_len, self._device)
         self._queue = Queue()
-        self._prefixes = PrefixIndex(config.max_num_seqs)
+        self._prefixes = PrefixIndex()
         self._done: list[RequestOutput] = []
         self._must_recompute = False
         self._may_start = False  # something changed since the queue was last asked
@@ -269,7 +269,7 @@ class EmbeddedEngine:
     def _start_waiting(self) -> None:
         """Fill the free slots from the queue, once there are enough to be worth a prefill."""
         free = set(np.flatnonzero(~self._running.occupied).tolist())
-        if len(free) < min(self.config.max_num_seqs // START_SHARE, len(self._queue)):
+        if len(free) < fewest_free(self.config.max_num_seqs, len(self._queue)):
             return
         self._may_start = False
         starting = self._queue.take(self.version, len(free))

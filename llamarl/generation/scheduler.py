@@ -7,12 +7,15 @@ checks before evaluation before training, else first in, first out, except that 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamarl.types import Purpose, Request
+from llamarl.types import FinishReason, Purpose, Request
+
+START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +41,11 @@ class QueuedRequest:
 
     request: Request
     written: PartialOutput = field(default_factory=nothing_written)
+
+
+def fewest_free(max_num_seqs: int, num_waiting: int) -> int:
+    """Slots that must be free before waiting rollouts start."""
+    return max(1, min(max_num_seqs // START_SHARE, num_waiting))
 
 
 def check_request(request: Request, *, context: int, vocab_size: int, reads_text: bool) -> None:
@@ -115,36 +123,56 @@ class Queue:
         return [waiting for _, waiting in sorted(removed, key=lambda item: item[0])]
 
 
-@dataclass(slots=True)
+class OpenGroups:
+    """How many rollouts of each prefix group have not stopped."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[object] = Counter()
+
+    def __getitem__(self, group: object) -> int:
+        return self._counts[group]
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """These have been asked for."""
+        self._counts.update(request.prefix_group for request in requests)
+
+    def stop(self, request: Request, reason: FinishReason) -> bool:
+        """Count one that stopped; True if its caller should hear of it now: it was its group's
+        last, or is to go on elsewhere."""
+        self._counts[request.prefix_group] -= 1
+        is_last = not self._counts[request.prefix_group]
+        if is_last:
+            del self._counts[request.prefix_group]
+        return is_last or reason is FinishReason.SEGMENT
+
+
 class PrefixIndex:
-    """Which slot's cache holds the keys and values of which prompt, under which version.
+    """Which slots' caches hold the keys and values of which prompt, under which version.
 
     An entry outlives its rollout until the slot is written again.
     """
 
-    num_slots: int
-    _prompts: list[tuple[int, ...] | None] = field(init=False)
-    _versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._prompts = [None] * self.num_slots
-        self._versions = [-1] * self.num_slots
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # by slot
+        self._slots: dict[tuple[tuple[int, ...], int], set[int]] = {}
 
     def put(self, slot: int, prompt: tuple[int, ...], version: int) -> None:
         """Slot `slot` holds `prompt`, computed under `version`."""
-        self._prompts[slot], self._versions[slot] = prompt, version
+        if (old := self._held.get(slot)) is not None:
+            self._slots[old].discard(slot)
+            if not self._slots[old]:
+                del self._slots[old]
+        self._held[slot] = prompt, version
+        self._slots.setdefault((prompt, version), set()).add(slot)
 
     def clear(self) -> None:
         """No slot holds a prompt any more."""
-        self._prompts = [None] * self.num_slots
+        self._held.clear()
+        self._slots.clear()
 
     def find(self, prompt: tuple[int, ...], version: int) -> list[int]:
-        """Slots that hold `prompt` under exactly `version`."""
-        return [
-            slot
-            for slot, held in enumerate(self._prompts)
-            if self._versions[slot] == version and held == prompt
-        ]
+        """Slots that hold `prompt` under exactly `version`, in ascending order."""
+        return sorted(self._slots.get((prompt, version), ()))
 
 
 @dataclass(frozen=True, slots=True)

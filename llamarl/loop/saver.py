@@ -105,11 +105,19 @@ class Saver:
         await asyncio.shield(self._protect(self._save()))
 
     async def export(self) -> None:
-        """Write the trainer's weights in the Hugging Face layout, if the config wants them."""
-        if self.config.export:
-            phase = self.colocation.phase(Phase.TRAIN) if self._has_phases else nullcontext()
-            async with phase:
-                await self.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
+        """Write the trainer's weights in the Hugging Face layout, if the config wants them. This
+        needs no generators: those that are lost by now have made room."""
+        if not self.config.export:
+            return
+        try:
+            async with self.colocation.phase(Phase.TRAIN) if self._has_phases else nullcontext():
+                await self._export()
+        except NoGenerator:
+            await self.colocation.recall()
+            await self._export()
+
+    async def _export(self) -> None:
+        await self.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:

@@ -1,66 +1,85 @@
-"""Builds the real controller, gate, ledger, dispatcher and publisher around fake executors."""
+"""The real controller, wired as in a run, around simulated executors and a real storage unit."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from llamarl.algorithms.group_filters import filter_group
 from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.build import build_controller
 from llamarl.config import (
     CheckpointConfig,
-    ClusterConfig,
     Config,
-    DataConfig,
+    EmbeddedConfig,
     EvaluationConfig,
-    GeneratorConfig,
-    ModelConfig,
     PlacementConfig,
-    RewardConfig,
     SamplingConfig,
     StalenessConfig,
     TrainerConfig,
-    WeightsConfig,
 )
-from llamarl.data.batch import make_batch
-from llamarl.environments.requests import make_requests
-from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.specs import CollectorSpec
-from llamarl.loop.collaborators import Roles, Rules
-from llamarl.loop.colocation import Colocation, Disaggregated
-from llamarl.loop.controller import Controller
-from llamarl.loop.dispatch import Dispatch
-from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.gate import Gate
-from llamarl.loop.ledger import Ledger, loop_stages
-from llamarl.loop.logprob_check import LogprobCheck
-from llamarl.loop.saver import Saver
+from llamarl.executors.specs import StorageSpec
+from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Generator
-from llamarl.types import Group, Prompt, Request, RolloutInfo, Sampling
-from llamarl.weights.sync.publisher import Publisher
-from tests.loop.fakes import FakeJournal, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
+from llamarl.planner.simulation.cluster import make_executors
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.executors import SimulatedRunLogger
+from llamarl.planner.simulation.process import Faults, SimulatedProcess
+from llamarl.planner.simulation.run import make_inputs
+from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.workload import Workload
+from llamarl.types import TOKEN_VERSIONS, Batch, Columns, Group, Outcome, Prompt, Request
+from tests.unit.planner_recipes import make_recipe
+
+COSTS = Costs(
+    decode_step_s=0.01,
+    part_s=0.1,
+    write_s=0.01,
+    score_call_s=0.001,
+    moves_s=dict.fromkeys(
+        ("trainer weights", "trainer state", "generator weights", "generator kv"), 0.01
+    ),
+)
 
 
-class FakePrompts(Iterator[Prompt]):
-    """Endless numbered prompts."""
+class WatchedStorage(StorageExecutor):
+    """A storage unit, without an archive unless in `run_dir`, that remembers what it was asked.
 
-    num_prompts = 10**6
+    `outcomes` says what became of each row, `versions` which version wrote each of its tokens,
+    `num_writes` how often a replica has written it, in vain or not.
+    """
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
+    def __init__(self, run_dir: Path | None = None) -> None:
+        folder = str(run_dir / "archive") if run_dir is not None else None
+        spec = StorageSpec(unit=0, archive_folder=folder, archive_tokens=False)
+        super().__init__(spec, rank=0, num_ranks=1, spans=Spans("storage", None))
+        self.outcomes: dict[int, Outcome] = {}
+        self.versions: dict[int, list[int]] = {}
+        self.num_writes: Counter[int] = Counter()
 
-    def __next__(self) -> Prompt:
-        number = next(self._numbers)
-        return Prompt(prompt_id=number, text="", token_ids=(1, number % 50))
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
+        if TOKEN_VERSIONS in columns:
+            self.num_writes.update(row_ids)
+        await super().write(row_ids, columns, attempts)
 
-    def state(self) -> dict[str, object]:
-        return {}
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        for row_id in row_ids:
+            before = self.outcomes.get(row_id, {"outcome": "lost"})["outcome"]
+            assert before == "lost", f"row {row_id} retired twice: {before} then {outcome}"
+            self.outcomes[row_id] = dict(outcome)
+            if row_id in self._rows:
+                self.versions[row_id] = self._rows[row_id][TOKEN_VERSIONS].tolist()
+        await super().retire(row_ids, outcome)
+
+    def count(self, outcome: str) -> int:
+        """Rows with this outcome."""
+        return sum(found["outcome"] == outcome for found in self.outcomes.values())
 
 
 def heavy_tail(request: Request) -> int:
@@ -69,34 +88,27 @@ def heavy_tail(request: Request) -> int:
     return rng.randint(1, 4) * (40 if rng.random() < 0.03 else 1)
 
 
-def make_dispatch(
-    replicas: dict[int, FakeReplica], storage: FakeStorage, num_collectors: int
-) -> Dispatch:
-    """Over these replicas, heard through so many collectors."""
-    shares: list[dict[int, Generator]] = [{} for _ in range(num_collectors)]
-    for index, replica in replicas.items() if shares else ():
-        shares[index % num_collectors][index] = replica
-    collectors = [
-        CollectorExecutor(
-            CollectorSpec(
-                generators=share,
-            ),
-            rank=0,
-            num_ranks=1,
-            spans=Spans("collector", None),
-        )
-        for share in shares
-    ]
-    watches = {index: replica.watch for index, replica in replicas.items()}
-    stops = {index: replica.stop for index, replica in replicas.items()}
-    for replica in replicas.values():
-        replica.storage = storage
-    return Dispatch(dict(replicas), storage, collectors, watches, stops)
+@dataclass(frozen=True, kw_only=True)
+class LoopWorkload(Workload):
+    """Rollouts as long as `length_of` says."""
+
+    length_of: Callable[[Request], int]
+
+    def length(self, request: Request) -> int:
+        return self.length_of(request)
+
+
+def slower(**seconds: float) -> Faults:
+    """A process that takes longer than the others."""
+    return Faults(costs=replace(COSTS, **seconds))
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """One run; change what a test is about, then `await loop.run()`."""
+    """One run: `await Loop(...).run(folder)`. `faults` are by executor name, "generator-0".
+
+    `state` is that of the checkpoint that it resumes from.
+    """
 
     max_staleness: int = 1
     late: str = "wait"
@@ -110,33 +122,73 @@ class Loop:
     save_every: int = 0
     exports: bool = False
     save_s: float = 600.0
-    state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that it resumes from
-    prompts: Iterator[Prompt] = field(default_factory=FakePrompts)
     num_held_out: int = 0
+    num_replicas: int = 1
     num_collectors: int = 0
+    max_num_seqs: int = 64
+    is_colocated: bool = False
     length: Callable[[Request], int] = heavy_tail
-    replicas: dict[int, FakeReplica] = field(default_factory=dict)
-    scorer: FakeScorer = field(default_factory=FakeScorer)
-    trainer: FakeTrainer = field(default_factory=FakeTrainer)
-    storage: FakeStorage = field(default_factory=FakeStorage)
-    run_logger: FakeJournal = field(default_factory=FakeJournal)
-    colocation: Colocation = field(default_factory=Disaggregated)
+    drop_share: float = 0.0
+    failed_share: float = 0.0
+    costs: Costs = COSTS
+    workload: Workload | None = None
+    prompts: list[Prompt] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    faults: dict[str, Faults] = field(default_factory=dict)
+    storage: WatchedStorage = field(default_factory=WatchedStorage)
 
-    def config(self) -> Config:
-        return Config(
+    def __post_init__(self) -> None:
+        workload = self.workload or LoopWorkload(
+            lengths=(),
+            prompt_tokens=2,
+            equal_share=self.drop_share,
+            failed_share=self.failed_share,
+            length_of=self.length,
+        )
+        self.timeline = SimulatedTimeline()
+        self.run_logger = SimulatedRunLogger(self.timeline)
+        self.config = self._config()
+        self.executors = make_executors(
+            self.config,
+            self.costs,
+            workload,
+            self.timeline,
+            faults=self.faults,
+            storage=self.storage,
+        )
+        assert self.executors.trainer is not None
+        self.trainer = self.executors.trainer.executor
+        self.trainer.version = self.state.get("version", 0)
+        held_out = [
+            Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
+        ]
+        self.inputs = make_inputs(self.prompts or workload.prompts(), held_out=held_out)
+        self.batches: list[Batch] = []
+        self.part_starts: dict[int, list[float]] = defaultdict(list)
+        self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
+
+    def _config(self) -> Config:
+        return make_recipe(
             num_steps=self.num_steps,
-            model=ModelConfig(checkpoint="none"),
-            data=DataConfig(prompts="none.jsonl"),
-            reward=RewardConfig(),
-            algorithm=AIPOConfig(),
-            generator=GeneratorConfig(),
-            trainer=TrainerConfig(
-                groups_per_step=self.groups_per_step, groups_per_part=self.groups_per_part
+            algorithm=AIPOConfig(max_drops_in_row=self.max_drops_in_row),
+            generator=EmbeddedConfig(
+                num_replicas=self.num_replicas,
+                num_collectors=self.num_collectors,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=1024,
             ),
-            weights=WeightsConfig(),
-            placement=PlacementConfig(),
-            cluster=ClusterConfig(),
-            sampling=SamplingConfig(rollouts_per_prompt=self.rollouts_per_prompt),
+            trainer=TrainerConfig(
+                num_ranks=2,
+                groups_per_step=self.groups_per_step,
+                groups_per_part=self.groups_per_part,
+                warmup_steps=0,
+            ),
+            placement=PlacementConfig(colocated=self.is_colocated),
+            sampling=SamplingConfig(
+                rollouts_per_prompt=self.rollouts_per_prompt,
+                max_tokens=512,
+                segment_tokens=self.segment_tokens,
+            ),
             staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every),
             checkpoint=CheckpointConfig(
@@ -144,124 +196,55 @@ class Loop:
             ),
         )
 
+    def process(self, name: str) -> SimulatedProcess:
+        """The process of this name: "generator-1", "trainer", "scorer"."""
+        kind, _, number = name.partition("-")
+        found = self.executors.generators[int(number)] if number else getattr(self.executors, kind)
+        return cast(SimulatedProcess, found)
+
     async def run(self, run_dir: Path) -> None:
-        config, sampling = self.config(), Sampling(max_tokens=256)
-        state = self.state
-        replicas = self.replicas or {0: FakeReplica(0, length=self.length)}
-        self.written: dict[int, RolloutInfo] = {}
-        for executor in (self.scorer, self.trainer, *replicas.values()):
-            executor.storage = self.storage
-        for replica in replicas.values():
-            replica.written = self.written
-        spans = Spans("controller", None)
-        dispatch = make_dispatch(replicas, self.storage, self.num_collectors)
-        ledger = Ledger(loop_stages(has_reference=False))
-        self.gate = Gate(
-            max_staleness=self.max_staleness,
-            groups_per_step=self.groups_per_step,
-            rollouts_per_group=self.rollouts_per_prompt,
-            late=self.late,
-            max_drops_in_row=self.max_drops_in_row,
-            prompts=self.prompts,
-            spans=spans,
-            **{name: state.get(name, 0) for name in ("version", "next_group_id", "next_row_id")},
-        )
-        self.logprob_check = LogprobCheck(
-            dispatch=dispatch,
-            ledger=ledger,
-            storage=self.storage,
-            trainer=self.trainer,
-            allocate_rows=self.gate.allocate_rows,
-            prompts=[Prompt(prompt_id=0, text="", token_ids=(1, 2))],
-            sampling=sampling,
-            seed=0,
-            mode=config.weights.logprob_check,
-        )
-
-        def committed(replica: int, version: int) -> None:
-            dispatch.committed(replica, version)
-            self.logprob_check.committed(replica, version)
-
-        publisher = Publisher(
-            self.trainer,
-            dict(replicas),
-            spans,
-            config.weights,
-            generator_device="cpu",
-            rendezvous_folder=str(run_dir),
-            on_commit=committed,
-            on_lost=dispatch.lost,
-            on_hold=dispatch.hold,
-        )
-        held_out = [
-            Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
-        ]
-        evaluator = Evaluator(
-            prompts=held_out,
-            sampling=sampling,
-            seed=0,
-            generator=dispatch,
-            ledger=ledger,
-            storage=self.storage,
-            every_steps=self.evaluate_every,
-            version=state.get("evaluated", -1),
-        )
-        self.saver = Saver(
-            config=config.checkpoint,
+        controller, publisher, dispatch = build_controller(
+            self.config,
+            self.inputs,
+            self.executors,
             run_dir=str(run_dir),
-            trainer=self.trainer,
-            gate=self.gate,
-            colocation=self.colocation,
-            evaluator=evaluator,
-            spans=spans,
-            version=self.gate.version,
-            last=config.num_steps,
+            state=self.state,
+            run_logger=self.run_logger,
+            spans=Spans("controller", None),
         )
-        self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
-        requests_of = partial(
-            make_requests, sampling=sampling, seed=0, segment_tokens=self.segment_tokens
-        )
+        self.gate = controller.gate
+        make_requests, make_batch = controller.rules.make_requests, controller.rules.make_batch
 
-        def make_and_note(group: Group) -> list[Request]:
+        def note_requests(group: Group) -> list[Request]:
             prompt = group.prompt
             self.prompt_of |= dict.fromkeys(group.row_ids, (prompt.epoch, prompt.prompt_id))
-            return requests_of(group)
+            return make_requests(group)
 
-        controller = Controller(
-            config=config,
-            roles=Roles(
-                generator=dispatch,
-                scorer=self.scorer,
-                reference=None,
-                trainer=self.trainer,
-                storage=self.storage,
-            ),
-            rules=Rules(
-                make_requests=make_and_note,
-                filter_group=partial(filter_group, max_tokens=256, config=config.algorithm),
-                make_batch=partial(make_batch, num_ranks=2, tokens_per_micro_batch=64),
-            ),
-            gate=self.gate,
-            ledger=ledger,
-            publisher=publisher,
-            logprob_check=self.logprob_check,
-            colocation=self.colocation,
-            evaluator=evaluator,
-            saver=self.saver,
-            run_logger=self.run_logger,
+        def note_batch(groups: Sequence[Group], version: int, oldest: int) -> Batch:
+            batch = make_batch(groups, version, oldest)
+            self.batches.append(batch)
+            self.part_starts[version].append(asyncio.get_running_loop().time())
+            return batch
+
+        controller.rules = replace(
+            controller.rules, make_requests=note_requests, make_batch=note_batch
         )
         await publisher.connect()
         try:
             await controller.run()
         except BaseException:
-            await self.saver.rescue()
+            await controller.saver.rescue()
             raise
         finally:
             await dispatch.close()
             await publisher.close()
 
+    def trained_rows(self) -> list[int]:
+        """Row ids in the order of training."""
+        return [row.row_id for batch in self.batches for row in batch.rows]
+
     def staleness(self) -> list[int]:
-        """Staleness of every trained token, from what the replicas wrote."""
+        """Staleness of every trained token, from what was in storage."""
         return [age for age, is_trained in self._ages() if is_trained]
 
     def masked(self) -> list[int]:
@@ -269,8 +252,7 @@ class Loop:
         return [age for age, is_trained in self._ages() if not is_trained]
 
     def _ages(self) -> Iterator[tuple[int, bool]]:
-        for batch in self.trainer.batches:
+        for batch in self.batches:
             for row in batch.rows:
-                for span in self.written[row.row_id].spans:
-                    is_trained = span.version >= row.oldest_version
-                    yield from [(batch.version - span.version, is_trained)] * span.num_tokens
+                for version in self.storage.versions[row.row_id]:
+                    yield batch.version - version, version >= row.oldest_version

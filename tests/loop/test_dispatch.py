@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.build import make_dispatch
 from llamarl.errors import GroupLost
 from llamarl.planner.simulation.clock import run
+from llamarl.planner.simulation.process import LIVENESS_TIMEOUT_S, Faults
 from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
-from tests.loop.fakes import SILENCE_S, FakeReplica, FakeStorage
-from tests.loop.loop import make_dispatch
+from tests.loop.loop import Loop
 
 NUM_REPLICAS = 3
 PAUSES_S = [0.0, 0.0, 0.001, 0.01, 0.06, 1.0, 6.0]
@@ -34,6 +35,10 @@ scripts = st.lists(
 )
 
 
+def five_tokens(request: Request) -> int:
+    return 5
+
+
 @dataclass
 class Play:
     """One script, and what came out of `collect`; a cut rollout goes on, as in the controller."""
@@ -46,13 +51,18 @@ class Play:
     gone: set[int] = field(default_factory=set)
 
     async def perform(self, script: list[Any]) -> None:
-        self.storage = FakeStorage()
-        self.fakes = {i: FakeReplica(i, length=lambda request: 5) for i in range(NUM_REPLICAS)}
-        self.dispatch = make_dispatch(self.fakes, self.storage, self.num_collectors)
-        for index, fake in self.fakes.items():
-            await fake.commit(0, 0)
-            if not self.ends:
-                fake.stop = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+        faults = Faults(ignores_stop=not self.ends)
+        loop = Loop(
+            num_replicas=NUM_REPLICAS,
+            num_collectors=self.num_collectors,
+            length=five_tokens,
+            faults={f"generator-{i}": faults for i in range(NUM_REPLICAS)},
+        )
+        self.storage, self.replicas = loop.storage, loop.executors.generators
+        self.dispatch = make_dispatch(loop.executors)
+        self.versions = dict.fromkeys(self.replicas, 0)
+        for index, replica in self.replicas.items():
+            await replica.call_one.commit(0, 0)
             self.dispatch.committed(index, 0)
         hearing = asyncio.create_task(self._hear())
         calls = []
@@ -86,27 +96,29 @@ class Play:
         elif name == "abort":
             await self.dispatch.abort_requests(list(range(arguments[0])))
         elif name == "commit":
-            fake = self.fakes[arguments[0]]
-            version = fake.version + 1
+            (index,) = arguments
+            self.versions[index] += 1
+            version = self.versions[index]
             with contextlib.suppress(GroupLost):
-                await fake.commit(version, 0)
-                self.dispatch.committed(arguments[0], version)
+                await self.replicas[index].call_one.commit(version, 0)
+                self.dispatch.committed(index, version)
         elif name == "thaw":
-            self.fakes[arguments[0]]._awake.set()
+            self.replicas[arguments[0]].thaw()
         elif name == "freeze":
-            self.fakes[arguments[0]]._awake.clear()
-            await asyncio.sleep(SILENCE_S)
-            if self.fakes[arguments[0]]._awake.is_set():
+            replica = self.replicas[arguments[0]]
+            replica.freeze()
+            await asyncio.sleep(LIVENESS_TIMEOUT_S)
+            if not replica.is_frozen:
                 return
             if self._may_go(arguments[0]):
-                self.fakes[arguments[0]]._lose("was silent")
-                await asyncio.sleep(SILENCE_S)
-            self.fakes[arguments[0]]._awake.set()  # the last one, or one that is given up
+                replica.lose("silent")
+                await asyncio.sleep(LIVENESS_TIMEOUT_S)
+            replica.thaw()  # the last one, or one that is given up
         elif self._may_go(arguments[0]):
             if name == "lose":
                 self.dispatch.lost(arguments[0], TimeoutError("a commit took too long"))
             else:
-                self.fakes[arguments[0]]._die("died")
+                self.replicas[arguments[0]].die()
 
     def _may_go(self, index: int) -> bool:
         """Whether a replica stays if this one is lost; counts it as lost then."""
@@ -163,9 +175,9 @@ def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(
 
 def test_losing_the_last_replica_is_told_by_collect(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        fakes = {0: FakeReplica(0, length=lambda request: 5, dies_at_s=0.02)}
-        dispatch = make_dispatch(fakes, FakeStorage(), 0)
-        await fakes[0].commit(0, 0)
+        loop = Loop(length=five_tokens, faults={"generator-0": Faults(dies_at_s=0.02)})
+        dispatch = make_dispatch(loop.executors)
+        await loop.process("generator-0").call_one.commit(0, 0)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
         try:
@@ -184,13 +196,16 @@ def test_a_lost_storage_unit_is_named_and_costs_no_replica(
 ) -> None:
     """A replica's own call to the unit raises first, before the unit's watcher knows."""
 
-    class WithoutStorage(FakeReplica):
-        async def collect(self) -> list[RolloutInfo]:
-            raise GroupLost("storage-1", None, "killed")
+    lost = GroupLost("storage-1", None, "killed")
+    faults = Faults(errors={"collect": (1, lost)})
 
     async def main() -> None:
-        fakes = {i: WithoutStorage(i, length=lambda request: 5) for i in range(2)}
-        dispatch = make_dispatch(fakes, FakeStorage(), num_collectors)
+        loop = Loop(
+            num_replicas=2,
+            num_collectors=num_collectors,
+            faults={"generator-0": faults, "generator-1": faults},
+        )
+        dispatch = make_dispatch(loop.executors)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
         with pytest.raises(GroupLost, match="lost executor storage-1: killed"):
@@ -206,10 +221,10 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
     None
 ):
     async def main() -> None:
-        fakes = {i: FakeReplica(i, length=lambda request: 5) for i in range(2)}
-        dispatch = make_dispatch(fakes, FakeStorage(), 0)
-        for index, fake in fakes.items():
-            await fake.commit(5, 0)
+        loop = Loop(num_replicas=2, length=five_tokens)
+        dispatch = make_dispatch(loop.executors)
+        for index, replica in loop.executors.generators.items():
+            await replica.call_one.commit(5, 0)
             dispatch.committed(index, 5)
         dispatch.hold({0})
 

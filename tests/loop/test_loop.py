@@ -1,4 +1,4 @@
-"""The real controller on fake executors and a virtual clock."""
+"""The real controller on simulated executors and a virtual clock."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llamarl.build import make_dispatch
 from llamarl.errors import GroupLost
-from llamarl.loop.colocation import Colocated
-from llamarl.loop.dispatch import STOP_S, Dispatch
-from llamarl.metrics.span import Spans
+from llamarl.loop.dispatch import STOP_S
 from llamarl.planner.simulation.clock import run
-from llamarl.types import TOKEN_VERSIONS, Purpose, Request, RolloutInfo, Sampling
-from tests.loop.fakes import SILENCE_S, FakeReplica, FakeScorer, FakeStorage, FakeTrainer
-from tests.loop.loop import Loop, heavy_tail, make_dispatch
+from llamarl.planner.simulation.process import LIVENESS_TIMEOUT_S, Faults
+from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Sampling
+from tests.loop.loop import COSTS, Loop, slower
 
-HARD = {"drop_share": 0.2, "fail_share": 0.02}
+HARD = {"drop_share": 0.2, "failed_share": 0.02}
+
+
+def one_token(request: Request) -> int:
+    return 1
+
+
+def four_tokens(request: Request) -> int:
+    return 4
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -39,12 +47,13 @@ def test_the_bound_is_never_exceeded_and_is_reached(
         late=late,
         num_steps=num_steps,
         segment_tokens=16,
-        scorer=FakeScorer(**HARD),
-        trainer=FakeTrainer(step_s=0.05),
-        replicas={
-            0: FakeReplica(0, length=heavy_tail, max_num_seqs=8),
-            1: FakeReplica(1, length=heavy_tail, max_num_seqs=8, token_s=0.05, commit_s=0.2),
-            2: FakeReplica(2, length=heavy_tail, max_num_seqs=8, dies_at_s=num_steps / 25),
+        **HARD,
+        costs=replace(COSTS, part_s=0.05),
+        num_replicas=3,
+        max_num_seqs=8,
+        faults={
+            "generator-1": slower(decode_step_s=0.05, commit_s=0.2),
+            "generator-2": Faults(dies_at_s=num_steps / 25),
         },
     )
     run(loop.run(tmp_path))
@@ -61,35 +70,32 @@ def test_the_bound_is_never_exceeded_and_is_reached(
 def test_no_rollout_is_trained_twice_and_every_group_is_whole(
     num_steps: int, tmp_path: Path
 ) -> None:
-    loop = Loop(num_steps=num_steps, scorer=FakeScorer(**HARD))
+    loop = Loop(num_steps=num_steps, **HARD)
     run(loop.run(tmp_path))
-    rows = Counter(row.row_id for batch in loop.trainer.batches for row in batch.rows)
-    groups = Counter(row.group_id for batch in loop.trainer.batches for row in batch.rows)
+    rows = Counter(loop.trained_rows())
+    groups = Counter(row.group_id for batch in loop.batches for row in batch.rows)
     assert set(rows.values()) == {1}
     assert set(groups.values()) == {2}
-    outcomes = Counter(outcome["outcome"] for outcome in loop.storage.outcomes.values())
-    assert outcomes["trained"] == len(rows) == num_steps * 4 * 2
-    assert outcomes["dropped"] == 2 * len(loop.run_logger.drops)
+    assert loop.storage.count("trained") == len(rows) == num_steps * 4 * 2
+    assert loop.storage.count("dropped") == 2 * len(loop.run_logger.drops)
 
 
 def test_groups_are_trained_in_admission_order(tmp_path: Path) -> None:
     loop = Loop(num_steps=200, max_staleness=2)
     run(loop.run(tmp_path))
-    order = [row.group_id for batch in loop.trainer.batches for row in batch.rows]
-    assert order == sorted(order)
+    assert groups_of(loop) == sorted(groups_of(loop))
 
 
 def test_masking_overtakes_late_groups(tmp_path: Path) -> None:
     loop = Loop(num_steps=200, max_staleness=2, late="mask")
     run(loop.run(tmp_path))
-    order = [row.group_id for batch in loop.trainer.batches for row in batch.rows]
-    assert order != sorted(order)
+    assert groups_of(loop) != sorted(groups_of(loop))
     assert loop.masked(), "nothing was ever masked: the test would pass without masking"
 
 
 @pytest.mark.parametrize("num_steps", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_on_policy_training_survives_ninety_percent_drops(num_steps: int, tmp_path: Path) -> None:
-    loop = Loop(max_staleness=0, num_steps=num_steps, scorer=FakeScorer(drop_share=0.9))
+    loop = Loop(max_staleness=0, num_steps=num_steps, drop_share=0.9)
     run(loop.run(tmp_path))
     assert loop.trainer.version == num_steps
     assert len(loop.run_logger.drops) > 5 * num_steps * 4
@@ -97,7 +103,7 @@ def test_on_policy_training_survives_ninety_percent_drops(num_steps: int, tmp_pa
 
 
 def test_a_run_without_any_signal_stops_and_says_why(tmp_path: Path) -> None:
-    loop = Loop(scorer=FakeScorer(drop_share=1.0), max_drops_in_row=100)
+    loop = Loop(drop_share=1.0, max_drops_in_row=100)
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     error = first_error(caught.value)
@@ -105,45 +111,35 @@ def test_a_run_without_any_signal_stops_and_says_why(tmp_path: Path) -> None:
 
 
 def test_the_first_forward_starts_before_the_last_group_arrives(tmp_path: Path) -> None:
-    loop = Loop(num_steps=20, groups_per_part=1, max_staleness=0, trainer=FakeTrainer(step_s=0.001))
+    costs = replace(COSTS, part_s=0.001)
+    loop = Loop(num_steps=20, groups_per_part=1, max_staleness=0, costs=costs)
     run(loop.run(tmp_path))
-    spread = [times[-1] - times[0] for times in loop.trainer.part_starts.values()]
-    assert max(len(times) for times in loop.trainer.part_starts.values()) > 1
+    spread = [times[-1] - times[0] for times in loop.part_starts.values()]
+    assert max(len(times) for times in loop.part_starts.values()) > 1
     # A slow rollout takes 0.4 s or more; the parts before it did not wait for it.
     assert max(spread) > 0.3
 
 
 def test_an_exception_in_the_trainer_ends_the_run(tmp_path: Path) -> None:
-    loop = Loop(trainer=FakeTrainer(fails_at=3))
+    loop = Loop(faults={"trainer": Faults(errors={"step": (4, ArithmeticError())})})
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     assert isinstance(first_error(caught.value), ArithmeticError)
     assert loop.trainer.version == 3
 
 
-@pytest.mark.parametrize("stage", ["generator", "scorer"])
-def test_an_exception_in_any_stage_ends_the_run(stage: str, tmp_path: Path) -> None:
-    class Broken(FakeScorer):
-        async def score(self, rollouts):  # type: ignore[no-untyped-def]
-            await asyncio.sleep(1.0)
-            raise ZeroDivisionError("boom")
-
-    class BrokenReplica(FakeReplica):
-        async def collect(self):  # type: ignore[no-untyped-def]
-            raise ZeroDivisionError("boom")
-
-    loop = Loop()
-    if stage == "scorer":
-        loop.scorer = Broken()
-    else:
-        loop.replicas = {0: BrokenReplica(0, length=heavy_tail)}
+@pytest.mark.parametrize(
+    ("name", "method"), [("generator-0", "collect"), ("scorer", "score"), ("storage-0", "write")]
+)
+def test_an_exception_in_any_stage_ends_the_run(name: str, method: str, tmp_path: Path) -> None:
+    loop = Loop(faults={name: Faults(errors={method: (3, ZeroDivisionError("boom"))})})
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     assert isinstance(first_error(caught.value), ZeroDivisionError)
 
 
 def test_losing_every_replica_ends_the_run(tmp_path: Path) -> None:
-    loop = Loop(replicas={0: FakeReplica(0, length=heavy_tail, dies_at_s=2.0)})
+    loop = Loop(faults={"generator-0": Faults(dies_at_s=2.0)})
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     # Whoever notices first: the dispatcher, or a publish that is under way.
@@ -153,8 +149,7 @@ def test_losing_every_replica_ends_the_run(tmp_path: Path) -> None:
 
 def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_will_be() -> None:
     async def main() -> list[list[int]]:
-        replicas = {i: FakeReplica(i, length=lambda request: 1) for i in range(4)}
-        dispatch = Dispatch(dict(replicas), FakeStorage())
+        dispatch = make_dispatch(Loop(num_replicas=4, length=one_token).executors)
         for index, version in ((0, 3), (1, 4), (2, 5), (3, 5)):
             dispatch.committed(index, version)
         for row_id, max_tokens in enumerate((20, 20, 20, 1, 2, 3, 4)):
@@ -181,14 +176,21 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
 
     async def main() -> tuple[list[int], list[int], float]:
         # It falls silent when its rollout is written, and not yet stored.
-        silent = FakeReplica(0, length=lambda request: 1, token_s=0.4, silent_s=(0.42, 20.0))
-        other = FakeReplica(1, length=lambda request: 1, token_s=10.0)
-        await silent.commit(0, 0)
-        await other.commit(3, 0)
-        if not ends:
-            silent.stop = asyncio.Event().wait  # type: ignore[method-assign, assignment]
-        storage = FakeStorage()
-        dispatch = make_dispatch({0: silent, 1: other}, storage, num_collectors)
+        loop = Loop(
+            num_replicas=2,
+            num_collectors=num_collectors,
+            length=one_token,
+            faults={
+                "generator-0": replace(
+                    slower(decode_step_s=0.4), silent_s=(0.42, 20.0), ignores_stop=not ends
+                ),
+                "generator-1": slower(decode_step_s=10.0),
+            },
+        )
+        silent, other = loop.process("generator-0"), loop.process("generator-1")
+        await silent.call_one.commit(0, 0)
+        await other.call_one.commit(3, 0)
+        dispatch = make_dispatch(loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
         rows = await dispatch.collect()
@@ -196,24 +198,28 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
         with contextlib.suppress(TimeoutError):
             rows += await asyncio.wait_for(dispatch.collect(), 20.0)
         assert silent.is_stopped == ends
-        assert (7 in silent.written) == (not ends), "it woke, and wrote what it had"
-        versions = (await storage.read([7], [TOKEN_VERSIONS]))[TOKEN_VERSIONS][0].tolist()
+        assert loop.storage.num_writes[7] == (1 if ends else 2), "it woke, and wrote what it had"
+        versions = (await loop.storage.read([7], [TOKEN_VERSIONS]))[TOKEN_VERSIONS][0].tolist()
         await dispatch.close()
         return [row.row_id for row in rows], versions, end_s
 
     row_ids, versions, end_s = run(main())
     assert row_ids == [7]
     assert versions == [3]
-    assert end_s < 0.42 + SILENCE_S + (1.0 if ends else STOP_S) + 10.0 + 0.5
+    assert end_s < 0.42 + LIVENESS_TIMEOUT_S + (1.0 if ends else STOP_S) + 10.0 + 0.5
 
 
 def test_a_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None:
     async def main() -> list[int]:
-        slow = FakeReplica(0, length=lambda request: 1, token_s=5.0)
-        replicas = {0: slow, 1: FakeReplica(1, length=lambda request: 1)}
-        for replica in replicas.values():
-            await replica.commit(0, 0)
-        dispatch = make_dispatch(replicas, FakeStorage(), num_collectors=1)
+        loop = Loop(
+            num_replicas=2,
+            num_collectors=1,
+            length=one_token,
+            faults={"generator-0": slower(decode_step_s=5.0)},
+        )
+        for replica in loop.executors.generators.values():
+            await replica.call_one.commit(0, 0)
+        dispatch = make_dispatch(loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
         dispatch.lost(0, TimeoutError("commit took too long"))
@@ -221,7 +227,7 @@ def test_a_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None
         with contextlib.suppress(TimeoutError):
             rows += await asyncio.wait_for(dispatch.collect(), 20.0)
         await dispatch.close()
-        assert slow.is_stopped
+        assert loop.process("generator-0").is_stopped
         return [row.row_id for row in rows]
 
     assert run(main()) == [7]
@@ -229,12 +235,16 @@ def test_a_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None
 
 def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_for_it() -> None:
     async def main() -> tuple[list[int], float]:
-        hung = FakeReplica(0, length=lambda request: 1, token_s=1e6)
-        hung.watch = lost_after_10_s  # type: ignore[method-assign]
-        replicas = {0: hung, 1: FakeReplica(1, length=lambda request: 1)}
-        for replica in replicas.values():
-            await replica.commit(0, 0)
-        dispatch = make_dispatch(replicas, FakeStorage(), num_collectors=1)
+        loop = Loop(
+            num_replicas=2,
+            num_collectors=1,
+            length=one_token,
+            faults={"generator-0": slower(decode_step_s=1e6)},
+        )
+        loop.process("generator-0").watch = lost_after_10_s  # type: ignore[method-assign]
+        for replica in loop.executors.generators.values():
+            await replica.call_one.commit(0, 0)
+        dispatch = make_dispatch(loop.executors)
         requests = [
             Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=1), seed=0)
             for i in (7, 8)
@@ -260,30 +270,23 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
 def test_collectors_tell_of_every_rollout_once_whoever_dies(
     num_collectors: int, tmp_path: Path
 ) -> None:
-    replicas = {
-        i: FakeReplica(i, length=heavy_tail, dies_at_s=1.0 if i == 2 else None) for i in range(3)
-    }
-    loop = Loop(num_steps=60, replicas=replicas, num_collectors=num_collectors)
+    loop = Loop(
+        num_steps=60,
+        num_replicas=3,
+        num_collectors=num_collectors,
+        faults={"generator-2": Faults(dies_at_s=1.0)},
+    )
     run(loop.run(tmp_path))
-    rows = Counter(row.row_id for batch in loop.trainer.batches for row in batch.rows)
+    rows = Counter(loop.trained_rows())
     assert set(rows.values()) == {1}
     assert len(rows) == 60 * 4 * 2
-    assert {row.replica for row in loop.written.values()} == {0, 1, 2}
-    assert Counter(outcome["outcome"] for outcome in loop.storage.outcomes.values())[
-        "trained"
-    ] == len(rows)
+    assert {f"generator-{i}" for i in range(3)} <= loop.timeline.bars.keys(), "all have decoded"
+    assert loop.storage.count("trained") == len(rows)
 
 
 def test_an_error_of_an_engine_ends_the_run_through_a_collector_too(tmp_path: Path) -> None:
-    replica = FakeReplica(0, length=heavy_tail)
-    collect = replica.collect
-
-    async def broken() -> list[RolloutInfo]:
-        await collect()
-        raise ArithmeticError("the engine broke")
-
-    replica.collect = broken  # type: ignore[method-assign]
-    loop = Loop(replicas={0: replica}, num_collectors=1)
+    faults = Faults(errors={"collect": (2, ArithmeticError("the engine broke"))})
+    loop = Loop(num_collectors=1, faults={"generator-0": faults})
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     assert "the engine broke" in str(first_error(caught.value))
@@ -293,29 +296,30 @@ def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> No
     loop = Loop(num_steps=30, evaluate_every=10, num_held_out=25)
     run(loop.run(tmp_path))
     assert [evaluation.version for evaluation in loop.run_logger.evaluations] == [0, 10, 20, 30]
-    outcomes = Counter(outcome["outcome"] for outcome in loop.storage.outcomes.values())
-    assert outcomes["evaluated"] == 4 * 25
-    trained = {row.row_id for batch in loop.trainer.batches for row in batch.rows}
-    assert all(loop.storage.outcomes[row_id]["outcome"] == "trained" for row_id in trained)
+    assert loop.storage.count("evaluated") == 4 * 25
+    assert all(loop.storage.outcomes[i]["outcome"] == "trained" for i in loop.trained_rows())
 
 
 def test_a_replica_that_commits_slowly_holds_nobody_and_follows_with_the_newest(
     tmp_path: Path,
 ) -> None:
     async def duration_s(commit_s: float) -> tuple[float, int]:
-        replicas = {
-            i: FakeReplica(i, length=lambda request: 4, commit_s=commit_s if i == 2 else 0.0)
-            for i in range(3)
-        }
-        commits = []
-        loop = Loop(num_steps=100, max_staleness=2, replicas=replicas)
-        slow_commit = replicas[2].commit
+        loop = Loop(
+            num_steps=100,
+            max_staleness=2,
+            num_replicas=3,
+            length=four_tokens,
+            faults={"generator-2": Faults(delays_s={"commit": (commit_s, commit_s)})},
+        )
+        commits: list[int] = []
+        replica = loop.process("generator-2").executor
+        usual_commit = replica.commit
 
-        async def commit(version: int, part: int) -> list[int]:
+        async def commit(version: int, bucket: int) -> list[int]:
             commits.append(version)
-            return await slow_commit(version, part)
+            return await usual_commit(version, bucket)
 
-        replicas[2].commit = commit  # type: ignore[method-assign]
+        replica.commit = commit
         start_s = asyncio.get_running_loop().time()
         await loop.run(tmp_path)
         assert max(loop.staleness()) <= 2
@@ -332,7 +336,13 @@ def test_a_replica_that_commits_slowly_holds_nobody_and_follows_with_the_newest(
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_replicas_have_their_requests_when_they_commit(max_staleness: int, tmp_path: Path) -> None:
-    replica = FakeReplica(0, length=lambda request: 4, commit_s=1.0)
+    loop = Loop(
+        num_steps=20,
+        max_staleness=max_staleness,
+        length=four_tokens,
+        costs=replace(COSTS, commit_s=1.0),
+    )
+    replica = loop.process("generator-0").executor
     is_early = []
     submit = replica.submit
 
@@ -341,8 +351,7 @@ def test_replicas_have_their_requests_when_they_commit(max_staleness: int, tmp_p
         is_early.extend(r.min_version > replica.version for r in training if r.min_version)
         await submit(requests)
 
-    replica.submit = watched  # type: ignore[method-assign]
-    loop = Loop(num_steps=20, max_staleness=max_staleness, replicas={0: replica})
+    replica.submit = watched
     run(loop.run(tmp_path))
     assert all(is_early)
     assert len(is_early) >= 4 * 2 * (20 - max_staleness - 1)
@@ -351,57 +360,53 @@ def test_replicas_have_their_requests_when_they_commit(max_staleness: int, tmp_p
 def test_a_replica_that_computes_something_else_is_named_within_a_few_steps(
     tmp_path: Path,
 ) -> None:
-    replicas = {i: FakeReplica(i, length=lambda request: 4) for i in range(2)}
-    loop = Loop(num_steps=50, replicas=replicas)
+    loop = Loop(
+        num_steps=50,
+        num_replicas=2,
+        length=four_tokens,
+        faults={"generator-1": Faults(wrong_from=10)},
+    )
+    checked: list[int] = []
+    infer = loop.trainer.infer
 
-    def difference(row_id: int) -> float:
-        row = loop.written[row_id]
-        is_wrong = row.replica == 1 and row.spans[0].version >= 10
-        return 3.0 if is_wrong else 1e-6
+    async def watched(row_ids: list[int]) -> list[float]:
+        checked.extend(row_ids)
+        return await infer(row_ids)
 
-    loop.trainer.difference = difference
+    loop.trainer.infer = watched
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     assert "generator 1" in str(first_error(caught.value))
     assert 10 <= loop.trainer.version <= 13
-    assert len(loop.trainer.inferred) > 10
+    assert len(checked) > 10
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_colocated_executors_take_turns_and_train_the_same_groups(
     max_staleness: int, tmp_path: Path
 ) -> None:
-    def loop_of() -> Loop:
-        replicas = {i: FakeReplica(i, length=lambda request: 4) for i in range(2)}
-        return Loop(
+    def trained(is_colocated: bool) -> Loop:
+        loop = Loop(
             num_steps=20,
             max_staleness=max_staleness,
             groups_per_part=2,
             evaluate_every=5,
             num_held_out=10,
-            replicas=replicas,
+            num_replicas=2,
+            length=four_tokens,
+            is_colocated=is_colocated,
         )
-
-    async def colocated() -> Loop:
-        loop = loop_of()
-        loop.colocation = Colocated(loop.trainer, dict(loop.replicas), Spans("controller", None))
-        await loop.run(tmp_path)
-        assert [evaluation.version for evaluation in loop.run_logger.evaluations] == [
-            0,
-            5,
-            10,
-            15,
-            20,
-        ]
+        run(loop.run(tmp_path / str(is_colocated)))
         return loop
 
-    async def apart() -> Loop:
-        loop = loop_of()
-        await loop.run(tmp_path)
-        return loop
-
-    together = run(colocated())
+    together, apart = trained(True), trained(False)
+    evaluated = [evaluation.version for evaluation in together.run_logger.evaluations]
+    assert evaluated == [0, 5, 10, 15, 20]
     assert together.trainer.version == 20
     assert max(together.staleness()) <= max_staleness
-    order = [row.group_id for batch in together.trainer.batches for row in batch.rows]
-    assert order == [row.group_id for b in run(apart()).trainer.batches for row in b.rows]
+    assert groups_of(together) == groups_of(apart)
+
+
+def groups_of(loop: Loop) -> list[int]:
+    """Group ids in the order of training."""
+    return [row.group_id for batch in loop.batches for row in batch.rows]

@@ -66,7 +66,7 @@ def test_a_shared_prefix_is_always_the_prompt_under_the_present_version(
     num_slots: int, rounds: list[tuple[int, set[int], bool]]
 ) -> None:
     """`cache` is what the slots really hold: (prompt, version), changed as the engine would."""
-    prefixes, version = PrefixIndex(num_slots), 0
+    prefixes, version = PrefixIndex(), 0
     cache: dict[int, tuple[int, int]] = {}
     busy: set[int] = set()
     row_id = 0

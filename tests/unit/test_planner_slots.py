@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.generation.scheduler import QueuedRequest
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.slots import Slot, Slots
 from llamarl.types import Request, Sampling
@@ -15,7 +16,7 @@ PROMPT_TOKENS = 3
 
 
 def make_slots(lengths: list[int]) -> Slots:
-    slots = Slots(COSTS)
+    slots = Slots(len(lengths), COSTS)
     for row_id, length in enumerate(lengths):
         request = Request(
             row_id=row_id,
@@ -23,7 +24,7 @@ def make_slots(lengths: list[int]) -> Slots:
             sampling=Sampling(max_tokens=100),
             seed=row_id,
         )
-        slot = Slot(request, start=0, context=PROMPT_TOKENS - 1, before=0)
+        slot = Slot(QueuedRequest(request=request), number=row_id, start=0)
         slot.total = length
         slots.add(slot)
     return slots

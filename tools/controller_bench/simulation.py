@@ -1,4 +1,4 @@
-"""The real controller at the scale of a large cluster, around modelled executors.
+"""The real controller at the scale of a large cluster, around simulated executors.
 
 Owns: the run's shape, the wrapping of executors, when something waited for the controller. Does not
 own: the executors' model (`llamarl/planner`), what a message costs (`messages.py`). Invariant:
@@ -24,7 +24,7 @@ from rich.console import Console
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.build import Executors, build_controller
+from llamarl.build import Executors
 from llamarl.config import (
     CheckpointConfig,
     ClusterConfig,
@@ -41,8 +41,6 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
-from llamarl.executors.collector import CollectorExecutor
-from llamarl.executors.specs import CollectorSpec
 from llamarl.experience.store import Store
 from llamarl.jobs import GC_THRESHOLDS
 from llamarl.metrics.console import Progress
@@ -50,12 +48,12 @@ from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import open_trackers
+from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.executors import ModelledGroup
-from llamarl.planner.simulation.run import NoTokenizer, model_executors
+from llamarl.planner.simulation.process import SimulatedProcess
+from llamarl.planner.simulation.run import drive, make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import make_workload
-from llamarl.recipe.inputs import Inputs
 from llamarl.weights.integrity.comparison import Fingerprints
 
 NUM_STORAGE_UNITS = 4
@@ -143,7 +141,7 @@ class Charged:
             result = await clock.model(self._serve(method, args))
             if (
                 method == "collect" and self._name == "generator"
-            ):  # modelled replicas do not answer without rows
+            ):  # simulated replicas do not answer without rows
                 heartbeats = int((clock.time() - start_s) / HEARTBEAT_S)
                 self._load.calls["generator.heartbeat"] += heartbeats
                 clock.charge(heartbeats * self._costs.call_s)
@@ -309,19 +307,8 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     config = make_config(shape)
     workload = make_workload(config, equal_share=EQUAL_SHARE)
     timeline, load = SimulatedTimeline(), Load()
-    modelled = model_executors(config, make_costs(config, shape), workload, timeline)
-    executors = _charged(config, modelled, costs, load)
-    inputs = Inputs(
-        checkpoint="",
-        tokenizer_folder="",
-        architecture=cast(Any, NoTokenizer()),
-        tokenizer=cast(Any, NoTokenizer()),
-        prompts=workload.prompts(),
-        held_out=[],
-        task_source=None,
-        task={},
-        replay_lengths=[],
-    )
+    simulated = make_executors(config, make_costs(config, shape), workload, timeline)
+    executors = _charged(config, simulated, costs, load)
     with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:
         spans = Spans("controller", folder)
         run_logger = Measured(
@@ -330,16 +317,9 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
             spans=spans,
         )
         run_logger.watch(load, shape.max_staleness + 1)
-        controller, publisher, dispatch = build_controller(
-            config, inputs, executors, run_dir=folder, state={}, run_logger=run_logger, spans=spans
-        )
-        await publisher.connect()
         gc.set_threshold(*GC_THRESHOLDS)
-        try:
-            await controller.run()
-        finally:
-            await dispatch.close()
-            await publisher.close()
+        inputs = make_inputs(workload.prompts())
+        await drive(config, inputs, executors, shape.num_steps - 1, run_logger, spans)
     load.calls, load.num_bytes, load.waits = run_logger.counted
     load.busy_shares, load.wait_shares = timeline.shares(load.end_s - load.elapsed_s, load.end_s)
     return load
@@ -370,35 +350,19 @@ class Measured(RunLogger):
             self.counted = (Counter(load.calls), Counter(load.num_bytes), list(load.waits))
 
 
-def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Load) -> Executors:
+def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Load) -> Executors:
     """The same executors behind messages."""
     scored_s: dict[int, float] = {}
     on_ranks = replace(costs, call_s=costs.ranks_s)
     max_num_seqs = config.generator.max_num_seqs
 
-    def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> ModelledGroup:
-        return ModelledGroup(name, Charged(name, group.call_one, costs, load, idle))
+    def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> SimulatedProcess:
+        return SimulatedProcess(name, Charged(name, group.call_one, costs, load, idle))
 
-    num_collectors = config.generator.num_collectors
-    collectors = [
-        CollectorExecutor(
-            CollectorSpec(
-                generators={
-                    index: group.call_one
-                    for index, group in modelled.generators.items()
-                    if index % num_collectors == number
-                },
-            ),
-            rank=0,
-            num_ranks=1,
-            spans=Spans("collector", None),
-        )
-        for number in range(num_collectors)
-    ]
-    assert modelled.trainer is not None
-    unit = cast(Any, modelled.storage)._units[0]
+    assert simulated.trainer is not None
+    unit = cast(Any, simulated.storage)._units[0]
     return replace(
-        modelled,
+        simulated,
         storage=Store(
             [
                 cast(Any, Charged("storage", unit, costs, load, Idle(load)))
@@ -409,12 +373,9 @@ def _charged(config: Config, modelled: Executors, costs: MessageCosts, load: Loa
             index: charged(
                 "generator", group, IdleReplica(load, group.call_one, max_num_seqs), on_ranks
             )
-            for index, group in modelled.generators.items()
+            for index, group in simulated.generators.items()
         },
-        collectors=[
-            ModelledGroup("collector", Charged("collector", each, costs, load, Idle(load)))
-            for each in collectors
-        ],
-        scorer=charged("scorer", modelled.scorer, IdleScorer(load, scored_s), costs),
-        trainer=charged("trainer", modelled.trainer, IdleTrainer(load, scored_s), on_ranks),
+        collectors=[charged("collector", each, Idle(load), costs) for each in simulated.collectors],
+        scorer=charged("scorer", simulated.scorer, IdleScorer(load, scored_s), costs),
+        trainer=charged("trainer", simulated.trainer, IdleTrainer(load, scored_s), on_ranks),
     )

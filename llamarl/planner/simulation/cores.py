@@ -9,6 +9,7 @@ not add up.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 
@@ -35,7 +36,9 @@ class Cores:
     def __init__(self, num_cores: int = 0, shared_speed: float = 1.0) -> None:
         self._num_cores = num_cores
         self._shared_speed = shared_speed
-        self._jobs: dict[Job, None] = {}  # of shared processors
+        self._jobs: dict[Job, None] = {}
+        self._is_frozen = False
+        self._thawed = asyncio.Event()
         self._due_s: float | None = None  # when the job was to end whose `then` is being called
 
     def time(self) -> float:
@@ -44,10 +47,10 @@ class Cores:
 
     def start(self, seconds: float, then: Callable[[], None], weight: int = 1) -> Job:
         """Begin a job; `then` is called at its end."""
-        self._advance()
-        job = Job(seconds, then, weight, self.time())
         if self._num_cores:
-            self._jobs[job] = None
+            self._advance()
+        job = Job(seconds, then, weight, self.time())
+        self._jobs[job] = None
         self._schedule(job)
         return job
 
@@ -58,20 +61,40 @@ class Cores:
             self.start(seconds, done.set, weight)
             await done.wait()
 
+    async def sleep(self, seconds: float) -> None:
+        """Wait without computing, and no less than until `thaw`."""
+        await asyncio.sleep(seconds)
+        while self._is_frozen:
+            await self._thawed.wait()
+
     def done_s(self, job: Job) -> float:
         """How much of it has been done by now."""
-        if self._num_cores:
-            self._advance()
-            return job.done_s
-        return max(0.0, self.time() - job.since_s)
+        return job.done_s + max(0.0, self.time() - job.since_s) * self._speed()
 
     def cut(self, job: Job, total_s: float) -> None:
         """Let a running job end once `total_s` of it are done."""
         job.total_s = max(total_s, self.done_s(job))
         self._schedule(job)
 
+    def freeze(self) -> None:
+        """Stop all jobs, and those that begin from now on, until `thaw`."""
+        self._advance()
+        self._is_frozen = True
+        self._thawed.clear()
+        for job in self._jobs:
+            assert job.timer is not None
+            job.timer.cancel()
+
+    def thaw(self) -> None:
+        """Let all jobs go on."""
+        self._advance()
+        self._is_frozen = False
+        self._thawed.set()
+        for job in self._jobs:
+            self._schedule(job)
+
     def _advance(self) -> None:
-        """Count what has been done on shared processors since this was last called."""
+        """Count what has been done, before the speed changes."""
         now_s, speed = self.time(), self._speed()
         for job in self._jobs:
             job.done_s += max(0.0, now_s - job.since_s) * speed
@@ -80,10 +103,10 @@ class Cores:
     def _schedule(self, job: Job) -> None:
         """A job is new or ends earlier; on shared processors the ends of all have moved."""
         loop, now_s, speed = asyncio.get_running_loop(), self.time(), self._speed()
-        for each in self._jobs or (job,):
+        for each in self._jobs if self._num_cores else (job,):
             if each.timer is not None:
                 each.timer.cancel()
-            rest_s = max(0.0, each.total_s - self.done_s(each)) / speed
+            rest_s = max(0.0, each.total_s - self.done_s(each)) / speed if speed else math.inf
             each.timer = loop.call_at(now_s + rest_s, self._end, each)
 
     def _end(self, job: Job) -> None:
@@ -91,14 +114,16 @@ class Cores:
         self._due_s = job.timer.when()
         if self._num_cores:
             self._advance()
-            del self._jobs[job]
-            if self._jobs:
-                self._schedule(job)
+        del self._jobs[job]
+        if self._num_cores and self._jobs:
+            self._schedule(next(iter(self._jobs)))
         job.then()
         self._due_s = None
 
     def _speed(self) -> float:
-        num_working = sum(job.weight for job in self._jobs)
+        if self._is_frozen:
+            return 0.0
+        num_working = sum(job.weight for job in self._jobs) if self._num_cores else 0
         if num_working <= 1:
             return 1.0
         speed = min(1.0, self._num_cores / num_working)

@@ -51,6 +51,7 @@ class Costs:
     forward_share: float = 1 / 3
     optimizer_s: float = 0.0
     snapshot_s: float = 0.0
+    save_s: float = 0.0
     write_s: float = 0.0
     relay_s: float = 0.0
     check_s: float = 0.0

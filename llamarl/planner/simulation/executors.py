@@ -1,6 +1,6 @@
-"""Trainer, scorer, reference and storage without a model.
+"""Trainer, scorer, reference, storage and run logger without a model.
 
-Owns: what they do in modelled time. Does not own: durations (`costs.py`) or replicas
+Owns: what they do in simulated time. Does not own: durations (`costs.py`) or replicas
 (`replica.py`). Invariant: they answer as the real ones do, in time that the real ones would take;
 what they compute is made up.
 """
@@ -9,52 +9,39 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 from llamarl.algorithms.policy_loss import is_inert
 from llamarl.config import Config
 from llamarl.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.receiving import layouts, travel
+from llamarl.planner.simulation.receiving import Layouts, travel
+from llamarl.planner.simulation.rollouts import Rollouts
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 from llamarl.types import (
     Batch,
     Columns,
+    Dropped,
+    Evaluation,
+    Group,
     Outcome,
     Prompt,
-    RolloutInfo,
     Score,
-    ScoreStatus,
     StepStats,
+    Verdict,
 )
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
-
-DIFFERENCE = 1e-6  # what log-prob checks differ by: nothing is wrong in a simulation
+from llamarl.weights.layout.boxes import StagingHandle
 
 
-class ModelledGroup:
-    """cluster.ExecutorGroup around one modelled executor, which answers for all its ranks."""
+class SimulatedStorage:
+    """protocols.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
 
-    def __init__(self, name: str, executor: Any) -> None:
-        self.name = name
-        self.pids: list[int] = []
-        self.call_one = self.call_all = executor
-
-    async def watch(self) -> None:
-        """Nothing is ever lost."""
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
-
-
-class ModelledStorage:
-    """protocols.Storage that keeps what replicas wrote as rows, without arrays."""
-
-    def __init__(self, costs: Costs, cores: Cores, timeline: SimulatedTimeline) -> None:
-        self._costs, self._cores, self._timeline = costs, cores, timeline
-        self.rows: dict[int, RolloutInfo] = {}
+    def __init__(
+        self, costs: Costs, rollouts: Rollouts, cores: Cores, timeline: SimulatedTimeline
+    ) -> None:
+        self._costs, self._rollouts = costs, rollouts
+        self._cores, self._timeline = cores, timeline
 
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
@@ -67,78 +54,72 @@ class ModelledStorage:
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         await self._serve("retire_rows", row_ids)
-        for row_id in row_ids:
-            self.rows.pop(row_id, None)
+        self._rollouts.forget(row_ids)
 
     async def _serve(self, name: str, row_ids: list[int]) -> None:
         await travel(self._costs)
-        start_s = asyncio.get_running_loop().time()
-        await self._cores.work(self._costs.store_row_s * len(row_ids))
-        self._timeline.record("storage", name, start_s, asyncio.get_running_loop().time())
+        with self._timeline.bar("storage", name):
+            await self._cores.work(self._costs.store_row_s * len(row_ids))
 
 
-class ModelledScorer:
-    """protocols.Scorer: rewards of 0 and 1 in turns, or one for the whole group."""
+class SimulatedScorer:
+    """protocols.Scorer with the workload's scores."""
 
     def __init__(
         self,
         config: Config,
         costs: Costs,
         workload: Workload,
+        rollouts: Rollouts,
+        *,
         cores: Cores,
         timeline: SimulatedTimeline,
     ) -> None:
-        self._costs, self._workload = costs, workload
+        self._costs, self._workload, self._rollouts = costs, workload, rollouts
         self._cores, self._timeline = cores, timeline
         self._num_workers = config.reward.num_workers
         self._lock = asyncio.Lock()
 
-    async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
+    async def score(self, pairs: list[tuple[int, Prompt]]) -> list[Score]:
         await travel(self._costs)
-        seconds = self._costs.score_row_s * len(rollouts) / self._num_workers
+        seconds = self._costs.score_row_s * len(pairs) / self._num_workers
         async with self._lock:
-            start_s = asyncio.get_running_loop().time()
-            await self._cores.work(self._costs.score_call_s + seconds)
-            end_s = asyncio.get_running_loop().time()
-        self._timeline.record("scorer", "score", start_s, end_s)
-        return [self._score(row_id, prompt) for row_id, prompt in rollouts]
-
-    def _score(self, row_id: int, prompt: Prompt) -> Score:
-        reward = 0.0 if self._workload.is_equal(prompt) else float(row_id % 2)
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
+            with self._timeline.bar("scorer", "score"):
+                await self._cores.work(self._costs.score_call_s + seconds)
+        scores = [self._workload.score(row_id, prompt) for row_id, prompt in pairs]
+        await self._rollouts.add_rewards(scores)
+        return scores
 
 
-class ModelledReference:
+class SimulatedReference:
     """protocols.Reference for all ranks, on `device`, which the trainer computes on too."""
 
     def __init__(
         self,
         config: Config,
         costs: Costs,
-        storage: ModelledStorage,
+        rollouts: Rollouts,
         *,
         device: Cores,
         timeline: SimulatedTimeline,
     ) -> None:
-        self._costs, self._storage = costs, storage
+        self._costs, self._rollouts = costs, rollouts
         self._device, self._timeline = device, timeline
         self._weight = config.trainer.num_ranks
         self._lock = asyncio.Lock()
 
     async def infer(self, row_ids: list[int]) -> None:
         await travel(self._costs)
-        rows = [self._storage.rows[row_id] for row_id in row_ids]
-        lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
+        rollouts = await self._rollouts.get(row_ids)
+        lengths = [each.num_prompt_tokens + each.num_tokens for each in rollouts]
         async with self._lock:
-            start_s = asyncio.get_running_loop().time()
-            await self._device.work(self._costs.infer_s(lengths), self._weight)
-            end_s = asyncio.get_running_loop().time()
-            self._timeline.record("reference", "infer", start_s, end_s)
+            with self._timeline.bar("reference", "infer"):
+                await self._device.work(self._costs.infer_s(lengths), self._weight)
 
 
-class ModelledTrainer:
-    """protocols.Trainer, Sender and Offloadable for all ranks: the slowest one paces each
-    micro-batch. It computes on `device`; what goes beside that takes `cores`.
+class SimulatedTrainer(Layouts):
+    """Trainer, WeightSource and Offloadable of `protocols.py` for all ranks: the slowest one paces
+    each micro-batch. It computes on `device`; what goes beside that takes `cores`.
 
     As the real one it leaves out rows without a gradient, and can write the version before its
     present one, from a snapshot.
@@ -148,23 +129,22 @@ class ModelledTrainer:
         self,
         config: Config,
         costs: Costs,
-        storage: ModelledStorage,
+        rollouts: Rollouts,
         *,
         host: str,
         cores: Cores,
         device: Cores,
         timeline: SimulatedTimeline,
     ) -> None:
-        self._config, self._costs, self._storage = config, costs, storage
-        self._cores, self._device, self._timeline, self._host = cores, device, timeline, host
+        super().__init__((host,), config)
+        self._config, self._costs, self._rollouts = config, costs, rollouts
+        self._cores, self._device, self._timeline = cores, device, timeline
         self._weight = config.trainer.num_ranks
-        has_bucket = config.weights.staging == "bucket"
-        self._parts = ("first", "rest") if has_bucket else ("rest",)
         self._lock = asyncio.Lock()
         self._idle_since_s = 0.0
         self._num_writing = 0
         self._away: set[str] = set()
-        self._version = 0
+        self.version = 0
         self._num_tokens = 0
         self._ages: Counter[int] = Counter()
 
@@ -173,9 +153,11 @@ class ModelledTrainer:
     async def accumulate(self, batch: Batch) -> None:
         async with self._lock:
             await travel(self._costs)
-            assert batch.version == self._version, (batch.version, self._version)
-            for row in batch.rows:
-                for span in self._storage.rows[row.row_id].spans:
+            assert batch.version == self.version, (batch.version, self.version)
+            assert not self._away, f"trained while {self._away} are off the device"
+            rollouts = await self._rollouts.get([row.row_id for row in batch.rows])
+            for row, rollout in zip(batch.rows, rollouts, strict=True):
+                for span in rollout.spans:
                     if span.version >= row.oldest_version:
                         self._ages[batch.version - span.version] += span.num_tokens
             self._num_tokens += sum(row.num_tokens for row in batch.rows)
@@ -189,52 +171,48 @@ class ModelledTrainer:
             if self._num_writing:
                 await self._compute(self._costs.snapshot_s, "snapshot")
             await self._compute(self._costs.optimizer_s, "optimizer_step")
-            self._version += 1
+            self.version += 1
             self._timeline.num_tokens.append(self._num_tokens)
             self._timeline.ages.append(dict(self._ages))
             self._num_tokens, self._ages = 0, Counter()
         if self._costs.turnaround_s:
             await asyncio.sleep(self._costs.turnaround_s)
-        return StepStats(version=self._version, scalars={})
+        return StepStats(version=self.version, scalars={})
 
-    async def save(self, folder: str) -> None: ...
+    async def save(self, folder: str) -> None:
+        version = self.version
+        await self._cores.work(self._costs.save_s)
+        assert (self.version, self._away) == (version, set()), "changed amid a save"
 
     async def restore(self, folder: str) -> int:
-        return self._version
+        return self.version
 
-    async def export(self, folder: str, dtype: str) -> None: ...
+    async def export(self, folder: str, dtype: str) -> None:
+        assert not self._away, f"exported while {self._away} are off the device"
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         async with self._lock:
             self._end_idle("batch")
-            rows = [self._storage.rows[row_id] for row_id in row_ids]
-            lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
+            rollouts = await self._rollouts.get(row_ids)
+            lengths = [each.num_prompt_tokens + each.num_tokens for each in rollouts]
             per_rank = lengths[:: self._config.trainer.num_data_ranks]
             seconds = self._costs.arithmetic_s(per_rank) * self._costs.forward_share
             await self._compute(self._costs.micro_batch_s + seconds, "infer")
-        return [DIFFERENCE] * len(row_ids)
+        return [each.difference for each in rollouts]
 
-    # Sender
-
-    async def source_layout(self) -> list[RankLayout]:
-        return layouts((self._host,), (self._parts,))
-
-    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        return [None]
+    # WeightSource
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         await travel(self._costs)
-        part = self._parts[handles[0].bucket]
+        bucket = self._buckets[handles[0].bucket]
         self._num_writing += 1
-        start_s = asyncio.get_running_loop().time()
-        if part == "rest":
-            await self._cores.work(self._costs.write_s)
+        with self._timeline.bar(f"publish-{handles[0].replica}", "write", "publish"):
+            if bucket == "rest":
+                await self._cores.work(self._costs.write_s)
         self._num_writing -= 1
-        end_s = asyncio.get_running_loop().time()
-        self._timeline.record(f"publish-{handles[0].replica}", "write", start_s, end_s, "publish")
-        if version not in (self._version, self._version - 1):
-            raise StaleVersion(f"version {version} is gone, the present one is {self._version}")
-        return [{part: version * len(handles)}]
+        if version not in (self.version, self.version - 1):
+            raise StaleVersion(f"version {version} is gone, the present one is {self.version}")
+        return [{bucket: version * len(handles)}]
 
     # Offloadable
 
@@ -274,34 +252,42 @@ class ModelledTrainer:
         return total_s
 
     async def _compute(self, seconds: float, name: str) -> None:
-        start_s = asyncio.get_running_loop().time()
-        await self._device.work(seconds, self._weight)
+        with self._timeline.bar("trainer", name):
+            await self._device.work(seconds, self._weight)
         self._idle_since_s = asyncio.get_running_loop().time()
-        self._timeline.record("trainer", name, start_s, self._idle_since_s)
 
     def _end_idle(self, reason: str) -> None:
         now_s = asyncio.get_running_loop().time()
         self._timeline.record("trainer", reason, self._idle_since_s, now_s, "wait")
 
 
-class SilentRunLogger:
-    """What a simulation asks of the run logger: when steps and publishes end."""
+class SimulatedRunLogger:
+    """RunObserver that keeps what it is given; steps and publishes go to the timeline."""
 
     def __init__(self, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline
+        self.drops: list[str] = []
+        self.evaluations: list[Evaluation] = []
+        self.versions: list[int] = []
 
-    def log_group(self, group: object, verdict: object) -> None:
-        """Dropped groups cost what their rollouts cost."""
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """See RunObserver."""
+        if isinstance(verdict, Dropped):
+            self.drops.append(verdict.reason)
 
-    def log_evaluation(self, evaluation: object) -> None:
-        """A simulation evaluates nothing."""
+    def log_evaluation(self, evaluated: Evaluation | None) -> None:
+        """See RunObserver."""
+        if evaluated is not None:
+            self.evaluations.append(evaluated)
 
     def log_publish(self, seconds: float) -> None:
         """The publisher's own clock is the machine's, so `seconds` means nothing here."""
-        now_s = asyncio.get_running_loop().time()
-        newest = max(self._timeline.offered_s)
-        self._timeline.publishes_s.append(now_s - self._timeline.offered_s[newest])
+        if self._timeline.offered_s:  # else replicas are in other processes
+            now_s = asyncio.get_running_loop().time()
+            newest = max(self._timeline.offered_s)
+            self._timeline.publishes_s.append(now_s - self._timeline.offered_s[newest])
 
     async def log_step(self, stats: StepStats, *details: object) -> None:
         """An optimizer step is done."""
+        self.versions.append(stats.version)
         self._timeline.step_ends_s.append(asyncio.get_running_loop().time())

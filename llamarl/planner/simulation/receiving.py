@@ -1,20 +1,22 @@
-"""The side of a modelled replica that publishes and turns see.
+"""The side of simulated executors that publishes and phases see.
 
-Owns: layouts of one made-up parameter, staging handles, commits and moves, in modelled time. Does
-not own: decoding (`replica.py`). Invariant: what a real executor does on its compute thread waits
-for a moment between two decode steps here too; the rest goes on beside decoding.
+Owns: layouts of one made-up parameter, staging handles, commits and moves, in simulated time. Does
+not own: decoding (`replica.py`) or training (`executors.py`). Invariant: what a real generator does
+on its compute thread waits for a moment between two decode steps here too; the rest goes on beside
+decoding.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 from llamarl.config import Config
 from llamarl.errors import StaleVersion
+from llamarl.executors.standstill import Standstill
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
@@ -25,8 +27,35 @@ Command = tuple[float, Callable[[], None], str]
 """Seconds on the compute thread, what is done at their end, and what they are called."""
 
 
-class Receiving:
-    """protocols.Receiver, Sender and Offloadable; what the first methods do is the decoder's."""
+class Layouts:
+    """One rank on each of `hosts`, each with the made-up parameters, one per bucket.
+
+    With staging=bucket decoding stands still from the first bucket's commit on; an empty one here.
+    """
+
+    def __init__(self, hosts: tuple[str, ...], config: Config) -> None:
+        self._hosts = hosts
+        is_cut = config.weights.staging == "bucket"
+        self._buckets = ("first", "rest") if is_cut else ("rest",)
+
+    async def source_layout(self) -> list[RankLayout]:
+        return self._layouts((self._buckets,))
+
+    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
+        return [None for _ in self._hosts]
+
+    def _layouts(self, buckets: tuple[tuple[str, ...], ...]) -> list[RankLayout]:
+        box = Box(start=(0,), stop=(1,), buffer="all", offset=0, strides=(1,))
+        layout = ParameterLayout(shape=(1,), dtype="float32", boxes=(box,))
+        parameters = dict.fromkeys(self._buckets, layout)
+        return [
+            RankLayout(rank=rank, host=host, parameters=parameters, buckets=buckets)
+            for rank, host in enumerate(self._hosts)
+        ]
+
+
+class Receiving(Layouts):
+    """WeightTarget, WeightSource and Offloadable; what the first methods do is the decoder's."""
 
     def __init__(
         self,
@@ -38,15 +67,15 @@ class Receiving:
         cores: Cores,
         timeline: SimulatedTimeline,
     ) -> None:
+        super().__init__(hosts, config)
         self.index, self.name, self.version = index, f"generator-{index}", -1
         self._costs, self._cores, self._timeline = costs, cores, timeline
         self._weight = config.generator.num_ranks
-        self._hosts = hosts
-        # With a bucket, decoding stands still from the first part's commit on: an empty one here.
-        self._buckets = ("first", "rest") if config.weights.staging == "bucket" else ("rest",)
         self._commands: deque[Command] = deque()
-        self._away: set[str] = set()
-        self._is_mixed = False
+        self._standstill = Standstill(
+            cores.time,
+            lambda name, start, end: timeline.record(self.name, name, start, end, "wait"),
+        )
         self._is_busy = False
 
     def _interrupt(self) -> None:
@@ -65,16 +94,17 @@ class Receiving:
         """Memory of this kind leaves the device."""
         raise NotImplementedError
 
-    # Receiver
+    # WeightTarget
 
     async def target_layout(self) -> list[RankLayout]:
-        return layouts(self._hosts, tuple((bucket,) for bucket in self._buckets))
+        return self._layouts(tuple((bucket,) for bucket in self._buckets))
 
     async def connect_source(self, route: Route) -> list[None]:
         return [None for _ in self._hosts]
 
     async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
         await travel(self._costs)
+        assert version > self.version, (version, self.version)
         self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
         return [
             StagingHandle(
@@ -100,7 +130,7 @@ class Receiving:
         is_last = bucket + 1 == len(self._buckets)
 
         def commit() -> int:
-            self._is_mixed = not is_last
+            self._standstill.is_mixed = not is_last
             if is_last:
                 self.version = version
                 return self._committed(version)
@@ -113,13 +143,7 @@ class Receiving:
     async def abort(self, version: int) -> list[None]:
         return [None for _ in self._hosts]
 
-    # Sender
-
-    async def source_layout(self) -> list[RankLayout]:
-        return layouts(self._hosts, (self._buckets,))
-
-    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        return [None for _ in self._hosts]
+    # WeightSource
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         if version != self.version:
@@ -133,16 +157,16 @@ class Receiving:
 
     async def offload(self, tags: list[str]) -> None:
         for tag in tags:
-            if tag not in self._away:
+            if tag not in self._standstill.away:
                 self._forget(tag)
-                await self._move("offload", tag, partial(self._away.add, tag))
+                await self._move("offload", tag, partial(self._standstill.away.add, tag))
 
     async def prefetch(self, tags: list[str]) -> None: ...
 
     async def onload(self, tags: list[str]) -> None:
         for tag in tags:
-            if tag in self._away:
-                await self._move("onload", tag, partial(self._away.discard, tag))
+            if tag in self._standstill.away:
+                await self._move("onload", tag, partial(self._standstill.away.discard, tag))
 
     async def _move(self, name: str, tag: str, then: Callable[[], None]) -> None:
         await travel(self._costs)
@@ -167,14 +191,3 @@ async def travel(costs: Costs) -> None:
     """A call is on its way to another process."""
     if costs.message_s:
         await asyncio.sleep(costs.message_s)
-
-
-def layouts(hosts: Sequence[str], buckets: tuple[tuple[str, ...], ...]) -> list[RankLayout]:
-    """One rank per host, each with all of the made-up parameters, which `parts` name."""
-    box = Box(start=(0,), stop=(1,), buffer="all", offset=0, strides=(1,))
-    layout = ParameterLayout(shape=(1,), dtype="float32", boxes=(box,))
-    parameters = {name: layout for bucket in buckets for name in bucket}
-    return [
-        RankLayout(rank=rank, host=host, parameters=parameters, buckets=buckets)
-        for rank, host in enumerate(hosts)
-    ]

@@ -1,6 +1,6 @@
 """A generator replica without a model.
 
-Owns: continuous batching over slots, version spans, commits between steps, all in modelled time.
+Owns: continuous batching over slots, version spans, commits between steps, all in simulated time.
 Does not own: who runs (`slots.py`), durations (`costs.py`) or lengths (`workload.py`). Invariant:
 its queue and its rules of starting are the embedded engine's, and it advances from event to event
 (a prompt's last rollout stops, slots become free for what waits, a request or a commit arrives),
@@ -10,32 +10,41 @@ never token by token.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+import math
+from collections import Counter
 from collections.abc import Callable
 
 from llamarl.config import Config
 from llamarl.executors.generator import GATHER_S
-from llamarl.generation.engine import START_SHARE
-from llamarl.generation.scheduler import Queue, QueuedRequest, nothing_written
+from llamarl.executors.rollout_columns import version_spans
+from llamarl.generation.scheduler import (
+    OpenGroups,
+    PrefixIndex,
+    Queue,
+    QueuedRequest,
+    SlotAssignment,
+    fewest_free,
+    nothing_written,
+    place,
+)
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.executors import ModelledStorage
 from llamarl.planner.simulation.receiving import Receiving, travel
+from llamarl.planner.simulation.rollouts import Rollouts
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
 
-TAGS = ("weights", "kv")
 NOTHING = nothing_written()
-Partials = dict[int, tuple[VersionSpan, ...]]
-"""Row id -> what a cut rollout has written: any replica may resume it, as from storage."""
 
 
-class ModelledReplica(Receiving):
-    """protocols.Generator, Receiver, Sender and Offloadable for replica `index` on `hosts`.
+class SimulatedReplica(Receiving):
+    """Generator, WeightTarget, WeightSource and Offloadable of `protocols.py` for replica `index`
+    on `hosts`.
 
-    Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length.
+    Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length. From
+    version `wrong_from` on its log-probs are wrong.
     """
 
     def __init__(
@@ -44,29 +53,28 @@ class ModelledReplica(Receiving):
         config: Config,
         costs: Costs,
         workload: Workload,
+        rollouts: Rollouts,
         *,
         hosts: tuple[str, ...],
         cores: Cores,
         timeline: SimulatedTimeline,
-        partials: Partials,
-        storage: ModelledStorage,
+        wrong_from: float = math.inf,
     ) -> None:
         super().__init__(index, config, costs, hosts=hosts, cores=cores, timeline=timeline)
-        self._workload, self._partials, self._storage = workload, partials, storage
-        self._max_running = config.generator.max_num_seqs
-        self._max_context = config.generator.max_model_len
+        self._workload, self._rollouts, self._wrong_from = workload, rollouts, wrong_from
+        self._max_num_seqs = config.generator.max_num_seqs
+        self._max_model_len = config.generator.max_model_len
         self._recomputes = config.generator.kv_after_commit == "recompute"
-        self._queue = Queue()
-        self._slots = Slots(costs)
+        self._queue, self._prefixes = Queue(), PrefixIndex()
+        self._slots = Slots(self._max_num_seqs, costs)
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
         self._num_pieces = 0  # of the stretch, counted as done
         self._commits: list[tuple[int, int]] = []  # (decode steps done then, version)
-        self._prefixes: OrderedDict[tuple[int, ...], int] = OrderedDict()  # prompt -> version
         self._must_recompute = False
-        self._stopped: list[RolloutInfo] = []
-        self._open: Counter[object] = Counter()  # prefix group -> rollouts that have not stopped
+        self._held: set[int] = set()  # row ids that have not stopped
+        self._stopped: list[tuple[Request, RolloutInfo]] = []
+        self._open = OpenGroups()
         self._has_news = asyncio.Event()
-        self._idle: tuple[str, float] | None = None
 
     # Generator
 
@@ -77,28 +85,37 @@ class ModelledReplica(Receiving):
 
     async def submit(self, requests: list[Request]) -> None:
         await travel(self._costs)
-        self._open.update(request.prefix_group for request in requests)
+        row_ids = {request.row_id for request in requests}
+        assert len(row_ids) == len(requests), "a row is asked for twice"
+        assert not row_ids & self._held, "a row is asked for that has not stopped"
+        self._held |= row_ids
+        self._open.add(requests)
+        resumed = [request for request in requests if request.resume]
+        written = await self._rollouts.written(resumed) if resumed else {}
         for request in requests:
-            self._queue.add(QueuedRequest(request=request, written=NOTHING))
+            before = written.get(request.row_id, NOTHING)
+            self._queue.add(QueuedRequest(request=request, written=before))
         self._interrupt()
 
     async def collect(self) -> list[RolloutInfo]:
         """As the real one, but it does not answer without rows: heartbeats take no time."""
         await travel(self._costs)
         await self._has_news.wait()
-        await asyncio.sleep(GATHER_S)
+        await self._cores.sleep(GATHER_S)
         self._catch_up()
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
         await self._cores.work(self._costs.store_row_s * len(stopped))
+        await self._rollouts.put(stopped, self._wrong_from)
         if stopped and self._costs.row_s:  # in other processes: nobody here waits for it
             self._cores.start(self._costs.row_s * len(stopped), lambda: None)
-        return stopped
+        return [row for _, row in stopped]
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         wanted = set(row_ids)
         for waiting in self._queue.remove(wanted):
-            self._stop(waiting.request, (), FinishReason.ABORTED)
+            spans = version_spans(waiting.written.versions)
+            self._stop(waiting.request, spans, FinishReason.ABORTED)
         self._interrupt()
         for slot in self._slots.remove(wanted):
             self._stop(slot.request, self._spans(slot), FinishReason.ABORTED)
@@ -124,48 +141,45 @@ class ModelledReplica(Receiving):
         """Commands first, then the next prefill and decode steps."""
         self._is_busy = True
         if self._commands:
-            seconds, then, name = self._commands.popleft()
-            self.end_idle()
-            self._busy(seconds, then, name)
-            return
-        reason = "phase" if self._away else "buckets" if self._is_mixed else "requests"
-        if reason != "requests" or self.version < 0:
-            return self._wait_for(reason)
-        starting = self._starting()
-        prefilled = self._slots.contexts() if self._must_recompute else []
-        self._must_recompute = False
-        prefilled += [self._start(waiting.request) for waiting in starting]
+            self._standstill.end()
+            return self._busy(*self._commands.popleft())
+        if self._standstill.reason != "requests" or self.version < 0:
+            return self._rest()
+        prefilled = self._recompute() if self._must_recompute else []
+        prefilled += self._start_waiting()
         if not self._slots:
-            return self._wait_for("requests")
-        self.end_idle()
+            return self._rest()
+        self._standstill.end()
         self._busy(self._costs.prefill_s(prefilled), self._decode, "prefill")
 
-    def _starting(self) -> list[QueuedRequest]:
-        free = self._max_running - len(self._slots)
-        if free < self._fewest_free():
+    def _rest(self) -> None:
+        self._is_busy = False
+        self._standstill.begin()
+
+    def _recompute(self) -> list[int]:
+        """Tokens to be prefilled for each running rollout after a commit."""
+        self._must_recompute = False
+        for slot in self._slots:
+            self._prefixes.put(slot.number, slot.request.prompt_ids, self.version)
+        return [self._slots.cached(slot) for slot in self._slots]
+
+    def _start_waiting(self) -> list[int]:
+        """Fill the free slots from the queue; the tokens to be prefilled for each rollout."""
+        free = self._slots.free
+        if len(free) < fewest_free(self._max_num_seqs, len(self._queue)):
             return []
-        return self._queue.take(self.version, free)
+        starting = self._queue.take(self.version, len(free))
+        return [self._start(each) for each in place(starting, free, self._prefixes, self.version)]
 
-    def _fewest_free(self) -> int:
-        """Slots that must be free for rollouts to start."""
-        return max(1, min(self._max_running // START_SHARE, len(self._queue)))
-
-    def _start(self, request: Request) -> int:
-        """Give the rollout a slot; returns the tokens to be prefilled for it."""
-        before = sum(span.num_tokens for span in self._partials.get(request.row_id, ()))
-        prompt = len(request.prompt_ids)
-        slot = Slot(request, self._slots.steps, prompt + before - 1, before)
-        length = min(self._workload.length(request.seed), request.sampling.max_tokens)
-        slot.total = max(min(length, self._max_context - prompt), before + 1)
+    def _start(self, assignment: SlotAssignment) -> int:
+        slot = Slot(assignment.waiting, assignment.slot, self._slots.steps)
+        request, before = slot.request, slot.before
+        length = min(self._workload.length(request), request.sampling.max_tokens)
+        slot.total = max(min(length, self._max_model_len - len(request.prompt_ids)), before + 1)
         if request.segment_tokens and slot.total > before + request.segment_tokens:
             slot.total, slot.is_cut = before + request.segment_tokens, True
         self._slots.add(slot)
-        is_known = not before and self._prefixes.get(request.prompt_ids) == self.version
-        self._prefixes[request.prompt_ids] = self.version
-        self._prefixes.move_to_end(request.prompt_ids)
-        if len(self._prefixes) > self._max_running:
-            self._prefixes.popitem(last=False)
-        return 0 if is_known else slot.context
+        return slot.context if assignment.source is None else 0
 
     def _decode(self) -> None:
         """Steps in one piece, up to an end that somebody waits for: a prompt's last rollout, a cut
@@ -174,7 +188,7 @@ class ModelledReplica(Receiving):
             return self._go_on()
         most_left = -1
         if self._queue.has_startable(self.version):
-            most_left = self._max_running - self._fewest_free()
+            most_left = self._max_num_seqs - fewest_free(self._max_num_seqs, len(self._queue))
         num_ended: Counter[object] = Counter()
 
         def is_last(slot: Slot, num_left: int) -> bool:
@@ -214,7 +228,7 @@ class ModelledReplica(Receiving):
 
     def _spans(self, slot: Slot) -> tuple[VersionSpan, ...]:
         """What the rollout has written: the commits since its start cut it into versions."""
-        written = list(self._partials.pop(slot.request.row_id, ()))
+        written = list(version_spans(slot.written.versions))
         end = self._slots.steps
         newest: list[VersionSpan] = []
         for step, version in reversed(self._commits):
@@ -232,8 +246,6 @@ class ModelledReplica(Receiving):
         return tuple(written)
 
     def _stop(self, request: Request, spans: tuple[VersionSpan, ...], reason: FinishReason) -> None:
-        if reason is FinishReason.SEGMENT:
-            self._partials[request.row_id] = spans
         row = RolloutInfo(
             row_id=request.row_id,
             num_prompt_tokens=len(request.prompt_ids),
@@ -242,10 +254,9 @@ class ModelledReplica(Receiving):
             finish_reason=reason,
             replica=self.index,
         )
-        self._stopped.append(row)
-        self._storage.rows[row.row_id] = row
-        self._open[request.prefix_group] -= 1
-        if not self._open[request.prefix_group] or reason is FinishReason.SEGMENT:
+        self._held.discard(request.row_id)
+        self._stopped.append((request, row))
+        if self._open.stop(request, reason):
             self._has_news.set()
 
     def _committed(self, version: int) -> int:
@@ -258,15 +269,12 @@ class ModelledReplica(Receiving):
         if tag == "kv" and not self._slots:
             self._prefixes.clear()
 
-    # Time
-
     def _busy(self, seconds: float, then: Callable[[], None], name: str) -> None:
         """Occupy the compute thread."""
         start_s = self._cores.time()
 
         def end() -> None:
-            now_s = self._cores.time()
-            self._timeline.record(self.name, name, start_s, now_s)
+            self._timeline.record(self.name, name, start_s, self._cores.time())
             then()
 
         if seconds > 0:
@@ -274,16 +282,6 @@ class ModelledReplica(Receiving):
         else:
             then()
 
-    def _wait_for(self, reason: str) -> None:
-        now_s = self._cores.time()
-        if self._idle is None or self._idle[0] != reason:
-            self.end_idle()
-            self._idle = reason, now_s
-        self._is_busy = False
-
     def end_idle(self) -> None:
         """Record what was waited for until now."""
-        if self._idle is not None:
-            now_s = self._cores.time()
-            self._timeline.record(self.name, self._idle[0], self._idle[1], now_s, "wait")
-            self._idle = None
+        self._standstill.end()

@@ -15,29 +15,23 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from llamarl.build import Executors, build_controller
-from llamarl.config import Config, rank_assignment
+from llamarl.config import Config
 from llamarl.config.run import CheckpointConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.experience.store import Store
-from llamarl.metrics.run_logger import RunLogger
+from llamarl.loop.collaborators import RunObserver
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation import clock, fraction
-from llamarl.planner.simulation.cores import Cores
+from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
-    ModelledGroup,
-    ModelledReference,
-    ModelledScorer,
-    ModelledStorage,
-    ModelledTrainer,
-    SilentRunLogger,
+    SimulatedRunLogger,
 )
-from llamarl.planner.simulation.replica import ModelledReplica, Partials
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.inputs import Inputs
+from llamarl.types import Prompt
 
 
 def simulate(
@@ -68,11 +62,12 @@ def simulate(
 async def run(
     config: Config, costs: Costs, architecture: Architecture, workload: Workload, num_steps: int
 ) -> SimulatedTimeline:
-    """Run the controller with modelled executors on whatever clock the present loop has."""
+    """Run the controller with simulated executors on whatever clock the present loop has."""
     timeline = SimulatedTimeline()
-    executors = model_executors(config, costs, workload, timeline)
-    run_logger = cast(RunLogger, SilentRunLogger(timeline))
-    await drive(config, architecture, executors, workload, num_steps, run_logger)
+    executors = make_executors(config, costs, workload, timeline)
+    run_logger = SimulatedRunLogger(timeline)
+    inputs = make_inputs(workload.prompts(), architecture)
+    await drive(config, inputs, executors, num_steps, run_logger)
     for group in executors.generators.values():
         group.call_one.end_idle()
     timeline.forget_last_step()
@@ -81,11 +76,11 @@ async def run(
 
 async def drive(
     config: Config,
-    architecture: Architecture,
+    inputs: Inputs,
     executors: Executors,
-    workload: Workload,
     num_steps: int,
-    run_logger: RunLogger,
+    run_logger: RunObserver,
+    spans: Spans | None = None,
 ) -> None:
     """Run the controller with these executors.
 
@@ -97,17 +92,6 @@ async def drive(
         checkpoint=CheckpointConfig(every_steps=0, export=False),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
-    inputs = Inputs(
-        checkpoint="",
-        tokenizer_folder="",
-        architecture=architecture,
-        tokenizer=cast(Tokenizer, NoTokenizer()),
-        prompts=workload.prompts(),
-        held_out=[],
-        task_source=None,
-        task={"advantages": list, "drop": lambda group: None},  # a plan runs no code of the recipe
-        replay_lengths=[],
-    )
     with tempfile.TemporaryDirectory() as run_dir:
         controller, publisher, dispatch = build_controller(
             config,
@@ -116,7 +100,7 @@ async def drive(
             run_dir=run_dir,
             state={},
             run_logger=run_logger,
-            spans=Spans("controller", None),
+            spans=spans or Spans("controller", None),
         )
         await publisher.connect()
         try:
@@ -126,52 +110,20 @@ async def drive(
             await publisher.close()
 
 
-def model_executors(
-    config: Config, costs: Costs, workload: Workload, timeline: SimulatedTimeline
-) -> Executors:
-    """All executors of `config`, on processors as `costs` says."""
-    cores = Cores(costs.num_cores, costs.shared_speed)
-    places = rank_assignment.assign(config)
-    hosts = {
-        name: tuple(dict.fromkeys(f"host {device.host}" for device in place))
-        for name, place in places.items()
-    }
-    unit = ModelledStorage(costs, cores, timeline)
-    partials: Partials = {}
-    generators = {
-        index: ModelledGroup(
-            f"generator-{index}",
-            ModelledReplica(
-                index,
-                config,
-                costs,
-                workload,
-                hosts=hosts[f"generator-{index}"],
-                cores=cores,
-                timeline=timeline,
-                partials=partials,
-                storage=unit,
-            ),
-        )
-        for index in range(config.generator.num_replicas)
-    }
-    # One GPU per trainer rank, which the reference computes on too: together each has half of it.
-    device = cores if costs.num_cores else Cores(config.trainer.num_ranks)
-    trainer = ModelledTrainer(
-        config, costs, unit, host=hosts["trainer"][0], cores=cores, device=device, timeline=timeline
-    )
-    scorer = ModelledScorer(config, costs, workload, cores, timeline)
-    reference = None
-    if config.algorithm.kl_coefficient > 0:
-        modelled = ModelledReference(config, costs, unit, device=device, timeline=timeline)
-        reference = ModelledGroup("reference", modelled)
-    return Executors(
-        vital=[],
-        storage=Store([unit]),
-        generators={**generators},
-        scorer=ModelledGroup("scorer", scorer),
-        trainer=ModelledGroup("trainer", trainer),
-        reference=reference,
+def make_inputs(
+    prompts: list[Prompt], architecture: Architecture | None = None, held_out: Sequence[Prompt] = ()
+) -> Inputs:
+    """The inputs of a run that reads no files."""
+    return Inputs(
+        checkpoint="",
+        tokenizer_folder="",
+        architecture=architecture or cast(Architecture, NoTokenizer()),
+        tokenizer=cast(Tokenizer, NoTokenizer()),
+        prompts=prompts,
+        held_out=list(held_out),
+        task_source=None,
+        task={"advantages": list, "drop": lambda group: None},  # no code of a recipe runs
+        replay_lengths=[],
     )
 
 

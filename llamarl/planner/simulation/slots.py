@@ -11,17 +11,20 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from llamarl.generation.scheduler import QueuedRequest
 from llamarl.planner.simulation.costs import Costs
-from llamarl.types import Request
 
 
 class Slot:
-    """A running rollout: it began at decode step `start`, with `context` tokens cached and `before`
-    tokens written; it stops at `total` response tokens, or is cut there."""
+    """A running rollout in slot `number`: it began at decode step `start`, with `context` tokens
+    cached and `before` tokens written; it stops at `total` response tokens, or is cut there."""
 
-    def __init__(self, request: Request, start: int, context: int, before: int) -> None:
-        self.request, self.start, self.context, self.before = request, start, context, before
-        self.prefix_group = request.prefix_group
+    def __init__(self, waiting: QueuedRequest, number: int, start: int) -> None:
+        self.request, self.written = waiting.request, waiting.written
+        self.number, self.start = number, start
+        self.prefix_group = self.request.prefix_group
+        self.before = len(self.written.versions)
+        self.context = len(self.request.prompt_ids) + self.before - 1
         self.total = 0
         self.is_cut = False
 
@@ -34,10 +37,12 @@ class Piece(NamedTuple):
 
 
 class Slots:
-    """Who runs. `steps`: decode steps done; `context`: tokens in the KV caches of who runs."""
+    """Who runs in one of `num_slots`, of which `free` are left. `steps`: decode steps done;
+    `context`: tokens in the KV caches of who runs."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, num_slots: int, costs: Costs) -> None:
         self._costs = costs
+        self.free = set(range(num_slots))
         self._ends: list[tuple[int, int, Slot]] = []  # sorted: (decode step, row id, rollout)
         self.steps = 0
         self.context = 0
@@ -45,9 +50,12 @@ class Slots:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def contexts(self) -> list[int]:
-        """Tokens in the KV cache of each."""
-        return [slot.context + self.steps - slot.start for *_, slot in self._ends]
+    def __iter__(self) -> Iterator[Slot]:
+        return (slot for *_, slot in self._ends)
+
+    def cached(self, slot: Slot) -> int:
+        """Tokens in its KV cache."""
+        return slot.context + self.steps - slot.start
 
     def add(self, slot: Slot) -> None:
         """Let it run from now on."""
@@ -58,9 +66,7 @@ class Slots:
         """Take these out before their end."""
         removed = [end for end in self._ends if end[1] in row_ids]
         self._ends = [end for end in self._ends if end[1] not in row_ids]
-        for *_, slot in removed:
-            self.context -= slot.context + self.steps - slot.start
-        return [slot for *_, slot in removed]
+        return [self._release(slot) for *_, slot in removed]
 
     def plan(self, is_last: Callable[[Slot, int], bool]) -> list[Piece]:
         """The steps up to the first end of which `is_last(rollout, number left)` says that others
@@ -102,5 +108,9 @@ class Slots:
             ended = self._ends[:num_ended]
             del self._ends[:num_ended]
             for *_, slot in ended:
-                self.context -= slot.context + until - slot.start
-                yield slot
+                yield self._release(slot)
+
+    def _release(self, slot: Slot) -> Slot:
+        self.context -= self.cached(slot)
+        self.free.add(slot.number)
+        return slot

@@ -6,7 +6,10 @@ of one executor do not overlap within a category, so shares are within 0 and 1.
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from llamarl.planner.forecast import Activity
@@ -42,6 +45,14 @@ class SimulatedTimeline:
         if bars and bars[-1][2:] == (name, cat) and start_s - bars[-1][1] <= JOINT_S:
             start_s = bars.pop()[0]
         bars.append((start_s, end_s, name, cat))
+
+    @contextmanager
+    def bar(self, executor: str, name: str, cat: str = "busy") -> Iterator[None]:
+        """Add a bar for what the block does, once it has ended."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        yield
+        self.record(executor, name, start_s, loop.time(), cat)
 
     def forget_last_step(self) -> None:
         """Tell nothing of the newest step, nor of its publish."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.config import Config
-from llamarl.types import Prompt
+from llamarl.types import Prompt, Request, Score, ScoreStatus
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
@@ -24,21 +24,26 @@ class Workload:
     """`lengths` are tokens of finished rollouts; a rollout's seed picks one of them.
 
     `equal_share`: share of the groups whose rollouts all get one reward, so that their advantages
-    are 0. Lengths of one group are not alike more than others, as those of a hard prompt would be.
+    are 0. `failed_share`: share of the rollouts whose reward code raises. Lengths of one group are
+    no more alike than others, as those of a hard prompt would be.
     """
 
     lengths: tuple[int, ...]
     prompt_tokens: int
     equal_share: float = 0.0
+    failed_share: float = 0.0
 
-    def length(self, seed: int) -> int:
-        """Tokens of the rollout with this seed."""
-        return self.lengths[seed % len(self.lengths)]
+    def length(self, request: Request) -> int:
+        """Tokens that this rollout will have."""
+        return self.lengths[request.seed % len(self.lengths)]
 
-    def is_equal(self, prompt: Prompt) -> bool:
-        """Whether all rollouts of this prompt get one reward."""
+    def score(self, row_id: int, prompt: Prompt) -> Score:
+        """Rewards of 0 and 1 in turns, or 0 for the whole group."""
+        if _spread(row_id * 0.618033988749895) < self.failed_share:
+            return Score(row_id=row_id, status=ScoreStatus.RAISED, error="simulated")
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
-        return math.modf(number)[0] < self.equal_share  # spread evenly, and never drawn
+        reward = 0.0 if _spread(number) < self.equal_share else float(row_id % 2)
+        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
 
     def prompts(self) -> list[Prompt]:
         """Prompts that differ in their first token."""
@@ -47,6 +52,11 @@ class Workload:
             Prompt(prompt_id=i, text="", token_ids=(i, *rest), fields={})
             for i in range(NUM_PROMPTS)
         ]
+
+
+def _spread(number: float) -> float:
+    """The fraction, which multiples of an irrational number spread evenly over 0 to 1."""
+    return math.modf(number)[0]
 
 
 def make_workload(
