@@ -1,7 +1,5 @@
 """JSON files that may be damaged or made by others: the only error is a ValueError of one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ resumes it (EX_TEMPFAIL of sysexits.h), 130 interrupted. A run that ends early s
 saved, and which command resumes it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

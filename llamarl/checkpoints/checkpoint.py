@@ -6,8 +6,6 @@ Invariant: a folder called step-... is complete; an unfinished one has another n
 rename, so a kill at any moment leaves the newest committed checkpoint as it was.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -5,8 +5,6 @@ own: what the files mean. Invariant: after `verify` every file that the manifest
 bit what was written. Several files are hashed at a time (hashing releases the GIL).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

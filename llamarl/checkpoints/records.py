@@ -5,8 +5,6 @@ own: what is in the lines. Invariant: a measured part ends with a whole line, an
 appends to bytes that are those it wrote.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

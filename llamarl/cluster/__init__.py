@@ -4,8 +4,6 @@ Owns: the choice of backend. Does not own: what executors do, or which of them a
 Invariant: importing this loads neither monarch nor torch; `inline` never does.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

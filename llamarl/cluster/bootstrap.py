@@ -1,8 +1,6 @@
 """What an executor process runs first: `python -m llamarl.cluster.bootstrap` ends with the process
 that started it, from its first moment. Monarch sees to that only once it runs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

@@ -5,8 +5,6 @@ Owns: running an executor's method, and its result as data. Does not own: transp
 because an exception that does not would kill the process that sends it.
 """
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Both ends show a certificate, and each checks that the other's is signed by the 
 names the address that it connected to. A client that can connect can run code: protect the keys.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -18,6 +16,7 @@ import ssl
 import time
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
+from typing import Self
 from urllib.parse import urlsplit
 
 from llamarl.config import ClusterConfig
@@ -48,7 +47,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, text: str, field: str) -> Address:
+    def parse(cls, text: str, field: str) -> Self:
         """The address in `text`; ValueError, naming the option `field`, if it is none."""
         parts = urlsplit(text)
         try:

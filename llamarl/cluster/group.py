@@ -4,8 +4,6 @@ Owns: the protocols that every backend satisfies, calls by attribute access, and
 named. Does not own: processes. Invariant: code above `cluster/` needs nothing but these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable

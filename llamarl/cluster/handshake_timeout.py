@@ -11,8 +11,6 @@ quiet controller: such connections are closed, the oldest first, before descript
 covers the daemon's port, not those of a run's controller.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

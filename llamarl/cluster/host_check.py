@@ -5,8 +5,6 @@ Owns: versions, the shared folder and the data interface of a host. Does not own
 plain dict, so that hosts of different versions can read each other's.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

@@ -7,8 +7,6 @@ attached host answered in time and passed all checks before any process of the r
 Every host is a Monarch host mesh of its own, so that the death of one does not block another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

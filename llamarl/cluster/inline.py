@@ -5,8 +5,6 @@ arguments are passed by reference. Invariant: the same calls give the same resul
 with processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -5,8 +5,6 @@ Owns: starting, watching and ending processes. Does not own: calls (`actors.py`)
 and the future `_lost` says which; after `stop` none of its processes is alive.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -6,8 +6,6 @@ started for a group, and every process that one starts, has the group's mark in 
 so none can be missed at the end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import logging

@@ -6,8 +6,6 @@ Any thread of an actor's process may call it, in a copy of the context of one of
 actor (`cluster.backend=monarch`).
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

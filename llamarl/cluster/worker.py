@@ -7,8 +7,6 @@ The daemon outlives the runs and serves one controller after the other. When a c
 daemon dies, the controller's processes on the host are ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

@@ -1,10 +1,6 @@
-"""Every field of a recipe, with its default, its documentation and its checks.
-
-Owns: the dataclasses, except the options of single algorithms (`algorithms/losses/`). Does not own:
-the values of a recipe (`conf/`, `recipes/`) or what is built from them (`build.py`). Invariant:
-standard library only, so composing a recipe takes milliseconds; a config does not change after its
-own `__post_init__`.
-"""
+"""Every field of a recipe, with its default, its documentation and its checks, except the options
+of single algorithms (`algorithms/losses/`). Standard library only, so that composing a recipe takes
+milliseconds; a config does not change after its own `__post_init__`."""
 
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.cluster import ClusterConfig

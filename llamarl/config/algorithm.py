@@ -2,8 +2,6 @@
 (`algorithms/losses/`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

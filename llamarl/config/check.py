@@ -4,8 +4,6 @@ Owns: what a single value may be. Does not own: rules between fields, which the 
 Invariant: a failed check names the key, what it must be and what it got, in one line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,6 @@
 """Hosts and processes. These fields and the numbers of ranks decide which rank runs where
 (`rank_assignment.py`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, number

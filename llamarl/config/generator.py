@@ -4,8 +4,6 @@ Owns: the fields of `generator` and `sampling`. Does not own: what an engine doe
 Invariant: training samples the model's full distribution; else pi/mu would be wrong even on-policy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, dtype_for, number

@@ -1,11 +1,6 @@
-"""What a run reads: the pretrained checkpoint and the prompts.
-
-Owns: the fields of `model` and `data`. Does not own: reading the files (`recipe/inputs.py`).
-Invariant: the architecture comes from the checkpoint's own config.json, and the order of prompts is
-a function of seed and position alone, so a run can resume anywhere.
-"""
-
-from __future__ import annotations
+"""The pretrained checkpoint and the prompts. The architecture comes from the checkpoint's own
+config.json; the order of prompts is a function of seed and position alone, so a run can resume
+anywhere."""
 
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ replica are on two hosts only if they need whole ones. Colocated, the replicas b
 first device. On CPUs a host has as many devices as an even spread over the hosts needs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Reward functions and the pool that runs them. A reward that fails is counted; it becomes a number
 only with on_failure=zero."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, number

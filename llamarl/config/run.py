@@ -4,8 +4,6 @@ Owns: these sections, and the rules between sections. Does not own: the other se
 rules between two sections are in `Config.check` and what it calls, and nowhere else.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig

@@ -4,8 +4,6 @@ Owns: the fields of `trainer`. Does not own: the loss (`algorithm.py`). Invarian
 only compute_dtype changes the gradient of a given batch before clipping.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.config.check import Section, choice, dtype_for, number

@@ -7,8 +7,6 @@ TensorBoard sorts by name, so a section's name begins with its number; the tag o
 follows it.
 """
 
-from __future__ import annotations
-
 SECTIONS = {  # by the first word of a tag
     "reward": "1_outcome",
     "accuracy": "1_outcome",

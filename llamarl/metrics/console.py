@@ -5,13 +5,12 @@ look (`rendering.py`). Invariant: a terminal gets one display that redraws itsel
 log file, CI) gets whole lines, at most one every few seconds.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from rich import box
 from rich.cells import cell_len
@@ -93,7 +92,7 @@ class Progress:
                 redirect_stdout=False,
             )
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._live is not None:
             hide_typed_keys()
             self._live.start()

@@ -5,8 +5,6 @@ Does not own: the filter (`algorithms/group_filters.py`), or ending a run whose 
 dropped (`gate.py`). Invariant: one warning per reason.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Owns: the order of the results, and whether a resumed run has ended before. Does
 came to its end there.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

@@ -5,8 +5,6 @@ Invariant: results are int64 [n, 2] rows (start, stop), sorted, disjoint, none e
 arguments, except those of `union`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

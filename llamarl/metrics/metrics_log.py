@@ -4,8 +4,6 @@ Owns: the file's format. Does not own: which numbers (`step_metrics.py`) or the 
 (`trackers.py`). Invariant: when `log` returns, its values are in the file on disk.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,8 +1,6 @@
 """What a run was started with, written before its first process starts: config, command, versions,
 commit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -5,8 +5,6 @@ format (`span_file.py`) or what a share is (`aggregate.py`). Invariant: each spa
 when several threads ask.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

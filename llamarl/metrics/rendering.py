@@ -4,8 +4,6 @@ Owns: the look of single figures and of the final table. Does not own: the numbe
 of a run that goes on (`console.py`). Invariant: commands and paths are never wrapped or cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Owns: what is remembered between two steps. Does not own: tags (`step_metrics.py
 (`metrics_log.py`) or the display (`console.py`). Invariant: it never changes what the run does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

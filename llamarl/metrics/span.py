@@ -11,8 +11,6 @@ Each time a process starts it appends an origin line, which converts its clock t
 `start` mark; so a resumed run's file holds several sessions.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

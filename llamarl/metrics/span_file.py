@@ -11,8 +11,6 @@ head (itself and the sums), and how many bytes of the spans recorded since the s
 sums.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import suppress

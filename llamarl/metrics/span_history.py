@@ -5,8 +5,6 @@ format (`span_file.py`). Invariant: busy time, wait time and tokens of each name
 bin, and so in every window that is made of bins; only where in its bin a span lay is lost.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

@@ -5,8 +5,6 @@ Owns: the state of every executor that is being started, in words. Does not own:
 thousands.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

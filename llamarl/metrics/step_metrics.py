@@ -4,8 +4,6 @@ Owns: the tags and what each means. Does not own: where the values go (`metrics_
 times come from. Invariant: pure; the same rows and statistics give the same values.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

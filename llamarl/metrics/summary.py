@@ -5,8 +5,6 @@ run went on. Invariant: a function of the run folder alone (archive of retired r
 metrics.jsonl), independent of the loop's own counters.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -9,8 +9,6 @@ controller (2.2 s at the start instead of 0.2 s), and a flush of tensorboardX re
 queue is written.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

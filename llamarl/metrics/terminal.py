@@ -1,8 +1,6 @@
 """The terminal's own settings while the live display is drawn. After `restore_terminal` they are
 as they were found."""
 
-from __future__ import annotations
-
 import os
 import sys
 import termios

@@ -5,14 +5,12 @@ Owns: the conversion to Chrome's trace event format. Does not own: the spans, or
 file is ever whole in memory.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from llamarl.metrics.aggregate import executor_of
 from llamarl.metrics.span_file import Span, SpanReader, span_files
@@ -42,7 +40,7 @@ class TraceFile:
         self._lane_ends_ns: dict[str, list[list[int]]] = {}  # by process and track, of each lane
         self._cut_ns: dict[str, int] = {}  # by process: before this, its spans are sums
 
-    def __enter__(self) -> TraceFile:
+    def __enter__(self) -> Self:
         self._file = self._unfinished.open("w")
         self._separator = ""
         self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')

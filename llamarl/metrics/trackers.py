@@ -6,8 +6,6 @@ own: which numbers (`step_metrics.py`), TensorBoard's files (`tensorboard.py`) o
 and none of them loads torch into the controller.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Owns: Hydra's groups and their choices, how its errors are worded. Does not own:
 a config is plain dataclasses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

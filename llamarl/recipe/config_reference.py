@@ -5,8 +5,6 @@ fields, defaults or meanings, which are taken from the dataclasses and the texts
 Invariant: standard library and YAML only, so help costs milliseconds.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

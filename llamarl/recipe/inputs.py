@@ -5,8 +5,6 @@ objects of the run (`build.py`). Invariant: `read_inputs` finds every mistake th
 before a process starts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

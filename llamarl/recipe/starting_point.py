@@ -5,8 +5,6 @@ folders (`checkpoint.py`) or loading weights. Invariant: the state returned was 
 what was saved; a damaged checkpoint is named and never loaded.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

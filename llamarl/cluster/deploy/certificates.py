@@ -9,8 +9,6 @@ every host. A lasting cluster has an authority of its own, and a certificate per
 and clientAuth, will do.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ certificates, and submit by themselves: SlurmJob from a Python process that must
 through an operator and a resource type of its own. These need only what every such cluster has.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
