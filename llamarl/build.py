@@ -40,7 +40,7 @@ from llamarl.loop.ledger import Ledger, loop_stages
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
-from llamarl.metrics.startup import Report
+from llamarl.metrics.startup import ReportState
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.transports.table import TRANSPORTS
@@ -66,7 +66,7 @@ async def spawn_executors(
     run_dir: str,
     *,
     trains: bool,
-    report: Report,
+    report: ReportState,
 ) -> Executors:
     """Start every executor that the recipe needs, all at once; a reference only for a KL term.
 

@@ -176,7 +176,7 @@ class RemoteHost(Host):
             return
         try:
             await asyncio.wait_for(self._mesh.stop().as_asyncio(), DETACH_LIMIT_S)
-        except Exception as error:  # noqa: BLE001 - tear-down goes on
+        except Exception as error:  # noqa: BLE001 - tear-down continues
             log.debug("detaching from %s: %s", self.address, error)
 
 

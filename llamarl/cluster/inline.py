@@ -84,7 +84,7 @@ class InlineGroup:
             try:
                 if hasattr(executor, "close"):
                     await executor.close()
-            except Exception as error:  # noqa: BLE001 - tear-down goes on
+            except Exception as error:  # noqa: BLE001 - tear-down continues
                 log.warning("closing %s failed: %s", spans.process, describe_failed_close(error))
             spans.close()
 

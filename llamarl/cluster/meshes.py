@@ -155,7 +155,7 @@ class MonarchGroup:
     async def _stop_part(self, part: HostRanks) -> None:
         try:
             await asyncio.wait_for(part.processes.stop().as_asyncio(), STOP_LIMIT_S)
-        except Exception as error:  # noqa: BLE001 - tear-down goes on
+        except Exception as error:  # noqa: BLE001 - tear-down continues
             log.debug("stopping %s: %s", self.name, error)
         left = await part.host.kill(self.mark)
         if left:
@@ -173,7 +173,7 @@ class MonarchGroup:
         except TimeoutError:
             log.warning("closing %s took over %g s; killed", self.name, CLOSE_LIMIT_S)
             return False
-        except Exception as error:  # noqa: BLE001 - tear-down goes on
+        except Exception as error:  # noqa: BLE001 - tear-down continues
             log.warning("closing %s failed: %s", self.name, describe_failed_close(error))
         return True
 

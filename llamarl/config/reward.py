@@ -36,8 +36,8 @@ class RewardConfig(Section):
     reward code can process) | zero (its reward is 0, for reward code that fails on wrong answers,
     such as a verifier that runs out of time). Both are counted."""
     max_failure_rate: float = number(0.1, least=0, most=1)
-    """The run stops when more than this share of the last 1000 rewards failed (after 50), whatever
-    `on_failure` says; 1 never stops it."""
+    """The run stops when more than this share of the last 1000 rewards failed (after 50), with
+    any `on_failure`; 1 never stops it."""
 
     def check(self) -> None:
         self.require(bool(self.functions), "functions", "name at least one function")

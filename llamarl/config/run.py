@@ -42,7 +42,7 @@ class WeightsConfig(Section):
     staging: str = choice("double_buffer", "host", "bucket")
     """Where a version waits for its commit: double_buffer (a second copy beside the active weights)
     | host (a second copy in host memory, copied over at the commit) | bucket (a small buffer,
-    filled and committed part by part while decoding stands still)."""
+    filled and committed part by part while decoding is paused)."""
     bucket_bytes: int = number(32 * 1024 * 1024, least=1, most=2**40)
     """Size of the buffer of staging=bucket, and of one message of collective and rdma; a single
     parameter may exceed it."""

@@ -1,7 +1,7 @@
 """What the processes of a run did with their time, computed from their span files.
 
 Owns: busy and wait shares, overlap of generator and trainer, tokens decoded during publishes. Does
-not own: reading the files (`span_file.py`), shares while the run goes on (`recent_spans.py`).
+not own: reading the files (`span_file.py`), shares during the run (`recent_spans.py`).
 Invariant: busy and wait shares of a process are disjoint, so they sum to at most 1.
 
 A process is named `<executor>-<number>`, with `-<rank>` behind it if the executor has several

@@ -1,4 +1,4 @@
-"""What the console shows while the run goes on.
+"""What the console shows during a run.
 
 Owns: when something is shown, and which figures. Does not own: the numbers, or how single figures
 look (`rendering.py`). Invariant: a terminal gets one display that redraws itself; anything else (a
@@ -34,7 +34,7 @@ from llamarl.metrics.rendering import (
     is_shaped,
     one_line,
 )
-from llamarl.metrics.startup import Report, Startup
+from llamarl.metrics.startup import ReportState, Startup
 from llamarl.metrics.step_metrics import Scalars
 from llamarl.metrics.terminal import hide_typed_keys, restore_terminal
 
@@ -112,7 +112,7 @@ class Progress:
             self._print_line(words)
 
     @contextmanager
-    def startup(self) -> Iterator[Report]:
+    def startup(self) -> Iterator[ReportState]:
         """Show the start of the executors, whose states the block reports."""
         startup = self._startup = Startup()
         is_over = threading.Event()

@@ -25,7 +25,7 @@ class MetricsLog:
     Each line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and "texts"
     where there are any; NaN and infinities are null. A step may have several lines (training,
     evaluation) and after a resume repeats: the last value of a tag counts, see `read_metrics`.
-    A tracker that fails gets nothing more; the run goes on.
+    A tracker that fails gets nothing more; the run continues.
     """
 
     def __init__(self, run_dir: str | Path, trackers: Mapping[str, Tracker] | None = None) -> None:

@@ -1,7 +1,7 @@
 """How figures look on a console: bars, curves, durations, and the table that ends a run.
 
 Owns: the look of single figures and of the final table. Does not own: the numbers, or the display
-of a run that goes on (`console.py`). Invariant: commands and paths are never wrapped or cut.
+during a run (`console.py`). Invariant: commands and paths are never wrapped or cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ BUSY_WIDTH = len(" 100% busy")
 CURVE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 LABEL_WIDTH = 17
 MARGINS = len("| ") + len("  ") + len(" |")  # of a row of the panel: left, between, right
-NEAR = 0.005  # a reward this near to the accuracy is not worth a line of its own
+NEAR = 0.005  # a reward this near to the accuracy is not shown beside it
 
 
 def render_summary(

@@ -4,9 +4,9 @@ Owns: the file format. Does not own: when spans are written (`span.py`) or summe
 (`span_history.py`). Invariant: every line is one span, an origin or the head line; any other line
 is skipped.
 
-An origin line converts the process's clock to Unix time; it begins a session, unless it says that
-the session goes on. When old spans are summed, a new file takes the old one's place: a head line,
-the sums, and the spans that are kept as they were recorded. The head line gives the length of the
+An origin line converts the process's clock to Unix time; it begins a session, unless it is marked
+as the same session's. When old spans are summed, a new file replaces the old one: a head line, the
+sums, and the spans that are kept as they were recorded. The head line gives the length of the
 head (itself and the sums), and how many bytes of the spans recorded since the start are in the
 sums.
 """
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class SpanReader:
-    """Reads one process's file while it grows: every `read` goes on where the last one ended.
+    """Reads one process's file while it grows: every `read` continues where the last one ended.
 
     Spans that were summed between two reads are not read again as sums.
     """
@@ -125,7 +125,7 @@ def head_line(num_summed: int, head_bytes: int) -> str:
 
 
 def read_head(file: BinaryIO) -> tuple[int, int]:
-    """(bytes that the sums stand for, length of the head); 0, 0 where nothing was summed."""
+    """(bytes of the spans that were summed, length of the head); 0, 0 if none were."""
     try:
         head = json.loads(file.readline(len(head_line(0, 0))))
         return int(head["summed_bytes"]), int(head["head_bytes"])

@@ -13,7 +13,7 @@ from llamarl.metrics.aggregate import executor_of
 STATES = ("starting", "loading", "ready")
 MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
 
-Report = Callable[[str, str], None]
+ReportState = Callable[[str, str], None]
 """Called with an executor's name and its new state, one of STATES."""
 
 

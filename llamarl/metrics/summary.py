@@ -1,7 +1,7 @@
 """summary.json: what a run achieved, computed again from what it stored.
 
-Owns: the keys of summary.json and how each is computed. Does not own: anything counted while the
-run went on. Invariant: a function of the run folder alone (archive of retired rollouts, spans,
+Owns: the keys of summary.json and how each is computed. Does not own: anything counted during
+the run. Invariant: a function of the run folder alone (archive of retired rollouts, spans,
 metrics.jsonl), independent of the loop's own counters.
 """
 

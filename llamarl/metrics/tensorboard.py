@@ -78,7 +78,7 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _scalar(self, tag: str, value: float) -> Summary.Value:
-        """TensorBoard takes a tag's description from the first value that it meets."""
+        """TensorBoard takes a tag's description from its first value."""
         scalar = Summary.Value(tag=chart_tag(tag), simple_value=value)
         if tag not in self._described:
             self._described.add(tag)
@@ -110,7 +110,7 @@ def _histogram(tag: str, counts: Mapping[float, int]) -> Summary.Value:
 
 
 def _experiment(values: Mapping[str, bool | float | str]) -> Summary:
-    """Which columns the HPARAMS tab has, and of which type; metrics are charts that there are."""
+    """Which columns the HPARAMS tab has, and of which type; metrics are existing charts."""
     kinds = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
     columns = [
         HParamInfo(name=key, type=DataType.Value(kinds.get(type(value), "DATA_TYPE_FLOAT64")))

@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """Record values by tag for `step` (optimizer steps completed). A step may come again, and
-        after later ones: its version is evaluated while training goes on."""
+        after later ones: its version is evaluated during later training."""
         ...
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, object], first_step: i
 
 
 def _run_name(run_dir: Path, first_step: int) -> str:
-    """A resumed run is a run of its own: these trackers keep what an earlier one logged."""
+    """A resumed run gets another name, as these trackers keep what the earlier one logged."""
     return f"{run_dir.name} from step {first_step}" if first_step else run_dir.name
 
 

@@ -118,7 +118,7 @@ def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """ValueError, naming the first difference, unless a run of identity `found` may go on from a
+    """ValueError, naming the first difference, unless a run of identity `found` may resume from a
     checkpoint of identity `saved`."""
     for key, value in found.items():
         if key not in saved:

@@ -1,8 +1,8 @@
 """Where a run begins: at version 0 or at a checkpoint, which is checked before any process starts.
 
-Owns: the choice of the checkpoint, and whether this run may go on from it. Does not own: checkpoint
-folders (`checkpoint.py`) or loading weights. Invariant: the state returned was read whole and is
-what was saved; a damaged checkpoint is named and never loaded.
+Owns: the choice of the checkpoint, and whether this run may resume from it. Does not own:
+checkpoint folders (`checkpoint.py`) or loading weights. Invariant: the state returned was read
+whole and is what was saved; a damaged checkpoint is named and never loaded.
 """
 
 import logging
@@ -24,12 +24,12 @@ MAX_SHOWN = 60  # characters of a wrong value
 def starting_point(
     config: Config, inputs: Inputs, run_dir: str
 ) -> tuple[dict[str, Any], str | None]:
-    """The state and folder of the checkpoint to go on from, if any.
+    """The state and folder of the checkpoint to resume from, if any.
 
     It may be that of the last step, after which only an evaluation or the export is missing.
     ValueError if the folder that checkpoint.resume names, or every one that it could choose, is
     damaged, if the run differs from the one that was saved, or if the records that this run would
-    go on with are damaged.
+    append to are damaged.
     """
     resume = config.checkpoint.resume
     if resume == "off":
@@ -94,7 +94,7 @@ def _read(folder: Path) -> dict[str, Any]:
         check(_are_pairs(state.get(name)), name, "list pairs of epoch and prompt")
     first = [*map(tuple, state["pending"]), *map(tuple, state["backlog"])]
     doubled = len(first) - len(set(first))
-    check(not doubled, "open prompts", "differ", f"{doubled} that stand there twice")
+    check(not doubled, "open prompts", "differ", f"{doubled} that are there twice")
     # An open prompt was drawn, a drawn prompt opens a group, and a group has rows.
     bounds = [len(first), state["position"], state["next_group_id"], state["next_row_id"]]
     must = "fit the open prompts, next_group_id and next_row_id"

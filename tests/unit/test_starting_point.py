@@ -72,7 +72,7 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"pending": None}, "pending in .* must list pairs"),
     "no pairs": ({"backlog": [3]}, "backlog in .* must list pairs"),
     "long pairs": ({"backlog": [[0, 1, 2]]}, "backlog in .* must list pairs"),
-    "twice": ({"backlog": [[0, 3]]}, "open prompts in .* must differ, got '1 that stand"),
+    "twice": ({"backlog": [[0, 3]]}, "open prompts in .* must differ, got '1 that are"),
     "unknown": ({"backlog": [[0, 10**9]]}, "must be among data.prompts, got line 1000000000"),
     "too far": ({"position": 6}, "position in .* must fit the open prompts"),
     "too near": ({"position": 2}, "position in .* must fit the open prompts"),
