@@ -149,8 +149,8 @@ class MetricsConfig(Section):
     live: bool = True
     """Draw the live progress display when standard output is a terminal."""
     spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
-    """Most bytes on disk for the spans of one process (16 MiB hold some 100,000 of them). Of older
-    spans sums are kept, so that busy and wait shares stay right; trace.json begins later."""
+    """Most bytes on disk for the spans of one process (16 MiB keep the newest 40,000 or more). Of
+    older spans sums are kept, so that busy and wait shares stay right; trace.json begins later."""
 
 
 @dataclass(kw_only=True)
