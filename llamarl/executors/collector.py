@@ -14,7 +14,7 @@ from llamarl.metrics.span import Spans
 from llamarl.protocols import Generator
 from llamarl.types import RolloutInfo
 
-GATHER_S = 0.1  # what hundreds of replicas tell meanwhile goes together; nobody waits for one row
+MERGE_S = 0.1  # news of hundreds of replicas goes to the controller in one message
 
 
 class CollectorExecutor:
@@ -38,7 +38,7 @@ class CollectorExecutor:
                 asyncio.create_task(self._hear(*each)) for each in self._generators.items()
             ]
         await self._has_news.wait()
-        await asyncio.sleep(GATHER_S)
+        await asyncio.sleep(MERGE_S)
         self._has_news.clear()
         told, self._told = self._told, []
         return told

@@ -8,7 +8,7 @@ A decode step reads with `embedding_bag`, whose kernel is a weighted sum of tabl
 index: it walks any rows in any order, so slots need not be neighbours, and every rollout costs its
 own length, not the longest one's. Values lie as table rows of head_dim numbers: the attention's
 output is the sum of the rows of one head weighted by its probabilities. Keys lie transposed, in
-blocks of 64 positions: a block's scores are the sum of its head_dim rows weighted by the query.
+blocks of BLOCK positions: a block's scores are the sum of its head_dim rows weighted by the query.
 """
 
 from __future__ import annotations
