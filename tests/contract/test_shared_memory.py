@@ -141,7 +141,7 @@ def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
 
     def write():
         try:
-            sender.write(0, copies, {0: ends.weight_buffer.prepare(0, 0)}, copy_cast)
+            sender.write(copies, {0: ends.weight_buffer.prepare(0, 0)}, copy_cast)
         except TargetLost:
             outcome.append("lost")
 
@@ -171,7 +171,7 @@ def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_i
         handle = replace(ends.weight_buffer.prepare(version, 0), may_be_freed=may_be_freed)
         ends.weight_buffer.staging.zero_()
         before = num_mappings()
-        sender.write(version, copies, {0: handle}, lambda copy, target: target.fill_(7))
+        sender.write(copies, {0: handle}, lambda copy, target: target.fill_(7))
         num_mapped.append(num_mappings() - before)
         assert (ends.weight_buffer.staging == 7).sum() == 24
         ends.weight_buffer.commit(version, 0)
@@ -189,24 +189,30 @@ def test_calls_in_a_wrong_order_are_refused_and_change_nothing(weight_buffer) ->
     live = weight_buffer.active
     calls = [(weight_buffer.verify, 0), (weight_buffer.commit, 0), (weight_buffer.abort,)]
     for call, *bucket in calls:
-        with pytest.raises(RuntimeError, match="version 1 was not offered: none is open"):
+        with pytest.raises(RuntimeError, match="bucket 0 of version 1 must be prepared, none is"):
             call(1, *bucket)
     weight_buffer.prepare(1, 0)
-    with pytest.raises(RuntimeError, match="version 2 offered while version 1 is still open"):
+    with pytest.raises(
+        RuntimeError, match="version 2 must not be prepared while version 1 is open"
+    ):
         weight_buffer.prepare(2, 0)
     for call, *bucket in calls:
-        with pytest.raises(RuntimeError, match="version 2 was not offered: version 1 is open"):
+        with pytest.raises(
+            RuntimeError, match="0 of version 2 must be prepared, bucket 0 of version 1 is"
+        ):
             call(2, *bucket)
     assert weight_buffer.active.data_ptr() == live.data_ptr()
     weight_buffer.abort(1)
-    with pytest.raises(RuntimeError, match="bucket 1 prepared, the next one of 1 is 0"):
+    with pytest.raises(
+        RuntimeError, match="bucket 0 of version 1 must be prepared next, got bucket 1"
+    ):
         weight_buffer.prepare(1, 1)
     weight_buffer.prepare(1, 0)
     committed = weight_buffer.commit(1, 0)
     assert committed.data_ptr() == weight_buffer.active.data_ptr() != live.data_ptr()
     assert weight_buffer.staging.data_ptr() == live.data_ptr()
     for version in (1, 0):
-        with pytest.raises(RuntimeError, match="1 is already live"):
+        with pytest.raises(RuntimeError, match="must be newer than 1, the active one"):
             weight_buffer.prepare(version, 0)
 
 
@@ -271,7 +277,7 @@ def test_writes_to_the_wrong_place_time_or_host_are_refused(weight_buffer, ends)
     writer = ends.writers[0]
     ends.label(3)
     handle = weight_buffer.prepare(3, 0)
-    with pytest.raises(RuntimeError, match="asked to write version 4, offered 3"):
+    with pytest.raises(RuntimeError, match="version 4 must be prepared, got 3"):
         writer.write(4, [handle])
     other = Writer(0, "there", {"w": ends.weights[:2]}, {"w": layout(0, 2, "w")})
     other.connect(0, ends.route)
@@ -350,7 +356,9 @@ def test_a_weight_buffer_that_was_committed_half_cannot_go_back(weight_buffer) -
     assert split.active.tolist() == [1.0] * 24 + [2.0] * 24
     split.prepare(1, 0)
     split.commit(1, 0)
-    with pytest.raises(RuntimeError, match="version 2 offered after part 0 of version 1 was"):
+    with pytest.raises(
+        RuntimeError, match="bucket 1 of version 1 must be prepared next, got bucket 0 of version 2"
+    ):
         split.prepare(2, 0)
     split.prepare(1, 1)
     for call in (lambda: split.abort(1), lambda: split.prepare(2, 0), lambda: split.commit(1, 1)):

@@ -131,7 +131,7 @@ def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
     parameters, _ = weight_buffer(config, architecture, 0)
     item, total = ITEM_BYTES[config.generator.dtype], 0
     for name, layout in parameters.items():
-        shapes = [buckets.extents(box) for box in layout.boxes]
+        shapes = [box.shape for box in layout.boxes]
         num_elements = sum(math.prod(shape) for shape in shapes)
         if name.endswith(LINEAR_WEIGHTS):
             total += num_elements + FLOAT32_BYTES * sum(shape[0] for shape in shapes)
@@ -148,7 +148,7 @@ def _largest_linear(config: Config, architecture: Architecture) -> int:
         if ".layers.0." in name and name.endswith("_proj.weight"):
             module = ".".join(name.split(".")[-3:-1])
             sizes[FUSED_INTO.get(module, module)] += sum(
-                math.prod(buckets.extents(box)) for box in layout.boxes
+                math.prod(box.shape) for box in layout.boxes
             )
     return max(sizes.values())
 

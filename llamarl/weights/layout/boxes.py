@@ -1,8 +1,8 @@
 """Layouts: which rank holds which box of which parameter, and where in its memory.
 
-Owns: the records that describe both ends of a publish. Does not own: planning (`reshard.py`) or
-moving bytes. Invariant: a layout is data; fused, padded and sharded parameters differ only in
-`offset` and `strides`.
+Owns: the records that describe both ends of a publish. Does not own: which copies there are
+(`reshard.py`) or moving bytes. Invariant: a layout is data; fused, padded and sharded parameters
+differ only in `offset` and `strides`.
 
 Parameters go by their Hugging Face names on both sides. Example: `q_proj.weight` of global shape
 (256, 256), the first 256 rows of a generator's fused (512, 256) qkv tensor that begins 4096
@@ -13,6 +13,7 @@ stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 BUFFER = "weights"  # the name of a generator rank's flat weight buffer
@@ -20,7 +21,8 @@ BUFFER = "weights"  # the name of a generator rank's flat weight buffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A rectangle of one parameter: global index ranges, and its place in a rank's memory.
+    """A rectangle of one parameter (DCP calls it a chunk): global index ranges, and its place in a
+    rank's memory.
 
     `offset` and `strides` count elements of the parameter's dtype, from the start of `buffer`.
     """
@@ -30,6 +32,16 @@ class Box:
     buffer: str
     offset: int
     strides: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How long the box is in each dimension."""
+        return tuple(map(operator.sub, self.stop, self.start))
+
+    def offset_of(self, index: tuple[int, ...]) -> int:
+        """Where global `index` lies in `buffer`, in elements."""
+        steps = map(operator.sub, index, self.start)
+        return self.offset + sum(map(operator.mul, steps, self.strides))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +57,9 @@ class ParameterLayout:
 class RankLayout:
     """All parameters of one rank; `host` says whose memory it is.
 
-    `parts` are the names of the parameters that a target staging handles, receives and commits
-    together, in order; every parameter stands in one of them, and all ranks of a replica have equal
-    parts. A source has one part. Boxes of different parts may lie over each other in memory.
+    `buckets` are the names of the parameters that a target prepares, receives and commits together,
+    in order; every parameter is in one of them, and all ranks of a replica have equal buckets. A
+    source has one bucket. Boxes of different buckets may share staging memory.
     """
 
     rank: int
@@ -60,8 +72,8 @@ class RankLayout:
 class Copy:
     """One strided copy of `shape` elements of parameter `name` from a source rank to a target rank.
 
-    `start` is the box's global index, which the fingerprint needs. Strides and offsets count
-    elements of the respective dtype.
+    `start` is the global index of its first element, which the fingerprint needs. Strides and
+    offsets count elements of the respective dtype.
     """
 
     name: str
@@ -80,11 +92,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How the bytes of one source executor reach one replica: all `copies`, and what carries them.
+    """How the bytes of one source executor reach one replica: all `copies`, over `transport`.
 
     `source` names the executor ("trainer", or "generator-0" that passes on what it received).
-    `rendezvous` is where the ranks of the plan meet (collective: a file path that no other route
-    uses; else ""). `bucket_bytes` is the largest message of a packed transport.
+    `rendezvous` is where the ranks of a collective route meet: a file path that no other route
+    uses; else "". `bucket_bytes` is the largest message of a packed transport.
     """
 
     source: str
@@ -97,12 +109,13 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingHandle:
-    """Memory of one generator rank, open for writing part `part` of `version`.
+    """Staging memory of one generator rank, prepared for writing `bucket` of `version`.
 
     `address` is what the route's transport needs to reach it: a path (shared_memory), a handle
     (cuda_ipc), handles by source rank (rdma), or None (collective: the rank receives by itself).
-    `names` are the parameters of the part; () stands for all. If `may_be_freed`, the owner may
-    free the memory between two writes, when others need the device: who mapped it unmaps it.
+    `names` are the parameters of the bucket; () stands for all. `is_last`: no bucket follows. If
+    `may_be_freed`, the owner may free the memory between two writes, when others need the device: a
+    process that has mapped it unmaps it after the write.
     """
 
     version: int
@@ -113,4 +126,5 @@ class StagingHandle:
     address: object
     num_bytes: int
     names: tuple[str, ...] = ()
+    is_last: bool = True
     may_be_freed: bool = False

@@ -1,12 +1,13 @@
-"""Parts: what of a weight buffer is offered, written and committed together.
+"""Buckets: what of a weight buffer is prepared, written and committed together.
 
-Owns: where a parameter lies in flat memory, and the cut into parts. Does not own: memory
-(`weight buffer.py`). Invariant: every parameter is in exactly one part, and parameters whose
+Owns: where a parameter lies in flat memory, and the cut into buckets. Does not own: memory
+(`weight_buffer.py`). Invariant: every parameter is in exactly one bucket, and parameters whose
 extents in memory overlap (fused q, k, v) are in the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ class Bucket:
 
 
 def whole(parameters: Mapping[str, ParameterLayout], num_elements: int) -> Bucket:
-    """Everything in one part, written into memory of the same shape."""
+    """Everything in one bucket, written into memory of the same shape."""
     return Bucket(tuple(parameters), 0, num_elements, is_dense=True)
 
 
@@ -37,7 +38,7 @@ def cut_buckets(parameters: Mapping[str, ParameterLayout], max_elements: int) ->
     """Consecutive ranges of the weight buffer of at most `max_elements`, or one set of fused
     parameters.
 
-    In the order of memory. A parameter without elements here goes with the first part.
+    In the order of memory. A parameter without elements here goes with the first bucket.
     """
     clusters: list[tuple[list[str], int, int]] = []
     for name in sorted(parameters, key=lambda name: (_extent(parameters[name]), name)):
@@ -81,18 +82,11 @@ def check(name: str, layout: ParameterLayout, num_elements: int, dtype: torch.dt
             )
 
 
-def extents(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in zip(box.start, box.stop, strict=True))
-
-
 def _box_extent(box: Box) -> tuple[int, int]:
     """First element and the one behind the last; (0, 0) for an empty box."""
-    shape = extents(box)
-    if 0 in shape:
+    if 0 in box.shape:
         return 0, 0
-    steps = zip(shape, box.strides, strict=True)
-    return box.offset, box.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
+    return box.offset, box.offset_of(tuple(stop - 1 for stop in box.stop)) + 1
 
 
 def _extent(layout: ParameterLayout) -> tuple[int, int]:
@@ -101,5 +95,4 @@ def _extent(layout: ParameterLayout) -> tuple[int, int]:
 
 
 def _num_elements(parameters: Mapping[str, ParameterLayout], names: list[str]) -> int:
-    shapes = [extents(box) for name in names for box in parameters[name].boxes]
-    return sum(torch.Size(shape).numel() for shape in shapes)
+    return sum(math.prod(box.shape) for name in names for box in parameters[name].boxes)

@@ -1,10 +1,10 @@
-"""The planner: the copies that turn a source's layout into a generator replica's.
+"""The reshard plan: the copies that turn a source's layout into a generator replica's.
 
 The source is the trainer, or a replica that passes on what it received; errors call it trainer.
 
-Owns: who sends which box to whom. Does not own: moving bytes (`writer.py`) or when
-(`publisher.py`). Invariant: pure; on every target rank each element the rank holds is written by
-exactly one copy. Standard library only, because the controller process plans.
+Owns: which source rank sends which box to which target rank. Does not own: moving bytes
+(`writer.py`) or when (`publisher.py`). Invariant: pure; on every target rank each element the rank
+holds is written by exactly one copy. Standard library only, because the controller process plans.
 
 Layers are alike: parameters whose boxes have the same places on all ranks share a pattern, which is
 cut and joined once; each of them then costs only its copies.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,10 +33,8 @@ Held = dict[int, ParameterLayout]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of box `target_box` (its number) of a target rank.
-
-    Any of `holders` (source rank, number of its box) can send it.
-    """
+    """A region of box `target_box` (its number) of a target rank, and the `holders` (source rank,
+    number of its box) that can send it."""
 
     region: Region
     holders: list[tuple[int, int]]
@@ -171,19 +168,13 @@ def _repeated(
         source_buffer, source_move = moves[0][copy.source_rank]
         target_buffer, target_move = moves[1][copy.target_rank]
         repeated.append(
-            Copy(
+            replace(
+                copy,
                 name=name,
-                start=copy.start,
-                shape=copy.shape,
-                source_rank=copy.source_rank,
                 source_buffer=source_buffer,
                 source_offset=copy.source_offset + source_move,
-                source_strides=copy.source_strides,
-                target_rank=copy.target_rank,
                 target_buffer=target_buffer,
                 target_offset=copy.target_offset + target_move,
-                target_strides=copy.target_strides,
-                target_dtype=copy.target_dtype,
             )
         )
     return repeated
@@ -211,13 +202,13 @@ def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
             rest: list[Region] = [(box.start, box.stop)]
             missing = _subtract(missing, rest[0])
             for region, holders in held.items():
-                buckets = _overlaps(rest, region)
-                for bucket in buckets:
-                    slabs = _split(bucket, len(holders))
+                overlaps = _overlaps(rest, region)
+                for overlap in overlaps:
+                    slabs = _split(overlap, len(holders))
                     for i, slab in enumerate(slabs):
                         senders = [holders[i]] if len(slabs) == len(holders) else holders
                         yield _Piece(slab, senders, rank, number)
-                if buckets:
+                if overlaps:
                     rest = _subtract(rest, region)
             _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
     _require_none(missing, f"parameter {name}: the generator ranks must hold all of")
@@ -236,14 +227,13 @@ def _num_elements(region: Region) -> int:
 
 
 def _overlap(a: Region, b: Region) -> Region:
-    """The common part; its stop is nowhere below its start, so an empty one has 0 elements."""
+    """What both contain; its stop is nowhere below its start, so an empty one has 0 elements."""
     start = tuple(map(max, a[0], b[0]))
     return start, tuple(max(x, min(y, z)) for x, y, z in zip(start, a[1], b[1], strict=True))
 
 
 def _overlaps(regions: list[Region], region: Region) -> list[Region]:
-    buckets = [_overlap(each, region) for each in regions]
-    return [bucket for bucket in buckets if _num_elements(bucket)]
+    return [common for each in regions if _num_elements(common := _overlap(each, region))]
 
 
 def _subtract(regions: list[Region], hole: Region) -> list[Region]:
@@ -264,16 +254,16 @@ def _subtract(regions: list[Region], hole: Region) -> list[Region]:
     return left
 
 
-def _split(region: Region, num_buckets: int) -> list[Region]:
-    """Cut into `num_parts` nearly equal slabs along the first dimension that is long enough."""
+def _split(region: Region, num_slabs: int) -> list[Region]:
+    """Cut into `num_slabs` nearly equal slabs along the first dimension that is long enough."""
     start, stop = region
-    if num_buckets == 1 or _num_elements(region) < max(MIN_SPLIT_ELEMENTS, 2):
+    if num_slabs == 1 or _num_elements(region) < max(MIN_SPLIT_ELEMENTS, 2):
         return [region]
     extents = [b - a for a, b in zip(start, stop, strict=True)]
-    long = [dim for dim, extent in enumerate(extents) if extent >= num_buckets]
+    long = [dim for dim, extent in enumerate(extents) if extent >= num_slabs]
     dim = long[0] if long else extents.index(max(extents))
-    num_buckets = min(num_buckets, extents[dim])
-    cuts = [start[dim] + extents[dim] * bucket // num_buckets for bucket in range(num_buckets + 1)]
+    num_slabs = min(num_slabs, extents[dim])
+    cuts = [start[dim] + extents[dim] * slab // num_slabs for slab in range(num_slabs + 1)]
     return [
         ((*start[:dim], a, *start[dim + 1 :]), (*stop[:dim], b, *stop[dim + 1 :]))
         for a, b in itertools.pairwise(cuts)
@@ -307,20 +297,14 @@ def _copy(name: str, piece: _Piece, holder: tuple[int, int], sources: Held, targ
         shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
         source_rank=holder[0],
         source_buffer=box.buffer,
-        source_offset=box_offset(box, start),
+        source_offset=box.offset_of(start),
         source_strides=box.strides,
         target_rank=piece.target_rank,
         target_buffer=target.buffer,
-        target_offset=box_offset(target, start),
+        target_offset=target.offset_of(start),
         target_strides=target.strides,
         target_dtype=layout.dtype,
     )
-
-
-def box_offset(box: Box, start: tuple[int, ...]) -> int:
-    """Where global index `start` lies in the box's buffer, in elements."""
-    steps = (a - b for a, b in zip(start, box.start, strict=True))
-    return box.offset + sum(map(operator.mul, steps, box.strides))
 
 
 def _coalesce(copies: list[Copy]) -> list[Copy]:

@@ -1,23 +1,20 @@
-"""The weight buffer: a generator rank's weights, live (in use), and the staging buffer that a
-publish writes.
+"""A generator rank's weights: the active ones that the engine reads, and the staging memory.
 
 Owns: these memories, which version lies in which, and the order of calls. Does not own: the model
-over them or the protocol (`publisher.py`). Invariant: the live memory changes only in `commit`, and
-only to what was completely offered.
+over them or the protocol (`replica_sync.py`). Invariant: the active memory changes only in
+`commit`, and only to what was completely prepared and written.
 
-What the staging buffer is, by `weights.staging`:
+What the staging memory is, by `weights.staging`:
 
-    full    a second memory like the live one. On the CPU a commit swaps the two; on a GPU it
-    copies,
-            because CUDA graphs have captured the addresses of the live one.
-    host    the same in host memory (pinned for a GPU); a commit copies.
-    bucket  a small buffer. Parts of at most `bucket_bytes` are offered and committed one by one;
-    once
-            one was committed, the way back is gone: a discard then ends the weight buffer.
+    double_buffer  a second memory like the active one. On the CPU a commit swaps the two; on a GPU
+                   it copies, because CUDA graphs have captured the addresses of the active one.
+    host           the same in host memory (pinned for a GPU); a commit copies.
+    bucket         a small buffer. Buckets of at most `bucket_bytes` are prepared and committed one
+                   by one; after the first commit an abort makes the weight buffer unusable.
 
 A staged engine makes its own weights from the weight buffer at a commit and never reads it
-otherwise, so there is one memory only, which is staging and live in turn; it keeps its content
-until the next offer. The CPU's memories are shared segments, so that siblings of this host can map
+otherwise. It has one memory only, active and staging in turn, which keeps its content until the
+next prepare. On the CPU all memories are shared segments, so that siblings of this host can map
 them.
 """
 
@@ -43,18 +40,18 @@ from llamarl.weights.transports.table import End, make_receiver
 class WeightBuffer:
     """Memory for `num_elements` elements of `dtype`, and its staging.
 
-    `parameters` says where each parameter lies: boxes with buffer "weight buffer" and this dtype.
-    What the boxes leave out (padding) is never written by a source; all memory starts as zeros.
-    Before the first commit the owner fills `live` itself, and labels it with `version`.
+    `parameters` says where each parameter lies: boxes of this dtype in buffer BUFFER. What the
+    boxes leave out (padding) is never written by a source; all memory starts as zeros. Before the
+    first commit the owner fills `active` itself, and sets `version`.
 
     With `is_offloaded` its owner moves it off the device between publishes (`movable`).
 
-    `before_overwrite(version)` is called before memory that holds `version` is offered or copied
-    over: an owner who passes the weights on sets it to its Writer's `retire`.
+    `before_overwrite(version)` is called before memory that holds `version` is prepared or copied
+    over: an owner that passes the weights on sets it to its Writer's `tensors.invalidate`.
 
     ValueError if a box does not fit or there is too little memory; nothing is created then.
-    RuntimeError if calls come in another order than offer, [fingerprint,] commit or discard, part
-    by part. `commit` belongs on the executor's compute thread; the other methods may run beside
+    RuntimeError if calls come in another order than prepare, [verify,] commit or abort, bucket by
+    bucket. `commit` belongs on the executor's compute thread; the other methods may run beside
     decoding on other threads, one at a time.
     """
 
@@ -86,32 +83,30 @@ class WeightBuffer:
             )
         for name, layout in parameters.items():
             buckets.check(name, layout, num_elements, dtype)
-        self.version = -1  # of `live`; -1: nothing published yet
+        self.version = -1  # of `active`; -1: nothing published yet
         self.before_overwrite: Callable[[int], None] = lambda version: None
         self._parameters, self._num_elements = parameters, num_elements
         self._replica, self._rank, self._host = replica, rank, host or this_host()
         self._end = End(rank=rank, host=self._host, device=device, timeout_s=timeout_s, rdma=rdma)
         self._device = device
         self._is_offloaded = is_offloaded
-        self._is_staged, self._is_swapped = (
-            is_staged,
-            staging == "double_buffer" and device.type == "cpu",
-        )
+        self._is_staged = is_staged
+        self._is_swapped = staging == "double_buffer" and device.type == "cpu"
         self._buckets = [buckets.whole(parameters, num_elements)]
         if staging == "bucket":
             self._buckets = buckets.cut_buckets(parameters, max(1, bucket_bytes // dtype.itemsize))
         self._staging_version = -1
-        self._prepared: tuple[int, int] | None = None  # version, part
-        self._num_committed = 0  # parts of the version that is being taken over
-        self._taking = -1  # that version
+        self._prepared: tuple[int, int] | None = None  # version, bucket
+        self._committing = -1  # a version of which `_num_committed` buckets, not all, are active
+        self._num_committed = 0
         self._death: str | None = None
         self._receiver: TransportReceiver | None = None
         self._blocks: list[MappedBlock] = []
         self._allocate(f"llamarl-{run_id}-generator-{replica}-{rank}", dtype, staging)
 
     def _allocate(self, label: str, dtype: torch.dtype, staging: str) -> None:
-        """Live and staging; one for both if staged."""
-        bucket = max((bucket.end - bucket.begin for bucket in self._buckets), default=1)
+        """Active and staging memory; one for both if staged."""
+        bucket = max(bucket.end - bucket.begin for bucket in self._buckets)
         wanted = [("a", self._num_elements, False), ("b", bucket, staging == "host")]
         if self._is_staged:
             wanted = [("a", self._num_elements, staging == "host")]
@@ -129,12 +124,12 @@ class WeightBuffer:
         except ValueError:
             self.close()
             raise
-        self._live, self._staging = self._blocks[0], self._blocks[-1]
+        self._active, self._staging = self._blocks[0], self._blocks[-1]
 
     @property
     def active(self) -> Tensor:
         """The flat memory [num_elements] that the engine reads."""
-        return self._live.flat
+        return self._active.flat
 
     @property
     def staging(self) -> Tensor:
@@ -142,7 +137,7 @@ class WeightBuffer:
         return self._staging.flat
 
     def layout(self) -> RankLayout:
-        """Where this rank wants its boxes: offsets within what is offered."""
+        """Where this rank wants its boxes: offsets within the staging memory of their bucket."""
         by_name = {
             name: buckets.moved(self._parameters[name], bucket.begin)
             for bucket in self._buckets
@@ -167,24 +162,22 @@ class WeightBuffer:
         self._receiver = make_receiver(route, self._end, names)
 
     def prepare(self, version: int, bucket: int) -> StagingHandle:
-        """Open the staging buffer for one part of `version`, which must be newer than the live
+        """Open the staging memory for one bucket of `version`, which must be newer than the active
         one."""
         self._require_alive()
         if self._prepared is not None:
             raise RuntimeError(
-                f"version {version} offered while version {self._prepared[0]} is still open"
+                f"version {version} must not be prepared while version {self._prepared[0]} is open"
             )
         if version <= self.version:
-            raise RuntimeError(f"version {version} offered, but {self.version} is already live")
-        if self._num_committed and version != self._taking:
             raise RuntimeError(
-                f"version {version} offered after part {self._num_committed - 1} of version "
-                f"{self._taking} was committed"
+                f"version {version} must be newer than {self.version}, the active one"
             )
-        if bucket != self._num_committed or bucket >= len(self._buckets):
+        following = self._committing if self._num_committed else version, self._num_committed
+        if (version, bucket) != following:
             raise RuntimeError(
-                f"bucket {bucket} prepared, the next one of {len(self._buckets)} is "
-                f"{self._num_committed}"
+                f"bucket {following[1]} of version {following[0]} must be prepared next, "
+                f"got bucket {bucket} of version {version}"
             )
         if bucket == 0:
             self.before_overwrite(self.version if self._is_staged else self._staging_version)
@@ -192,11 +185,9 @@ class WeightBuffer:
         if not cut.is_dense:
             self.staging[: cut.end - cut.begin].copy_(self.active[cut.begin : cut.end])
         self._synchronize()  # also with what an engine still derives from the version before
-        address = (
-            self._receiver.open(version, bucket, self.staging)
-            if self._receiver
-            else self._staging.address
-        )
+        address: object = self._staging.address
+        if self._receiver is not None:
+            address = self._receiver.open(version, bucket, self.staging)
         self._prepared, self._staging_version = (version, bucket), -1
         return StagingHandle(
             version=version,
@@ -207,16 +198,16 @@ class WeightBuffer:
             address=address,
             num_bytes=self._staging.num_bytes,
             names=cut.names if len(self._buckets) > 1 else (),
+            is_last=bucket == len(self._buckets) - 1,
             may_be_freed=self._is_offloaded and self._staging.is_freed_by_offload,
         )
 
     def verify(self, version: int, bucket: int) -> Fingerprints:
-        """Fingerprint of each of the part's parameters in the staging buffer: all that this rank
-        holds.
+        """Fingerprints of the bucket's parameters in the staging memory: all that this rank holds.
 
-        Waits until the part has arrived; RuntimeError if it cannot any more.
+        Waits until the bucket has arrived; RuntimeError if it no longer can.
         """
-        cut = self._require_offered(version, bucket)
+        cut = self._require_prepared(version, bucket)
         if self._receiver is not None:
             self._receiver.arrive(version, bucket)
         return Fingerprints(
@@ -225,48 +216,50 @@ class WeightBuffer:
         )
 
     def commit(self, version: int, bucket: int) -> Tensor | None:
-        """Take over a part; with the last one, returns the memory that now holds `version`.
+        """Make a bucket active; with the last one, returns the memory that now holds `version`.
 
-        None while parts are missing.
+        None while buckets are missing.
         """
-        cut = self._require_offered(version, bucket)
+        cut = self._require_prepared(version, bucket)
         if not self._is_staged and not self._is_swapped:
             if bucket == 0:
                 self.before_overwrite(self.version)
             self.active[cut.begin : cut.end].copy_(self.staging[: cut.end - cut.begin])
             self._synchronize()
-        self._prepared, self._taking = None, version
+        self._prepared, self._committing = None, version
         self._num_committed += 1
         if self._num_committed < len(self._buckets):
             return None
         if self._is_swapped and not self._is_staged:
-            self._live, self._staging = self._staging, self._live
+            self._active, self._staging = self._staging, self._active
             self._staging_version = self.version
         self._num_committed, self.version = 0, version
         return self.active
 
     def abort(self, version: int) -> None:
-        """Forget what was written for `version`; the live memory and its version stay.
+        """Forget what was written for `version`; the active memory and its version stay.
 
-        RuntimeError if a part of it was committed already: then every later call raises too.
+        RuntimeError if a bucket of it was committed already: then every later call raises too.
         """
         self._require_alive()
-        if self._num_committed and version == self._taking:
+        is_mixed = self._num_committed > 0 and version == self._committing
+        if not is_mixed:
+            self._require_prepared(version, self._num_committed)
+        if self._receiver is not None:
+            self._receiver.abort()
+        self._prepared = None
+        if is_mixed:
             self._death = (
                 f"the weights of generator {self._replica} rank {self._rank} are of two versions: "
                 f"{self._num_committed} of {len(self._buckets)} buckets of version {version} were "
                 "committed"
             )
-            self._stop_receiving()
             self._require_alive()
-        self._require_offered(version, self._prepared[1] if self._prepared else 0)
-        self._stop_receiving()
-        self._prepared = None
 
     def movable(self) -> list[Tensor]:
         """Memory that may leave the device while nothing decodes and nothing is published.
 
-        Ask anew each time: staging handles made after it do not assume that the memory stayed.
+        To be asked before each move: handles made afterwards do not assume that the memory stayed.
         """
         for block in self._blocks:
             block.renew()
@@ -281,7 +274,7 @@ class WeightBuffer:
     def _fingerprint(self, name: str, layout: ParameterLayout) -> int:
         total = 0
         for box in layout.boxes:
-            view = self.staging.as_strided(buckets.extents(box), box.strides, box.offset)
+            view = self.staging.as_strided(box.shape, box.strides, box.offset)
             # A GPU's staging in host memory is summed on the GPU: a core is many times slower.
             total += fingerprint(name, view.to(self._device), box.start, layout.shape)
         return total % MODULUS
@@ -291,12 +284,8 @@ class WeightBuffer:
             self._receiver.close()
             self._receiver = None
 
-    def _stop_receiving(self) -> None:
-        if self._receiver is not None:
-            self._receiver.abort()
-
     def _synchronize(self) -> None:
-        """Let other processes find what was begun here done."""
+        """Return once other processes see what was begun here."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -304,12 +293,11 @@ class WeightBuffer:
         if self._death is not None:
             raise RuntimeError(self._death)
 
-    def _require_offered(self, version: int, bucket: int) -> Bucket:
+    def _require_prepared(self, version: int, bucket: int) -> Bucket:
         self._require_alive()
         if self._prepared != (version, bucket):
-            state = "none is open"
+            state = "none is"
             if self._prepared is not None:
-                state = "version {} is open".format(*self._prepared)
-                state += f", part {self._prepared[1]}" if self._prepared[0] == version else ""
-            raise RuntimeError(f"version {version} was not offered: {state}")
+                state = "bucket {1} of version {0} is".format(*self._prepared)
+            raise RuntimeError(f"bucket {bucket} of version {version} must be prepared, {state}")
         return self._buckets[bucket]

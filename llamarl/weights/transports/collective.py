@@ -1,17 +1,17 @@
 """The collective transport: point-to-point messages over gloo, or NCCL between GPUs.
 
 Owns: the process group of one route, and both ends over it. Does not own: what is in a message
-(`packed.py`). Invariant: the group holds only the ranks that occur in the route's copies; once
-anything went wrong in it, it is given up as a whole, every rank of it learns that at once, and only
-a new route (a new rendezvous) leads to the replica again.
+(`packed.py`). Invariant: the group holds only the ranks that occur in the route's copies; after
+any error it is given up as a whole: the waits of all its ranks fail at once, and only a new route
+(a new rendezvous) leads to the replica again.
 
-Messages end in a trailer that says which message of which part of which version it is, and whether
-the source goes on: a source whose version became stale says so in place of the next message, and
-the group stays good.
+Messages end in a trailer: the version, bucket and index of the message, and whether the source goes
+on. A source whose version became stale says so in place of the next message, and the group stays
+usable.
 
-Over gloo a message has one byte behind it, and one comes back once it is received. Both ends wait
-for their byte first: gloo tells of a lost connection who waits for something that has not begun to
-arrive, but not who is in the middle of sending or receiving.
+Over gloo each message is followed by one byte, and acknowledged by one. Both ends wait for their
+byte first: when a connection is lost, gloo fails only the waits for something that has not begun to
+arrive, not those in the middle of sending or receiving.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
-    copies_between,
     in_turns,
-    messages,
+    messages_by,
+    messages_to,
     source_ranks,
     target_ranks,
     unpack,
 )
-from llamarl.weights.transports.protocol import Carry
+from llamarl.weights.transports.protocol import CopyCast
 from llamarl.weights.transports.table import End
 
-TRAILER_BYTES = 32  # version, part, index, whether the source goes on
+TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
 POLL_S = 0.0005  # NCCL cannot be waited for with a limit
 
 
@@ -75,7 +75,7 @@ class RouteGroup:
             os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
             torch.cuda.set_device(self.device)
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = 2 * self._timeout  # so that `finish` is the first to miss a message
+            nccl._timeout = 2 * self._timeout  # so that `finish` times out first
             with formed_to_fail_alone():
                 return dist.ProcessGroupNCCL(store, index, size, nccl)
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ class RouteGroup:
         self.finish([self._group.send([torch.empty(1)], peer, tag)])
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for a message. RuntimeError if the other end is gone, or took too long."""
+        """Wait for a message. RuntimeError if the other end is gone or takes too long."""
         deadline_s = time.monotonic() + self._timeout.total_seconds()
         for work in works:
             while self.device.type == "cuda" and not work.is_completed():
@@ -118,16 +118,15 @@ class RouteGroup:
         if self.device.type == "cuda":
             self._group.abort()
             return
-        # gloo has no call for it, but closes all connections of a group when a wait runs out; over
-        # one that is closed already nothing waits.
+        # gloo has no call for it, but closes all connections of a group when a wait times out, and
+        # on a closed connection every wait fails at once.
         for peer in set(self._index.values()) - {self._group.rank()}:
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
 
 class CollectiveSender:
-    """Sends messages to the targets in turns; see transport.TransportSender. One write at a
-    time."""
+    """Sends messages to the targets in turns, one write at a time; see `TransportSender`."""
 
     def __init__(self, route: Route, end: End) -> None:
         self._route, self._rank = route, end.rank
@@ -138,20 +137,14 @@ class CollectiveSender:
         self._is_broken = False
 
     def write(
-        self,
-        version: int,
-        copies: Sequence[Copy],
-        handles: Mapping[int, StagingHandle],
-        copy_cast: Carry,
+        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
     ) -> None:
         if self._is_broken:
-            raise TargetLost(f"generator {self._route.replica} must be connected anew")
-        bucket = next(iter(handles.values())).bucket
-        by_rank: dict[int, list[Message]] = {}
-        for rank in target_ranks(self._route):
-            mine = [copy for copy in copies if copy.target_rank == rank]
-            by_rank[rank] = messages(mine, self._route.bucket_bytes)
-        left = {rank: len(made) for rank, made in by_rank.items() if made}
+            raise TargetLost(f"generator {self._route.replica} must be connected again")
+        handle = next(iter(handles.values()))
+        version, bucket = handle.version, handle.bucket
+        by_rank = messages_by("target_rank", copies, self._route.bucket_bytes)
+        num_sent = dict.fromkeys(by_rank, 0)
         buffers = [Tensor(), Tensor()]
         pending: list[list[Any]] = [[], []]
         try:
@@ -162,10 +155,11 @@ class CollectiveSender:
                 for copy, values in message.each(memory):
                     copy_cast(copy, values)
                 sealed = _seal(memory, message, (version, bucket, index, 1))
-                left[rank] -= 1
+                num_sent[rank] += 1
                 pending[side] = self._send(sealed, rank, _tag(version, bucket, index))
         except BaseException:
-            self._say_end(version, bucket, by_rank, left)
+            for rank, made in by_rank.items():
+                self._send_end(version, bucket, num_sent[rank], made, rank)
             raise
         finally:
             for side in (0, 1):
@@ -195,23 +189,18 @@ class CollectiveSender:
             self.close()
         return TargetLost(f"generator {self._route.replica} is out of reach: {error}")
 
-    def _say_end(
-        self, version: int, bucket: int, by_rank: dict[int, list[Message]], left: dict[int, int]
+    def _send_end(
+        self, version: int, bucket: int, index: int, made: Sequence[Message], rank: int
     ) -> None:
-        """In place of the next message, tell targets that nothing more comes for this part."""
-        if self._is_broken:
-            return
-        for rank, num_left in left.items():
-            if num_left:
-                index = len(by_rank[rank]) - num_left
-                message = by_rank[rank][index]
-                memory = _room(Tensor(), message, self.group.device)
-                sealed = _seal(memory, message, (version, bucket, index, 0))
-                self._finish([self._send(sealed, rank, _tag(version, bucket, index))], 0)
+        """In place of the next message, if any: nothing more comes for this bucket."""
+        if index < len(made) and not self._is_broken:
+            memory = _room(Tensor(), made[index], self.group.device)
+            sealed = _seal(memory, made[index], (version, bucket, index, 0))
+            self._finish([self._send(sealed, rank, _tag(version, bucket, index))], 0)
 
 
 class CollectiveReceiver:
-    """Receives on a thread of its own from the offer on; see transport.TransportReceiver."""
+    """Receives on a thread of its own once a bucket is prepared; see `TransportReceiver`."""
 
     def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
         self._route, self._rank, self._buckets = route, end.rank, buckets
@@ -249,13 +238,7 @@ class CollectiveReceiver:
         self.abort()
 
     def _receive(self, version: int, bucket: int, flat: Tensor) -> None:
-        by_rank = {
-            rank: messages(
-                copies_between(self._route, rank, self._rank, self._buckets[bucket]),
-                self._route.bucket_bytes,
-            )
-            for rank in source_ranks(self._route)
-        }
+        by_rank = messages_to(self._route, self._rank, self._buckets[bucket])
         memory = Tensor()
         ended: set[int] = set()
         try:
@@ -268,14 +251,14 @@ class CollectiveReceiver:
                 found = tuple(sealed[-TRAILER_BYTES:].view(torch.int64).tolist())
                 if found[:3] != (version, bucket, index):
                     raise RuntimeError(
-                        f"message must be {(version, bucket, index)} (version, part, index), got "
+                        f"message must be {(version, bucket, index)} (version, bucket, index), got "
                         f"{found[:3]} from {self._route.source} rank {rank}"
                     )
                 if found[3]:
                     unpack(message, memory, flat)
                 else:
                     ended.add(rank)
-                    self._error = StaleVersion(f"{self._route.source} rank {rank} gave it up")
+                    self._error = StaleVersion(f"{self._route.source} rank {rank} no longer has it")
             if flat.is_cuda:
                 torch.cuda.current_stream(flat.device).synchronize()
         except Exception as error:  # noqa: BLE001 - raised again by `arrive`

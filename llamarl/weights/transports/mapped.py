@@ -2,7 +2,7 @@
 
 Owns: allocating and opening such memory on the CPU (memfd) and on CUDA devices (CUDA IPC), and the
 sender over it. Does not own: what lies in it. Invariant: an address says by itself how to open it,
-so one sender serves both, and host memory may be the staging buffer of a GPU.
+so one sender serves both, and host memory may be the staging memory of a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import cut
-from llamarl.weights.transports.protocol import Carry
+from llamarl.weights.transports.protocol import CopyCast
 from llamarl.weights.transports.shared_memory import Segment
 from llamarl.weights.transports.table import End
 
-PIECE_BYTES = 1 << 26  # a copy reads so much before it looks whether its version still stands
+PIECE_BYTES = 1 << 26  # a copy reads this much before it checks whether its version is still there
 
 CudaHandle = tuple[object, ...]
 """What torch needs to open CUDA memory of another process: numbers and bytes."""
@@ -72,11 +72,11 @@ class MappedBlock:
         return self._segment is None
 
     def renew(self) -> None:
-        """Make the address anew at its next use: the memory may have been elsewhere meanwhile."""
+        """Renew the address at its next use: the memory may have been elsewhere meanwhile."""
         self._address = self._segment.path if self._segment is not None else None
 
     def close(self) -> None:
-        """Let nobody open it any more; tensors handed out stay valid. May be called twice."""
+        """End the sharing; tensors handed out stay valid. May be called twice."""
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
@@ -87,12 +87,12 @@ class MappedBlock:
 def _share(flat: Tensor) -> CudaHandle:
     """A handle of CUDA memory that any number of processes may open, any number of times.
 
-    torch counts on exactly one opening: until it is closed, and for ever after a second one, it
-    keeps the memory from being freed. Here its owner says when it goes, so that count is given up,
-    and the handle names a counter that does not exist, which torch passes over.
+    torch expects exactly one opening: until it is closed, and for ever after a second one, it keeps
+    the memory from being freed. Here the owner decides when it is freed, so the count is released
+    and the handle names a counter that does not exist, which torch ignores.
 
-    Nor is there anything to wait for: a weight buffer is synchronised before it is offered. The
-    opener would make an event for that at each opening and never destroy it.
+    The opener has no event to wait for either: a weight buffer is synchronised when it is prepared.
+    With an event, each opening would make one and never destroy it.
     """
     device, memory, num_bytes, offset, counter, place, event, _ = (
         flat.untyped_storage()._share_cuda_()
@@ -130,8 +130,7 @@ class Opened:
 
 
 class MappedSender:
-    """Writes strided slices straight into the staging buffer of the targets; see
-    transport.TransportSender."""
+    """Writes strided slices straight into the targets' staging memory; see `TransportSender`."""
 
     def __init__(self, route: Route, end: End) -> None:
         self._host = end.host
@@ -140,11 +139,7 @@ class MappedSender:
         self._is_closed = False
 
     def write(
-        self,
-        version: int,
-        copies: Sequence[Copy],
-        handles: Mapping[int, StagingHandle],
-        copy_cast: Carry,
+        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
     ) -> None:
         devices = set()
         for whole in copies:
@@ -175,14 +170,14 @@ class MappedSender:
             self._opened.clear()
 
     def _let_go(self, addresses: Sequence[object]) -> None:
-        """Unmap these; all else stays mapped from write to write."""
+        """Unmap these; all other memory stays mapped from write to write."""
         with self._lock:
             for address in addresses:
                 if address in self._opened:
                     self._opened.pop(address).close()
 
     def _flat(self, handle: StagingHandle, dtype: torch.dtype) -> Tensor:
-        """The offered memory, mapped once; with the lock held."""
+        """The staging memory, mapped once; called with the lock held."""
         if self._is_closed:
             raise TargetLost(f"generator {handle.replica} was disconnected")
         if handle.address not in self._opened:

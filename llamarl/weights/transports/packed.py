@@ -1,4 +1,4 @@
-"""Messages: how packed transports cut the copies of a route into pieces and line them up.
+"""Messages: how packed transports cut the copies of a route into pieces and put them together.
 
 Owns: the messages and their order. Does not own: sending them. Invariant: both ends derive the same
 messages from the same route, so a message carries values and no description of them.
@@ -7,15 +7,17 @@ messages from the same route, so a message carries values and no description of 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from llamarl.weights.layout.boxes import Copy, Route
 
-ALIGN_BYTES = 16  # pieces begin where vector loads like it
+ALIGN_BYTES = 16  # pieces begin where vector loads are fast
+Side = Literal["source_rank", "target_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +77,22 @@ def _slab(copy: Copy, dim: int, first: int, extent: int) -> Copy:
     )
 
 
-def copies_between(
-    route: Route, source_rank: int, target_rank: int, names: Collection[str]
-) -> list[Copy]:
-    """The route's copies between two ranks, of these parameters (none named: of all)."""
-    return [
-        copy
-        for copy in route.copies
-        if copy.source_rank == source_rank
-        and copy.target_rank == target_rank
-        and (not names or copy.name in names)
-    ]
+def messages_by(side: Side, copies: Iterable[Copy], bucket_bytes: int) -> dict[int, list[Message]]:
+    """The messages to each target rank, or from each source rank, of these copies.
+
+    Both ends get the same messages: each keeps the order that the copies have in the route.
+    """
+    by_rank: dict[int, list[Copy]] = {}
+    for copy in copies:
+        by_rank.setdefault(getattr(copy, side), []).append(copy)
+    return {rank: messages(found, bucket_bytes) for rank, found in sorted(by_rank.items())}
+
+
+def messages_to(route: Route, rank: int, names: Collection[str]) -> dict[int, list[Message]]:
+    """What target `rank` receives of the bucket of these parameters, by source rank."""
+    wanted = set(names)
+    copies = (copy for copy in route.copies if copy.target_rank == rank and copy.name in wanted)
+    return messages_by("source_rank", copies, route.bucket_bytes)
 
 
 def source_ranks(route: Route) -> list[int]:
@@ -98,9 +105,7 @@ def target_ranks(route: Route) -> list[int]:
     return sorted({copy.target_rank for copy in route.copies})
 
 
-def in_turns(
-    by_rank: dict[int, list[Message]],
-) -> Iterator[tuple[int, int, Message]]:
+def in_turns(by_rank: Mapping[int, list[Message]]) -> Iterator[tuple[int, int, Message]]:
     """(rank, index, message), the first ones of all ranks before the second ones."""
     for index in range(max(map(len, by_rank.values()), default=0)):
         for rank, made in by_rank.items():

@@ -3,9 +3,10 @@
 Owns: the interfaces. Does not own: any transport. Invariant: everything here blocks, and is called
 from threads that may block.
 
-An sender stands at a source rank, for one replica; an receiver at a target rank, if the transport
+A sender stands at a source rank, for one replica; a receiver at a target rank, if the transport
 needs the target to take part. Mapped transports (`mapped.py`) need none: the source writes straight
-into the target's staging. Packed ones (`collective.py`, `rdma.py`) carry messages (`packed.py`).
+into the target's staging memory. Packed ones (`collective.py`, `rdma.py`) send messages
+(`packed.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from llamarl.weights.layout.boxes import Copy, StagingHandle
 
-Carry = Callable[[Copy, Tensor], None]
+CopyCast = Callable[[Copy, Tensor], None]
 """Copies the values of a Copy, cast, into a tensor of its shape and target dtype; StaleVersion."""
 
 
@@ -25,38 +26,34 @@ class TransportSender(Protocol):
     """Writes one source rank's copies into one replica's memory."""
 
     def write(
-        self,
-        version: int,
-        copies: Sequence[Copy],
-        handles: Mapping[int, StagingHandle],
-        copy_cast: Carry,
+        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
     ) -> None:
-        """Carry `copies`, all of one part, into the memory of `staging handles` (by target rank).
+        """Copy `copies`, all of one bucket, into the memory of `handles` (by target rank).
 
-        Returns once the targets can see the bytes. TargetLost; what `carry` raises is passed on,
-        after the targets were told that nothing more will come.
+        Returns once the targets can see the bytes. TargetLost; or what `copy_cast` raises, once
+        the targets know that nothing more will come.
         """
 
     def close(self) -> None:
-        """Let go of the targets' memory: a write that runs ends with TargetLost, and what it still
-        carries reaches no memory that is offered again."""
+        """Unmap or disconnect from the targets' memory: a write that runs ends with TargetLost, and
+        nothing of it reaches memory that is prepared again."""
 
 
 class TransportReceiver(Protocol):
-    """Takes one target rank's messages apart into its staging."""
+    """Takes one target rank's messages apart into its staging memory."""
 
     def open(self, version: int, bucket: int, flat: Tensor) -> object:
-        """Make ready for a part, which goes into `flat`; returns the address for the offer."""
+        """Get ready for a bucket, which goes into `flat`; returns the staging handle's address."""
 
     def arrive(self, version: int, bucket: int) -> None:
-        """Wait until all of the part lies in the staging buffer. RuntimeError if it cannot any
-        more."""
+        """Wait until all of the bucket lies in the staging memory. RuntimeError if it no longer
+        can."""
 
     def abort(self) -> None:
-        """Let nothing of the open part reach the staging buffer any more."""
+        """Let nothing of the open bucket reach the staging memory any more."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release connections and memory."""
 
 
 class Rdma(Protocol):
@@ -73,4 +70,4 @@ class Rdma(Protocol):
         it is there. RuntimeError or TimeoutError if that cannot be."""
 
     def forget(self, handle: object) -> None:
-        """Let nobody write into the memory behind `handle`, which this process registered."""
+        """End the registration of the memory behind `handle`, made by this process."""

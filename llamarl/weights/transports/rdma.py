@@ -2,8 +2,8 @@
 
 Owns: inboxes, and both ends over them. Does not own: how a message gets there (`cluster/rdma.py`)
 or what is in it (`packed.py`). Invariant: a message has its own place in the inbox of its source
-rank, so sources need no word from the target while they write; inboxes are host memory as large as
-the largest part.
+rank, so sources need no answer from the target while they write; inboxes are host memory as large
+as the largest bucket.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
-    copies_between,
     in_turns,
-    messages,
+    messages_by,
+    messages_to,
     source_ranks,
-    target_ranks,
     unpack,
 )
-from llamarl.weights.transports.protocol import Carry, Rdma
+from llamarl.weights.transports.protocol import CopyCast, Rdma
 from llamarl.weights.transports.shared_memory import require_memory
 from llamarl.weights.transports.table import End
 
 
 class RdmaSender:
-    """Writes messages to the targets in turns; see transport.TransportSender. One write at a
-    time."""
+    """Writes messages to the targets in turns, one write at a time; see `TransportSender`."""
 
     def __init__(self, route: Route, end: End) -> None:
         self._route, self._rank, self._timeout_s = route, end.rank, end.timeout_s
@@ -41,21 +39,12 @@ class RdmaSender:
         self._is_closed = False
 
     def write(
-        self,
-        version: int,
-        copies: Sequence[Copy],
-        handles: Mapping[int, StagingHandle],
-        copy_cast: Carry,
+        self, copies: Sequence[Copy], handles: Mapping[int, StagingHandle], copy_cast: CopyCast
     ) -> None:
-        by_rank = {
-            rank: messages(
-                [copy for copy in copies if copy.target_rank == rank], self._route.bucket_bytes
-            )
-            for rank in target_ranks(self._route)
-        }
+        by_rank = messages_by("target_rank", copies, self._route.bucket_bytes)
         for rank, index, message in in_turns(by_rank):
             address = handles[rank].address
-            assert isinstance(address, dict), "an rdma offer carries handles by source rank"
+            assert isinstance(address, dict), "an rdma handle has addresses by source rank"
             if self._memory.numel() < message.num_bytes:
                 self._memory = torch.empty(message.num_bytes, dtype=torch.uint8)
             for copy, values in message.each(self._memory):
@@ -75,21 +64,14 @@ class RdmaSender:
 
 
 class RdmaReceiver:
-    """Inboxes of one target rank, taken apart at the fingerprint; see
-    transport.TransportReceiver."""
+    """Inboxes of one target rank, taken apart when it verifies; see `TransportReceiver`."""
 
     def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
         self._rdma, rank = require_rdma(end), end.rank
         self._flat = torch.empty(0)  # what is open
-        self._messages: list[dict[int, list[Message]]] = [
-            {
-                source: messages(copies_between(route, source, rank, names), route.bucket_bytes)
-                for source in source_ranks(route)
-            }
-            for names in buckets
-        ]
+        self._messages = [messages_to(route, rank, names) for names in buckets]
         sizes = {
-            source: max(_end(each[source]) for each in self._messages)
+            source: max(_end(each.get(source, [])) for each in self._messages)
             for source in source_ranks(route)
         }
         require_memory(f"inboxes of generator {route.replica} rank {rank}", sum(sizes.values()))
@@ -113,7 +95,7 @@ class RdmaReceiver:
             torch.cuda.current_stream(self._flat.device).synchronize()
 
     def abort(self) -> None:
-        return  # the inboxes are overwritten by the next part
+        return  # the inboxes are overwritten by the next bucket
 
     def close(self) -> None:
         for handle in self._handles.values():
