@@ -19,9 +19,11 @@ MAX_NAMED = 8  # parameters that an error lists
 
 
 class Fingerprints(dict[str, int]):
-    """Partial fingerprints by parameter. They are small when pickled, and those of several ranks
-    merge on the way (`cluster.group.MergeableResult`): per replica and version the controller
-    receives two, for any number of ranks."""
+    """Partial fingerprints by parameter.
+
+    They are small when pickled, and those of several ranks merge on the way to the controller
+    (`cluster.group.MergeableResult`): it gets two per replica and version, for any number of ranks.
+    """
 
     def merge(self, other: dict[str, int]) -> None:
         """Add another rank's, modulo MODULUS."""
@@ -38,7 +40,7 @@ def _unpack(names: bytes, values: array[int]) -> Fingerprints:
     return Fingerprints(zip(_unpacked(names), values, strict=True) if values else ())
 
 
-@functools.lru_cache(maxsize=64)  # all replicas have the same names, and those are much alike
+@functools.lru_cache(maxsize=64)  # all replicas have the same names
 def _packed(names: tuple[str, ...]) -> bytes:
     return zlib.compress("\n".join(names).encode())
 

@@ -1,7 +1,7 @@
-"""Fingerprints: 64-bit sums that tell whether the right bits are in the right places.
+"""Fingerprints: 64-bit sums that show whether the right bits are in the right places.
 
 Owns: the sum, and the walk over a box in small tiles, alone or while it is copied. Does not own:
-who compares (`comparison.py`). Invariant: sums over disjoint boxes of a parameter add up, modulo
+the comparison (`comparison.py`). Invariant: sums over disjoint boxes of a parameter add up, modulo
 2^64, to the sum over their union, whatever the layout.
 
     fingerprint(name) = sum over elements e of
@@ -10,18 +10,18 @@ who compares (`comparison.py`). Invariant: sums over disjoint boxes of a paramet
 `column` is the global index along the last dimension, `row` the flat global index over all others,
 `bits` the element's bit pattern after casting, as a signed integer. Keys are odd pseudo-random
 64-bit numbers, so one changed bit always changes the sum, and swapped, misplaced or skipped
-elements do but for a chance below 2^-31, also where zeros are (hence the 1). The product form makes
+elements do except with a chance below 2^-31, also among zeros (hence the 1). The product form makes
 it one integer matrix-vector product per tile, along whichever dimension is contiguous in memory.
-Modulo 2^32, twice as fast, two changed signs would cancel: whatever odd number 2^31 is multiplied
-with, it stays 2^31.
+Modulo 2^32, twice as fast, two changed signs would cancel: 2^31 times any odd number is 2^31.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,14 +65,14 @@ def _walk(
     target = target.view(source.shape) if missing and target is not None else target
     start, shape = (0,) * missing + tuple(start), (1,) * missing + tuple(shape)
     total, sums = 0, []
-    for outer in _indices(source.shape[:-2]):
+    for outer in itertools.product(*map(range, source.shape[:-2])):
         row = start[-2]
         for dim, index in enumerate(outer):
             row += (start[dim] + index) * math.prod(shape[dim + 1 : -1])
         plane = target[outer] if outer and target is not None else target
-        ones, buckets = _plane_sums(source[outer] if outer else source, plane, row, start[-1])
+        ones, tiles = _plane_sums(source[outer] if outer else source, plane, row, start[-1])
         total += ones
-        sums += buckets
+        sums += tiles
     total += int(sums[0] if len(sums) == 1 else torch.stack(sums).sum())
     return total * _name_key(name) % MODULUS
 
@@ -83,8 +83,8 @@ def _plane_sums(
     """The keyed sum over `source` [R, C] before the key of the name: of the ones, and of the bits,
     int64 [], tile by tile.
 
-    Publishing a small model is mostly calls of torch, each of which waits for the thread that
-    decodes: a plane of one tile takes as few of them as it can.
+    A publish of a small model is mostly calls of torch, each of which waits for the thread that
+    decodes: a plane of one tile makes as few of them as possible.
     """
     slow, fast = (_ROW_SALT, row), (_COLUMN_SALT, column)
     if source.shape[0] > 1 and (source.shape[1] == 1 or source.stride(0) < source.stride(1)):
@@ -123,7 +123,7 @@ def _plane_sums(
 
 
 def _tile(plane: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
-    """So much of `plane` [R, C]; itself if that is all."""
+    """A tile of `plane` [R, C]; `plane` itself if that is all."""
     is_whole = plane.shape == (height, width)
     return plane if is_whole else plane[top : top + height, left : left + width]
 
@@ -141,33 +141,18 @@ def _keyed_sum(bits: Tensor, slow_keys: Tensor, fast_keys: Tensor) -> Tensor:
     return torch.dot(torch.mv(bits, fast_keys), slow_keys)
 
 
-def _indices(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for flat in range(math.prod(extents)):
-        index = []
-        for extent in reversed(extents):
-            flat, last = divmod(flat, extent)
-            index.append(last)
-        yield tuple(reversed(index))
-
-
 @functools.cache
 def _name_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
-def _keys(salt: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Keys of indices start .. start + count - 1, int64 [count]; usually a view of the cache."""
-    first, last = start // RUN_ELEMENTS, (start + count - 1) // RUN_ELEMENTS
-    begin = start - first * RUN_ELEMENTS
-    if first == last:
-        return _keys_within(salt, first, begin, count, device)
-    blocks = [_key_block(salt, block, device) for block in range(first, last + 1)]
-    return torch.cat(blocks)[begin : begin + count]
-
-
 @functools.lru_cache(maxsize=256)  # every publish asks for the same ones
-def _keys_within(salt: int, block: int, begin: int, count: int, device: torch.device) -> Tensor:
-    return _key_block(salt, block, device)[begin : begin + count]
+def _keys(salt: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Keys of indices start .. start + count - 1, int64 [count]; usually a view of a block."""
+    first, last = start // RUN_ELEMENTS, (start + count - 1) // RUN_ELEMENTS
+    blocks = [_key_block(salt, block, device) for block in range(first, last + 1)]
+    begin = start - first * RUN_ELEMENTS
+    return (blocks[0] if first == last else torch.cat(blocks))[begin : begin + count]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,14 +1,17 @@
-"""versioned tensors: which tensors of a source hold which version, and who reads them now.
+"""Versioned tensors: which tensors of a source hold which version, and who reads them now.
 
-Owns: the labels of the present tensors and of one older set, the snapshot. Does not own: who
-changes the tensors (trainer, weight buffer) or the copies (`writer.py`). Invariant: nobody changes
-tensors while a copy reads them as version v, and after `retire(v)` no copy begins to.
+Owns: the labels of the present tensors and of one older set, and the snapshot. Does not own: who
+changes the tensors (trainer, weight buffer) or the copies (`writer.py`). Invariant: nothing changes
+tensors while a copy reads them as version v, and after `invalidate(v)` no copy begins to.
 
 Two sets at most: the present one, and an older one that a write may still read: a snapshot (of a
-trainer, whose step changes the present tensors in place) or the memory that was live before (of a
+trainer, whose step changes the present tensors in place) or the memory that was active before (of a
 generator, whose commit makes other memory the present). A read lasts for one copy or one message,
-so `retire` waits that long and no longer; writes that need what was retired get StaleVersion at
-their next copy.
+so `invalidate` waits that long and no longer; a write of an invalidated version gets StaleVersion
+at its next copy.
+
+Readers are the connected replicas. A reader that has not acknowledged the present version is
+pending: a step keeps a snapshot for it.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from llamarl.errors import StaleVersion
 
 @dataclass(slots=True)
 class _Set:
-    """Tensors by buffer name; `version` None: not to be read. `owed`: for whom a snapshot stays."""
+    """Tensors by buffer name; `version` None: not to be read. A snapshot stays for `pending`."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: int | None = None
     num_reading: int = 0
-    owed: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
 
 
 class VersionedTensors:
@@ -40,54 +43,39 @@ class VersionedTensors:
         self._changed = threading.Condition()
         self._present = _Set(_detached(tensors))
         self._older = _Set()
-        self._owed: set[int] = set()
-        self._targets: set[int] = set()
+        self._readers: set[int] = set()
+        self._pending: set[int] = set()
         self._is_announced = False
-
-    @property
-    def version(self) -> int | None:
-        """The label of the present tensors; None before the first and while they change."""
-        return self._present.version
 
     def label(self, version: int, tensors: dict[str, Tensor] | None = None) -> None:
         """Label the present tensors; `tensors` take their place if given (same names, views).
 
-        What they replace goes on being readable under its own version, until `retire` or the next
+        What they replace can still be read under its own version, until `invalidate` or the next
         such call.
         """
         with self._changed:
             if tensors is not None:
-                if tensors.keys() != self._present.tensors.keys():
-                    raise ValueError(
-                        f"buffers must be {sorted(self._present.tensors)}, got {sorted(tensors)}"
-                    )
-                replaced = self._present
-                if replaced.version is not None and not _same(replaced.tensors, tensors):
-                    self._close(self._older)
-                    self._older = replaced
-                else:
-                    self._close(replaced)
-                self._present = _Set(_detached(tensors))
+                self._replace(_detached(tensors))
             self._present.version = version
             self._is_announced = False
-            self._owed = set(self._targets)
+            self._pending = set(self._readers)
 
     def announce(self) -> None:
-        """The present version will be asked for: all connected replicas are owed it from now."""
+        """The present version will be published: every reader will ask for it."""
         with self._changed:
             self._is_announced = True
 
     def add_reader(self, replica: int) -> None:
-        """A replica was connected; it is owed the present version."""
+        """A replica was connected; the present version is pending for it."""
         with self._changed:
-            self._targets.add(replica)
-            self._owed.add(replica)
+            self._readers.add(replica)
+            self._pending.add(replica)
 
     def remove_reader(self, replica: int) -> None:
         """A replica was disconnected."""
         with self._changed:
-            self._targets.discard(replica)
-            self._owed.discard(replica)
+            self._readers.discard(replica)
+            self._pending.discard(replica)
             self._drop_snapshot(replica)
 
     def acknowledge(self, replica: int, version: int) -> None:
@@ -95,21 +83,20 @@ class VersionedTensors:
         with self._changed:
             if version == self._present.version:
                 self._is_announced = True
-                self._owed.discard(replica)
+                self._pending.discard(replica)
             if self._older.version is not None and version >= self._older.version:
                 self._drop_snapshot(replica)
 
     def begin_step(self) -> None:
         """Return once the caller may change the present tensors; they have no version then.
 
-        Takes a snapshot if a replica is owed the present version: one that is connected, while
-        some write of that version has begun or it was announced, and whose own write has not been
-        completed. It replaces the snapshot before, in the same memory, and is given back when
-        nobody is owed it any more.
+        Takes a snapshot if a reader is pending and the present version was announced or some write
+        of it has begun. It replaces the snapshot before, in the same memory, and is given back when
+        no reader needs it any more.
         """
         with self._changed:
             version = self._present.version
-            is_needed = version is not None and self._is_announced and bool(self._owed)
+            is_needed = version is not None and self._is_announced and bool(self._pending)
             if is_needed:
                 self._close(self._older)
         if is_needed:  # writes go on reading the present tensors meanwhile
@@ -120,8 +107,8 @@ class VersionedTensors:
                     self._older.tensors[name].copy_(tensor)
         with self._changed:
             if is_needed:
-                self._older.version, self._older.owed = version, set(self._owed)
-                if not self._owed:  # they got it meanwhile
+                self._older.version, self._older.pending = version, set(self._pending)
+                if not self._pending:  # all have acknowledged meanwhile
                     self._older = _Set()
             self._close(self._present)
 
@@ -132,7 +119,7 @@ class VersionedTensors:
             self._older = _Set()
 
     def invalidate(self, version: int) -> None:
-        """Return once no copy reads `version` and none will; without effect if it is not here."""
+        """Return once no copy reads `version` and none will; no effect if it is not held."""
         with self._changed:
             for each in (self._present, self._older):
                 if each.version == version:
@@ -158,12 +145,27 @@ class VersionedTensors:
                 held.num_reading -= 1
                 self._changed.notify_all()
 
+    def _replace(self, tensors: dict[str, Tensor]) -> None:
+        """With the lock held: make `tensors` the present ones; other memory becomes the older."""
+        before = self._present
+        if tensors.keys() != before.tensors.keys():
+            raise ValueError(f"buffers must be {sorted(before.tensors)}, got {sorted(tensors)}")
+        is_other = any(
+            tensors[name].data_ptr() != old.data_ptr() for name, old in before.tensors.items()
+        )
+        if before.version is not None and is_other:
+            self._close(self._older)
+            self._older = before
+        else:
+            self._close(before)
+        self._present = _Set(tensors)
+
     def _drop_snapshot(self, replica: int) -> None:
-        """With the lock held: this replica needs it no more; the last one's word frees it."""
-        if replica in self._older.owed:
-            self._older.owed.discard(replica)
-            if not self._older.owed:
-                self._older = _Set()  # who still reads it holds its memory
+        """With the lock held: this replica no longer needs the snapshot; the last one frees it."""
+        if replica in self._older.pending:
+            self._older.pending.discard(replica)
+            if not self._older.pending:
+                self._older = _Set()  # a copy that still reads it keeps its memory
 
     def _close(self, held: _Set) -> None:
         """With the lock held: let no new copy read the set, and wait for those that do."""
@@ -173,7 +175,3 @@ class VersionedTensors:
 
 def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return all(a[name].data_ptr() == b[name].data_ptr() for name in a)

@@ -1,7 +1,6 @@
-"""Which boxes of the parameters this rank's shards hold.
+"""Which boxes of the parameters this rank's shards hold: from DTensors to a layout.
 
-Owns: the translation from DTensors to a layout. Does not own: how a model is sharded. Invariant:
-offsets come from torch's own computation, never from rank arithmetic: uneven and strided shards
+Offsets come from torch's own computation, never from rank arithmetic: uneven and strided shards
 (FSDP2 over tensor parallel) do not follow the obvious formula.
 """
 

@@ -1,7 +1,6 @@
-"""Memory of this machine that may still be used.
+"""Memory of this machine that may still be used, as the kernel and a container's limits say.
 
-Owns: reading what the kernel and a container's limits say. Does not own: who needs how much.
-Invariant: torch-free, because the controller's process asks before any other process starts.
+Without torch: the controller's process asks before any other process starts.
 """
 
 from __future__ import annotations

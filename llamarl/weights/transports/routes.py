@@ -1,4 +1,4 @@
-"""Routes: what carries the bytes from a source to a replica, and which copies.
+"""Routes: which transport brings which copies from a source to a replica.
 
 Owns: the choice of transport, the check of hosts and buckets, rendezvous paths. Does not own: which
 source feeds which replica (`assignment.py`), copies (`reshard.py`). Invariant: shared memory and

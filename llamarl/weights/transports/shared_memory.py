@@ -1,7 +1,7 @@
 """Shared memory of one host: segments that other processes can map and that die with their users.
 
 Owns: creating, opening and sizing a segment. Does not own: what lies in it. Invariant: nothing is
-left behind, whoever is killed when.
+left behind, whichever process is killed and when.
 
 A segment is an anonymous file in memory (memfd). Other processes reach it as /proc/PID/fd/N of
 the owner while the owner lives; the kernel frees it when the last process that maps it ends. So
@@ -79,9 +79,9 @@ class Segment:
 
 
 def this_host() -> str:
-    """The name that layouts and staging handles carry for memory of this machine.
+    """The name of this machine in layouts and staging handles.
 
-    The cluster gives it, so that two worker daemons on one machine count as two hosts.
+    The cluster sets it, so that two worker daemons on one machine count as two hosts.
     """
     return os.environ.get(HOST) or socket.gethostname()
 
