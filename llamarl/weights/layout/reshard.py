@@ -153,28 +153,20 @@ def _repeated(
     copies: list[Copy], name: str, model: tuple[Held, Held], own: tuple[Held, Held]
 ) -> list[Copy]:
     """The copies of a pattern's `model`, of parameter `name` instead: other buffers, offsets."""
-    moves = [
-        {
-            rank: (here.boxes[0].buffer, here.boxes[0].offset - there[rank].boxes[0].offset)
-            for rank, here in held.items()
-            if here.boxes
-        }
-        for there, held in zip(model, own, strict=True)
-    ]
     if copies and copies[0].name == name:
         return copies
     repeated = []
     for copy in copies:
-        source_buffer, source_move = moves[0][copy.source_rank]
-        target_buffer, target_move = moves[1][copy.target_rank]
+        source, source_model = (held[0][copy.source_rank].boxes[0] for held in (own, model))
+        target, target_model = (held[1][copy.target_rank].boxes[0] for held in (own, model))
         repeated.append(
             replace(
                 copy,
                 name=name,
-                source_buffer=source_buffer,
-                source_offset=copy.source_offset + source_move,
-                target_buffer=target_buffer,
-                target_offset=copy.target_offset + target_move,
+                source_buffer=source.buffer,
+                source_offset=copy.source_offset + source.offset - source_model.offset,
+                target_buffer=target.buffer,
+                target_offset=copy.target_offset + target.offset - target_model.offset,
             )
         )
     return repeated

@@ -24,8 +24,10 @@ async def attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Tas
     return task
 
 
-def silence(what: str, timeout_s: float) -> TimeoutError:
-    """The error for a call that did not answer."""
+def failure(task: asyncio.Future[Any], what: str, timeout_s: float) -> BaseException | None:
+    """What an attempt raised; TimeoutError if it did not end, None if it succeeded."""
+    if task.done() and not task.cancelled():
+        return task.exception()
     return TimeoutError(f"{what} must end within weights.timeout_s={timeout_s:g} s, got no answer")
 
 

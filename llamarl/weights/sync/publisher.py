@@ -21,7 +21,7 @@ from llamarl.metrics.span import Spans
 from llamarl.protocols import WeightSource
 from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.publish_stats import PublishStats
-from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, SourceLost, TrainerSource
+from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.replicas import Replicas
 from llamarl.weights.sync.states import State
 from llamarl.weights.transports.routes import Routes
@@ -59,7 +59,7 @@ class Publisher:
         self._waiting = dict(generators)
         self._straggler_timeout_s = config.straggler_timeout_s
         self._spans, self._on_hold = spans, on_hold
-        self._trainer = TrainerSource(trainer)
+        self._trainer = Source("trainer", trainer)
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
         self._replicas = Replicas(
             self._trainer,
@@ -126,10 +126,10 @@ class Publisher:
             raise self._replicas.error
         if version <= self.version:
             raise RuntimeError(f"version {version} must be newer than {self.version}, the last one")
-        if self._trainer.is_publishing:
+        if self._trainer.is_steady:
             raise RuntimeError(f"version {version} must wait until the running publish has ended")
         self._require_replicas(f"version {version} must have a connected generator")
-        self._trainer.is_publishing = True
+        self._trainer.is_steady = True
         self._trainer.version = version
         self._replicas.change.notify()
         start_s = time.monotonic()
@@ -137,7 +137,7 @@ class Publisher:
             with self._spans.span("publish", "publish", version=version):
                 await self._spread(version)
         finally:
-            self._trainer.is_publishing = False
+            self._trainer.is_steady = False
         done, self._replicas.stats = self._replicas.stats, PublishStats()
         return replace(done, version=version, seconds=time.monotonic() - start_s)
 

@@ -19,7 +19,7 @@ from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.weights.integrity.comparison import add_up, compare
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 from llamarl.weights.layout.reshard import num_bytes
-from llamarl.weights.sync.calls import Change, Stagger, attempt, silence
+from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.states import Event, State, next_state
 from llamarl.weights.transports.routes import buckets_of
 from llamarl.weights.transports.table import TRANSPORTS
@@ -36,34 +36,19 @@ class PeerRelay(WeightTarget, WeightSource, Protocol):
 class Source:
     """What feeds replicas: the trainer, or a replica (`ReplicaSync`) of the same host.
 
-    `version` is what it holds: the trainer the one published last, a replica its active one.
-    `sums` are the fingerprints of that version where they are known, `num_readers` counts the
-    replicas that have committed some, not all of its buckets.
+    `version` is what it holds: the trainer the one published last, a replica its active one. If it
+    `is_steady`, the version stays as long as `num_readers` replicas have committed some, not all of
+    its buckets: the trainer's during a publish, a replica's while it is whole. `sums` are the
+    fingerprints of the version where they are known.
     """
 
     def __init__(self, name: str, executor: WeightSource) -> None:
         self.name, self.executor = name, executor
         self.version = -1
+        self.is_steady = False
         self.num_readers = 0
         self.sums: dict[str, int] = {}
         self.layout: list[RankLayout] = []  # of what its ranks send; empty until asked
-
-    @property
-    def is_steady(self) -> bool:
-        """True if `version` stays as long as it has readers."""
-        raise NotImplementedError
-
-
-class TrainerSource(Source):
-    """The trainer: it keeps its version until the publish of it has ended."""
-
-    def __init__(self, executor: WeightSource) -> None:
-        super().__init__("trainer", executor)
-        self.is_publishing = False
-
-    @property
-    def is_steady(self) -> bool:
-        return self.is_publishing
 
 
 class SourceLost(Exception):  # noqa: N818 - an outcome more than an error
@@ -105,10 +90,6 @@ class ReplicaSync(Source):
         self._timeout_s, self._change, self._stagger = timeout_s, change, stagger
 
     @property
-    def is_steady(self) -> bool:
-        return self.state.is_whole
-
-    @property
     def is_connected(self) -> bool:
         """True if a route leads here from the present source."""
         return self.state is not State.DISCONNECTED and self.route_source is self.source
@@ -135,7 +116,8 @@ class ReplicaSync(Source):
     async def layout_of(self, source: Source) -> list[RankLayout]:
         """Where the source keeps what it can send, asked once. Raises as `connect` does."""
         if not source.layout:
-            source.layout = await self._read(source, source.executor.source_layout(), "layout")
+            asked = await attempt(source.executor.source_layout(), self._timeout_s)
+            source.layout = self._result(source, asked, "layout")
         return source.layout
 
     async def connect(self, source: Source, route: Route) -> None:
@@ -197,6 +179,7 @@ class ReplicaSync(Source):
 
     def _move(self, event: Event) -> None:
         self.state = next_state(self.state, event)
+        self.is_steady = self.state.is_whole
 
     def _origin(self, source: Source, version: int) -> dict[str, int]:
         """The fingerprints that a sibling of the same layout had of `version`; {} if unknown."""
@@ -233,7 +216,7 @@ class ReplicaSync(Source):
         is_mapped = self.route is not None and TRANSPORTS[self.route.transport].is_mapped
         if not writing.done() and self.route is not None and not is_mapped:
             probe = await attempt(source.executor.source_layout(), PROBE_S)
-            if probe.done() and not probe.cancelled() and probe.exception() is None:
+            if failure(probe, "layout", PROBE_S) is None:
                 raise ReplicaLost(
                     f"generator {self.replica} must take what {source.name} writes within "
                     f"weights.timeout_s={self._timeout_s:g} s, got stuck"
@@ -259,30 +242,19 @@ class ReplicaSync(Source):
                 self._change.notify()
 
     async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
-        """The answer of the replica; ReplicaLost if it raises or is silent."""
+        """Call the replica."""
         return self._answer(await attempt(call, self._timeout_s), step)
 
-    async def _read(self, source: Source, call: Coroutine[Any, Any, T], step: str) -> T:
-        """The answer of the source."""
-        return self._result(source, await attempt(call, self._timeout_s), step)
-
     def _answer(self, task: asyncio.Future[T], step: str) -> T:
-        if not task.done() or task.cancelled():
-            raise ReplicaLost(
-                f"generator {self.replica} must answer {step} within weights.timeout_s="
-                f"{self._timeout_s:g} s, got no answer"
-            )
-        error = task.exception()
+        """What the replica answered; ReplicaLost for all else."""
+        error = failure(task, f"generator {self.replica} {step}", self._timeout_s)
         if error is not None:
             raise ReplicaLost(f"generator {self.replica} failed at {step}: {error!r}") from error
         return task.result()
 
     def _result(self, source: Source, task: asyncio.Future[T], step: str) -> T:
-        error: BaseException | None
-        if not task.done() or task.cancelled():
-            error = silence(f"{source.name} {step}", self._timeout_s)
-        else:
-            error = task.exception()
+        """What the source answered; for all else the error, by whose fault it is."""
+        error = failure(task, f"{source.name} {step}", self._timeout_s)
         if error is None:
             return task.result()
         if isinstance(error, TargetLost):

@@ -16,15 +16,9 @@ from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
 from llamarl.weights.sync.assignment import Assignment
-from llamarl.weights.sync.calls import Change, Stagger, attempt, silence
+from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.publish_stats import PublishStats
-from llamarl.weights.sync.replica_sync import (
-    PeerRelay,
-    ReplicaSync,
-    Source,
-    SourceLost,
-    TrainerSource,
-)
+from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.states import State
 from llamarl.weights.transports.routes import Routes
 
@@ -41,7 +35,7 @@ class Replicas:
 
     def __init__(
         self,
-        trainer: TrainerSource,
+        trainer: Source,
         routes: Routes,
         spans: Spans,
         *,
@@ -105,8 +99,9 @@ class Replicas:
 
     async def _meet(self, replica: int, generator: PeerRelay) -> ReplicaSync:
         asked = await attempt(generator.target_layout(), self._timeout_s)
-        if not asked.done():
-            raise silence(f"generator {replica} layout", self._timeout_s)
+        error = failure(asked, f"generator {replica} layout", self._timeout_s)
+        if error is not None:
+            raise error
         return ReplicaSync(
             replica,
             generator,
@@ -213,7 +208,7 @@ class Replicas:
             return
         call = source.executor.connect_target(sync.replica, None)
         task = await attempt(call, self._timeout_s)
-        error = task.exception() if task.done() else TimeoutError("no answer")
+        error = failure(task, f"{source.name} connect", self._timeout_s)
         if error is not None and source is self._trainer and task.done():
             self._fail(error)
         elif error is not None:

@@ -154,9 +154,8 @@ class CollectiveSender:
                 memory = buffers[side] = _room(buffers[side], message, self.group.device)
                 for copy, values in message.each(memory):
                     copy_cast(copy, values)
-                sealed = _seal(memory, message, (version, bucket, index, 1))
                 num_sent[rank] += 1
-                pending[side] = self._send(sealed, rank, _tag(version, bucket, index))
+                pending[side] = self._send(memory, message, rank, (version, bucket, index, 1))
         except BaseException:
             for rank, made in by_rank.items():
                 self._send_end(version, bucket, num_sent[rank], made, rank)
@@ -169,9 +168,14 @@ class CollectiveSender:
         self._is_broken = True
         self.group.give_up()
 
-    def _send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
+    def _send(
+        self, memory: Tensor, message: Message, rank: int, trailer: tuple[int, int, int, int]
+    ) -> list[Any]:
+        """Begin to send the message with the trailer written behind it."""
+        sealed = memory[: _sealed_bytes(message)]
+        sealed[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(trailer, dtype=torch.int64))
         try:
-            return self.group.send(memory, rank, tag)
+            return self.group.send(sealed, rank, _tag(*trailer[:3]))
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -195,8 +199,7 @@ class CollectiveSender:
         """In place of the next message, if any: nothing more comes for this bucket."""
         if index < len(made) and not self._is_broken:
             memory = _room(Tensor(), made[index], self.group.device)
-            sealed = _seal(memory, made[index], (version, bucket, index, 0))
-            self._finish([self._send(sealed, rank, _tag(version, bucket, index))], 0)
+            self._finish([self._send(memory, made[index], rank, (version, bucket, index, 0))], 0)
 
 
 class CollectiveReceiver:
@@ -278,13 +281,6 @@ def _room(memory: Tensor, message: Message, device: torch.device) -> Tensor:
     if memory.dtype == torch.uint8 and memory.numel() >= num_bytes:
         return memory
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _seal(memory: Tensor, message: Message, trailer: tuple[int, int, int, int]) -> Tensor:
-    """The message with its trailer written behind it."""
-    sealed = memory[: _sealed_bytes(message)]
-    sealed[-TRAILER_BYTES:].view(torch.int64).copy_(torch.tensor(trailer, dtype=torch.int64))
-    return sealed
 
 
 def _tag(version: int, bucket: int, index: int) -> int:
