@@ -69,9 +69,9 @@ def trainer_boxes(rank):
 
 
 class SocketRdma:
-    """transport.Rdma over a unix socket: the owner of the memory runs a thread that fills it.
+    """protocol.Rdma over a unix socket: the owner of the memory runs a thread that fills it.
 
-    `damage` "commit" changes one bit of the next message, "skip" leaves it out.
+    `damage` "flip" changes one bit of the next message, "skip" leaves it out.
     """
 
     def __init__(self):
@@ -92,7 +92,7 @@ class SocketRdma:
         if damage == "skip":
             return
         message = message.clone()
-        if damage == "commit":
+        if damage == "flip":
             message[-1] ^= 1
         with Client(handle[0], family="AF_UNIX") as connection:
             connection.send((handle[1], bytes(message.numpy())))
@@ -165,7 +165,7 @@ class TrainerRank:
 
     def damage(self, kind):
         self._rdma.damage = kind
-        if kind == "commit":
+        if kind == "flip":
             for _, sender in self._writer._routes.values():
                 if hasattr(sender, "group"):
                     sender.group = BitFlip(sender.group)
@@ -235,7 +235,7 @@ def bits(flat):
 
 
 class GeneratorRanks:
-    """All ranks of one replica in one process, and a thread that keeps reading the live memory."""
+    """All ranks of one replica in one process, and a thread that keeps reading the active memory."""
 
     def __init__(self):
         self._step = threading.Lock()  # held while "decoding": a commit waits for the boundary
@@ -311,7 +311,7 @@ class GeneratorRanks:
     def layout(self):
         return [weight_buffer.layout() for weight_buffer in self._weight_buffers]
 
-    def live_layout(self):
+    def source_layout(self):
         return [writer.layout() for writer in self._writers]
 
     def connect_source(self, route):
@@ -339,12 +339,14 @@ class GeneratorRanks:
     def commit(self, version, bucket):
         with self._step:
             self._is_still = True
-            live = [weight_buffer.commit(version, bucket) for weight_buffer in self._weight_buffers]
-            if live[0] is not None:
+            active = [
+                weight_buffer.commit(version, bucket) for weight_buffer in self._weight_buffers
+            ]
+            if active[0] is not None:
                 self._expected = self._whole(version)
                 self._look()
                 self._is_still = self._is_staged
-                for writer, flat in zip(self._writers, live, strict=True):
+                for writer, flat in zip(self._writers, active, strict=True):
                     writer.tensors.label(version, {"weights": flat})
         return [3 for _ in self._weight_buffers]
 
@@ -432,8 +434,8 @@ class Remote:
 
 
 class Trainer:
-    """protocols.Sender over the two trainer ranks. `bend` changes routes, as a bad planner would;
-    `before` hears of the staging handles of a write, `after` that it has ended."""
+    """A WeightSource over the two trainer ranks. `bend` changes routes, as a wrong plan would;
+    `before` is called with the staging handles of a write, `after` when it has ended."""
 
     def __init__(self, ranks, bend=lambda route: route):
         self.ranks, self.bend = ranks, bend
@@ -456,7 +458,7 @@ class Trainer:
 
 
 class Generator:
-    """protocols.Receiver and Sender over one process. `before` hears of each call."""
+    """A PeerRelay over one process. `before` is called with the name of each call."""
 
     def __init__(self, host, bend=lambda route: route):
         self.host, self.bend = host, bend
@@ -467,7 +469,7 @@ class Generator:
         return await self.host.ask(name, *args)
 
     async def source_layout(self):
-        return await self._ask("live_layout")
+        return await self._ask("source_layout")
 
     async def connect_target(self, replica, route):
         return await self._ask("connect_target", replica, route)

@@ -93,7 +93,7 @@ def test_who_comes_alone_is_told(ends) -> None:
     ends.publish(1)
 
 
-def test_a_discard_ends_a_reception_that_nobody_serves_and_a_new_route_heals_it(ends) -> None:
+def test_an_abort_ends_a_receive_without_a_sender_and_a_new_route_repairs_it(ends) -> None:
     ends.connect()
     ends.publish(1)
     started_s = time.monotonic()
@@ -104,7 +104,9 @@ def test_a_discard_ends_a_reception_that_nobody_serves_and_a_new_route_heals_it(
     for _ in range(2):
         with pytest.raises(TargetLost):
             ends.writer.write(2, handles)
-    with pytest.raises(RuntimeError, match="trainer must connect anew: the connection was lost"):
+    with pytest.raises(
+        RuntimeError, match="trainer must be connected again: the connection was lost"
+    ):
         ends.weight_buffer.prepare(2, 0)
     ends.connect()
     ends.publish(2)
@@ -121,7 +123,7 @@ def test_a_target_that_never_receives_is_lost_in_bounded_time(ends) -> None:
     ends.writer.write(2, stale)
     started_s = time.monotonic()
     with pytest.raises(TargetLost, match="generator 0 is out of reach"):
-        ends.writer.write(2, stale)  # all that was offered has been received
+        ends.writer.write(2, stale)  # all that was sent has been received
     assert time.monotonic() - started_s < 10 * TIMEOUT_S
 
 

@@ -1,4 +1,4 @@
-"""Publishing on fakes that model parts: who sends what when, and what a failure leaves behind."""
+"""Publishing on fakes that model buckets: who sends what when, and what a failure leaves behind."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.publisher import Publisher
 
 NAMES = ("layers.0.weight", "layers.1.weight", "norm")
-WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one part, a part per parameter
+WHOLE, SINGLE = (NAMES,), tuple((name,) for name in NAMES)  # one bucket, a bucket per parameter
 NUM_BYTES = len(NAMES) * 4 * 4
 
 
@@ -50,7 +50,7 @@ class World:
         device="cpu",
         **fields,
     ):
-        self.journal, self.heard = [], []
+        self.journal, self.events = [], []
         self.failures, self.delay_s = {}, lambda who, step: 0.0
         self.buckets = buckets
         self.trainer = FakeTrainer(self)
@@ -65,8 +65,8 @@ class World:
             ),
             rendezvous_folder=str(folder),
             generator_device=device,
-            on_commit=lambda replica, version: self.heard.append((replica, version)),
-            on_lost=lambda replica, why: self.heard.append((replica, str(why))),
+            on_commit=lambda replica, version: self.events.append((replica, version)),
+            on_lost=lambda replica, why: self.events.append((replica, str(why))),
         )
 
     async def note(self, who, step, *entry):
@@ -95,7 +95,7 @@ class World:
 
 
 class FakeSource:
-    """What trainer and generators share: writing into offered memory, remembering routes."""
+    """What trainer and generators share: writing into prepared memory, remembering routes."""
 
     async def connect_target(self, replica, route):
         self.routes[replica] = route
@@ -136,7 +136,7 @@ class FakeTrainer(FakeSource):
 
 
 class FakeGenerator(FakeSource):
-    """A replica of one rank with a staging for one part; `live` is name -> version.
+    """A replica of one rank with staging memory for one bucket; `active` is name -> version.
 
     Once dead, by a call to `kill` or after `calls_left` calls, it answers nothing but errors.
     """
@@ -151,7 +151,7 @@ class FakeGenerator(FakeSource):
 
     @property
     def version(self):
-        """The live version; a replica that decodes has one for all parameters."""
+        """The active version; a replica that decodes has one for all parameters."""
         (version,) = set(self.active.values())
         return version
 
@@ -246,7 +246,7 @@ def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first
         assert (stats.version, stats.lost, stats.num_running) == (7, {}, {0: 3, 1: 3, 2: 3})
         assert (stats.num_bytes, stats.num_relayed_bytes) == (NUM_BYTES, 2 * NUM_BYTES)
         assert stats.seconds >= 0
-        assert sorted(world.heard) == [(0, 7), (1, 7), (2, 7)]
+        assert sorted(world.events) == [(0, 7), (1, 7), (2, 7)]
 
     run(main())
 
@@ -346,7 +346,7 @@ def test_an_error_while_connecting_at_the_start_is_raised_as_it_is(step) -> None
     run(main())
 
 
-def test_both_ends_of_a_route_are_told_at_the_same_time() -> None:
+def test_both_ends_of_a_route_are_connected_at_the_same_time() -> None:
     async def main():
         world = World(("h",))
         ends = asyncio.Barrier(2)
@@ -364,7 +364,7 @@ def test_both_ends_of_a_route_are_told_at_the_same_time() -> None:
     run(main())
 
 
-def test_parts_are_offered_written_compared_and_committed_one_after_the_other() -> None:
+def test_buckets_are_prepared_written_verified_and_committed_one_after_the_other() -> None:
     async def main():
         world = await World(buckets=SINGLE).connected()
         await world.publish(0)
@@ -417,7 +417,7 @@ def test_a_stuck_turn_ends_after_its_limit_and_is_not_given_back_twice() -> None
     run(main())
 
 
-def test_a_slow_replica_holds_nobody_and_catches_up_with_the_newest() -> None:
+def test_a_slow_replica_holds_no_other_and_catches_up_with_the_newest() -> None:
     async def main():
         world = await World(("h",) * 3, timeout_s=60.0).connected()
         clock = asyncio.get_running_loop().time
@@ -425,13 +425,15 @@ def test_a_slow_replica_holds_nobody_and_catches_up_with_the_newest() -> None:
         for version in range(5):
             start_s = clock()
             stats = await world.publish(version)
-            assert clock() - start_s == pytest.approx(1.0), "the grace, not the slow replica"
+            assert clock() - start_s == pytest.approx(1.0), (
+                "the timeout for stragglers, not the slow replica"
+            )
             assert stats.num_running == {0: 3, 2: 3}
         world.delay_s = lambda who, step: 0.0
         await asyncio.sleep(20)
         assert world.versions() == [4, 4, 4]
-        assert [v for r, v in world.heard if r == 1][-1] == 4
-        assert len([v for r, v in world.heard if r == 1]) <= 2, "it skipped what was overtaken"
+        assert [v for r, v in world.events if r == 1][-1] == 4
+        assert len([v for r, v in world.events if r == 1]) <= 2, "it skipped what was overtaken"
         stats = await world.publish(5)
         assert stats.num_running == {0: 3, 1: 3, 2: 3}
         assert stats.num_relayed_bytes >= 3 * NUM_BYTES, "the commits between publishes count too"
@@ -449,7 +451,7 @@ def test_a_replica_that_fails_at_any_step_is_lost_and_the_others_are_published(
     async def main():
         world = await World(("h",) * 3, buckets=buckets, straggler_timeout_s=60.0).connected()
         await world.publish(0)
-        world.heard.clear()
+        world.events.clear()
         world.failures[replica, step] = failure
         stats = await world.publish(1)
         others = [i for i in range(3) if i != replica]
@@ -462,7 +464,7 @@ def test_a_replica_that_fails_at_any_step_is_lost_and_the_others_are_published(
         assert isinstance(stats.lost[replica], ReplicaLost)
         assert failure == "hang" or stats.lost[replica].__cause__ is failure
         expected = [(i, 1) for i in others] + [(replica, str(stats.lost[replica]))]
-        assert sorted(world.heard, key=str) == sorted(expected, key=str)
+        assert sorted(world.events, key=str) == sorted(expected, key=str)
         assert world.publisher.replicas == others
         source = world.generators[0] if replica else world.trainer
         await asyncio.sleep(0.1)
@@ -500,7 +502,7 @@ def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(b
 
 
 @pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
-def test_a_failure_before_the_first_commit_is_discarded_and_after_it_the_replica_is_lost(
+def test_a_failure_before_the_first_commit_is_aborted_and_after_it_the_replica_is_lost(
     buckets,
 ) -> None:
     async def main():
@@ -527,7 +529,7 @@ def test_a_failure_before_the_first_commit_is_discarded_and_after_it_the_replica
         else:
             assert list(stats.lost) == [1]
             assert "gone on, amid generator 1's commit" in str(stats.lost[1])
-            assert world.generators[1].calls_left == 0, "it was told"
+            assert world.generators[1].calls_left == 0, "it was aborted"
 
     run(main())
 
@@ -576,12 +578,12 @@ def test_a_replica_that_joins_or_comes_back_gets_the_newest_version() -> None:
     run(main())
 
 
-def test_a_version_that_its_source_has_no_more_is_discarded_and_the_next_one_taken() -> None:
+def test_a_version_that_its_source_has_no_more_is_aborted_and_the_next_one_taken() -> None:
     async def main():
         world = await World("ab").connected()
         await world.publish(0)
         world.delay_s = lambda who, step: 4.0 * ((who, step) == (1, "prepare"))
-        await world.publish(1)  # returns after the grace
+        await world.publish(1)  # returns after the timeout for stragglers
         world.trainer.version = 2  # the trainer steps
         await asyncio.sleep(10)
         assert world.steps(1)[-2:] == ["abort", "connect_source"], "nothing old may arrive later"
@@ -606,7 +608,7 @@ def test_a_publish_that_the_trainer_has_overtaken_ends_without_commits(hosts) ->
     run(main())
 
 
-def test_a_publish_in_parts_waits_for_those_that_the_trainer_feeds_and_no_others() -> None:
+def test_a_publish_in_buckets_waits_for_those_that_the_trainer_feeds_and_no_others() -> None:
     async def main():
         world = await World("abb", buckets=SINGLE, timeout_s=60.0).connected()
         await world.publish(0)
@@ -615,7 +617,7 @@ def test_a_publish_in_parts_waits_for_those_that_the_trainer_feeds_and_no_others
         for version in (1, 2):
             await world.publish(version)
             assert [world.generators[i].version for i in (0, 1)] == [version] * 2
-            world.trainer.version += 1  # the trainer steps: no replica sync may need the old one
+            world.trainer.version += 1  # the trainer steps: no replica may need the old one
         await asyncio.sleep(20)
         slow = 2
         start_s = asyncio.get_running_loop().time()
@@ -628,7 +630,7 @@ def test_a_publish_in_parts_waits_for_those_that_the_trainer_feeds_and_no_others
     run(main())
 
 
-def test_a_replica_in_parts_that_joins_too_late_for_a_version_waits_for_the_next() -> None:
+def test_a_replica_with_buckets_that_joins_too_late_for_a_version_waits_for_the_next() -> None:
     async def main():
         world = await World("a", buckets=SINGLE, straggler_timeout_s=0.0).connected()
         await world.publish(0)
@@ -653,7 +655,7 @@ def test_a_replica_in_parts_that_joins_too_late_for_a_version_waits_for_the_next
     run(main())
 
 
-def test_a_head_does_not_change_while_others_take_it_over_part_by_part() -> None:
+def test_a_head_does_not_change_while_others_take_it_over_bucket_by_bucket() -> None:
     async def main():
         world = await World(
             "aaa", buckets=SINGLE, straggler_timeout_s=0.0, transport="rdma"
@@ -816,7 +818,7 @@ def test_a_replica_at_which_the_write_of_a_living_trainer_hangs_is_lost() -> Non
 
 
 @pytest.mark.parametrize("error", [MemoryError("own"), None])
-def test_an_error_of_a_lane_in_the_background_surfaces(error) -> None:
+def test_an_error_of_a_replica_in_the_background_surfaces(error) -> None:
     async def main():
         world = await World("ab", timeout_s=60.0).connected()
         await world.publish(0)
@@ -838,9 +840,7 @@ def test_an_error_of_a_lane_in_the_background_surfaces(error) -> None:
 
 
 @pytest.mark.parametrize("failure", ["hang", OSError("too")])
-def test_a_discard_that_fails_does_not_hide_or_delay_the_error(
-    failure, monkeypatch, caplog
-) -> None:
+def test_an_abort_that_fails_does_not_hide_or_delay_the_error(failure, monkeypatch, caplog) -> None:
     monkeypatch.setattr(replica_sync, "ABORT_S", 0.05)
 
     async def main():
@@ -856,15 +856,15 @@ def test_a_discard_that_fails_does_not_hide_or_delay_the_error(
     assert "never retrieved" not in caplog.text
 
 
-def test_a_loss_is_heard_of_while_other_replicas_are_busy() -> None:
+def test_a_loss_is_reported_while_other_replicas_are_busy() -> None:
     async def main():
         world = await World("ab").connected()
         world.failures[1, "prepare"] = ConnectionError("gone")
         world.failures[0, "commit"] = "hang"
         task = asyncio.create_task(world.publish(0))
-        while not world.heard:
+        while not world.events:
             await asyncio.sleep(0.01)
-        assert world.heard[0][0] == 1
+        assert world.events[0][0] == 1
         assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -897,7 +897,7 @@ def test_versions_go_up_and_publishes_go_one_by_one() -> None:
     run(main())
 
 
-def test_a_replica_that_is_dropped_while_it_is_written_to_is_forgotten_after_its_discard() -> None:
+def test_a_replica_that_is_dropped_while_it_is_written_to_is_forgotten_after_its_abort() -> None:
     async def main():
         world = await World("abc").connected()
         world.failures["verify"] = "hang"
@@ -916,7 +916,7 @@ def test_a_replica_that_is_dropped_while_it_is_written_to_is_forgotten_after_its
     run(main())
 
 
-def test_closing_ends_the_lanes_and_discards_what_was_offered() -> None:
+def test_closing_ends_the_tasks_and_aborts_what_was_prepared() -> None:
     async def main():
         world = await World("ab").connected()
         world.failures["trainer", "write"] = "hang"
@@ -948,7 +948,7 @@ def test_healthy_publishes_with_random_delays_raise_nothing(num_publishes, bucke
         await world.publisher.publish(num_publishes)
         await asyncio.sleep(60)
         assert world.versions() == [num_publishes] * 5
-        order = [[v for r, v in world.heard if r == replica] for replica in range(5)]
+        order = [[v for r, v in world.events if r == replica] for replica in range(5)]
         assert all(versions == sorted(set(versions)) for versions in order)
         assert set(chain(*order)) <= set(range(num_publishes + 1))
         assert not watching.done()
@@ -957,7 +957,7 @@ def test_healthy_publishes_with_random_delays_raise_nothing(num_publishes, bucke
 
 
 @pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
-def test_whoever_dies_when_the_others_get_to_the_newest_version(buckets) -> None:
+def test_whichever_replica_dies_the_others_get_to_the_newest_version(buckets) -> None:
     async def main(seed):
         rng = random.Random(seed)
         world = await World(

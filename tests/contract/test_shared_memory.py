@@ -91,9 +91,9 @@ def ends(weight_buffer):
 def test_a_publish_fills_the_boxes_and_leaves_the_rest_alone(ends) -> None:
     ends.weight_buffer.active[:] = ends.weight_buffer.staging[:] = 7.0
     ends.publish(0)
-    live = ends.weight_buffer.active
-    assert torch.equal(live[8:32].view(6, 4), ends.weights)
-    assert set(live[:8].tolist() + live[32:].tolist()) == {7.0}
+    active = ends.weight_buffer.active
+    assert torch.equal(active[8:32].view(6, 4), ends.weights)
+    assert set(active[:8].tolist() + active[32:].tolist()) == {7.0}
     assert (ends.weight_buffer.staging == 7).all()
 
 
@@ -130,7 +130,7 @@ def test_the_sender_casts(weight_buffer) -> None:
 
 
 def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
-    """Not even by a copy that was on its way: the memory may be offered anew by then."""
+    """Not even by a copy that was on its way: the memory may be prepared again by then."""
     sender, copies = MappedSender(ends.route, HERE), 2 * list(ends.route.copies)
     begun, may_end, outcome = threading.Event(), threading.Event(), []
 
@@ -186,7 +186,7 @@ def num_mappings() -> int:
 
 
 def test_calls_in_a_wrong_order_are_refused_and_change_nothing(weight_buffer) -> None:
-    live = weight_buffer.active
+    active = weight_buffer.active
     calls = [(weight_buffer.verify, 0), (weight_buffer.commit, 0), (weight_buffer.abort,)]
     for call, *bucket in calls:
         with pytest.raises(RuntimeError, match="bucket 0 of version 1 must be prepared, none is"):
@@ -201,7 +201,7 @@ def test_calls_in_a_wrong_order_are_refused_and_change_nothing(weight_buffer) ->
             RuntimeError, match="0 of version 2 must be prepared, bucket 0 of version 1 is"
         ):
             call(2, *bucket)
-    assert weight_buffer.active.data_ptr() == live.data_ptr()
+    assert weight_buffer.active.data_ptr() == active.data_ptr()
     weight_buffer.abort(1)
     with pytest.raises(
         RuntimeError, match="bucket 0 of version 1 must be prepared next, got bucket 1"
@@ -209,8 +209,8 @@ def test_calls_in_a_wrong_order_are_refused_and_change_nothing(weight_buffer) ->
         weight_buffer.prepare(1, 1)
     weight_buffer.prepare(1, 0)
     committed = weight_buffer.commit(1, 0)
-    assert committed.data_ptr() == weight_buffer.active.data_ptr() != live.data_ptr()
-    assert weight_buffer.staging.data_ptr() == live.data_ptr()
+    assert committed.data_ptr() == weight_buffer.active.data_ptr() != active.data_ptr()
+    assert weight_buffer.staging.data_ptr() == active.data_ptr()
     for version in (1, 0):
         with pytest.raises(RuntimeError, match="must be newer than 1, the active one"):
             weight_buffer.prepare(version, 0)
@@ -298,7 +298,7 @@ def mapped(label):
     return label in pathlib.Path("/proc/self/maps").read_text()
 
 
-def own_an_weight_buffer(pipe):
+def own_a_weight_buffer(pipe):
     weight_buffer = make_weight_buffer(run_id="killed")
     pipe.send((weight_buffer.prepare(0, 0), weight_buffer.layout()))
     pipe.recv()
@@ -306,7 +306,7 @@ def own_an_weight_buffer(pipe):
 
 def test_a_killed_owner_leaves_nothing_behind() -> None:
     here, there = FORKS.Pipe()
-    owner = FORKS.Process(target=own_an_weight_buffer, args=(there,), daemon=True)
+    owner = FORKS.Process(target=own_a_weight_buffer, args=(there,), daemon=True)
     owner.start()
     there.close()
     handle, target = here.recv()
@@ -320,7 +320,7 @@ def test_a_killed_owner_leaves_nothing_behind() -> None:
     assert mapped("llamarl-killed")
     owner.kill()
     owner.join()
-    writer.write(0, [handle])  # into memory that nobody reads, but not into a fault
+    writer.write(0, [handle])  # into memory that no process reads, but without a fault
     writer.connect(0, way)  # as if the replica had been restarted
     assert not mapped("llamarl-killed")
     with pytest.raises(TargetLost, match="cannot be opened"):
@@ -349,10 +349,10 @@ def test_a_weight_buffer_that_was_committed_half_cannot_go_back(weight_buffer) -
     assert split.layout().parameters["x"].boxes[0].offset == 0
     split.prepare(0, 0)
     split.abort(0)  # nothing was committed
-    for bucket, live in ((0, None), (1, split.active)):
+    for bucket, active in ((0, None), (1, split.active)):
         split.prepare(0, bucket)
         split.staging.fill_(bucket + 1)
-        assert split.commit(0, bucket) is live
+        assert split.commit(0, bucket) is active
     assert split.active.tolist() == [1.0] * 24 + [2.0] * 24
     split.prepare(1, 0)
     split.commit(1, 0)
@@ -386,13 +386,13 @@ def test_a_staged_weight_buffer_has_one_memory_and_no_bucket() -> None:
         make_weight_buffer(is_staged=True, staging="bucket")
     for staging in ("double_buffer", "host"):
         weight_buffer = make_weight_buffer(is_staged=True, staging=staging)
-        retired = []
-        weight_buffer.before_overwrite = retired.append
+        overwritten = []
+        weight_buffer.before_overwrite = overwritten.append
         assert weight_buffer.active.data_ptr() == weight_buffer.staging.data_ptr()
         for version in range(3):
             weight_buffer.prepare(version, 0)
             assert weight_buffer.commit(version, 0) is weight_buffer.active
-        assert retired == [-1, 0, 1]  # what lay there when it was offered again
+        assert overwritten == [-1, 0, 1]  # what lay there when it was prepared again
         weight_buffer.close()
 
 
@@ -401,10 +401,10 @@ def test_a_staged_weight_buffer_has_one_memory_and_no_bucket() -> None:
 )
 def test_what_is_overwritten_is_announced(staging, expected) -> None:
     weight_buffer = make_weight_buffer(staging=staging)
-    retired = []
-    weight_buffer.before_overwrite = retired.append
+    overwritten = []
+    weight_buffer.before_overwrite = overwritten.append
     for version in range(3):
         weight_buffer.prepare(version, 0)
         weight_buffer.commit(version, 0)
-    assert retired == expected
+    assert overwritten == expected
     weight_buffer.close()

@@ -33,7 +33,7 @@ def world(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def connected(world, transport, staging, trainer, generators):
-    """The publisher, connected; left without a trace in the ends, whatever happened."""
+    """The publisher, connected; both ends forget it afterwards, whatever happened."""
     publisher = world.publisher(transport, staging, trainer, generators)
     try:
         await publisher.connect()
@@ -54,7 +54,7 @@ EACH += [pytest.param(each, tuple(KINDS), marks=pytest.mark.slow) for each, _ in
 
 @pytest.mark.parametrize(("staging", "kinds"), EACH)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_version_arrives_bit_by_bit_while_the_live_weights_are_read(
+def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
     world, transport, staging, kinds
 ) -> None:
     async def run(kind):
@@ -99,7 +99,7 @@ def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -
 
 
 def refused(world, transport, kind, word, *, bend=lambda route: route, damage=None, after=None):
-    """A publish is damaged on its way, found out, and leaves the live weights; the next one works.
+    """A publish is damaged on its way, found out, and leaves the active weights; the next one works.
 
     `bend` changes the route for both ends; `damage` goes to the first trainer rank before it
     writes, `after` to the generator after the write.
@@ -133,13 +133,15 @@ def refused(world, transport, kind, word, *, bend=lambda route: route, damage=No
 @pytest.mark.parametrize(
     ("kind", "name"), [("fused", "wide"), ("cast", "norm"), ("sharded", "scale"), ("sharded", "v")]
 )
-def test_one_committed_bit_anywhere_in_the_staging_is_found_and_named(world, kind, name) -> None:
+def test_one_flipped_bit_anywhere_in_the_staging_memory_is_found_and_named(
+    world, kind, name
+) -> None:
     refused(world, "shared_memory", kind, name, after=("flip_bit", name))
 
 
 @pytest.mark.parametrize("transport", ["collective", "rdma"])
-def test_one_committed_bit_in_a_message_is_found(world, transport) -> None:
-    refused(world, transport, "cast", "must arrive as written", damage="commit")
+def test_one_flipped_bit_in_a_message_is_found(world, transport) -> None:
+    refused(world, transport, "cast", "must arrive as written", damage="flip")
 
 
 def test_a_message_that_never_came_leaves_an_old_one_and_is_found(world) -> None:
@@ -214,7 +216,7 @@ def test_reading_from_another_place_than_the_layout_says_is_refused(world) -> No
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_version_that_goes_away_is_given_up_and_the_next_one_comes_on_the_same_route(
+def test_a_version_that_goes_away_is_aborted_and_the_next_one_comes_on_the_same_route(
     world, transport
 ) -> None:
     host = world.hosts[0]
@@ -233,7 +235,7 @@ def test_a_version_that_goes_away_is_given_up_and_the_next_one_comes_on_the_same
             outcomes = await asyncio.gather(*writes, return_exceptions=True)
             with pytest.raises(StaleVersion, match=f"version {version} is not there"):
                 raise outcomes[1]
-            with contextlib.suppress(RuntimeError):  # of a transport that tells the target, too
+            with contextlib.suppress(RuntimeError):  # of a transport whose target notices it, too
                 await generator.verify(version, 0)
             await generator.abort(version)
             assert time.monotonic() - started_s < 5
@@ -283,7 +285,9 @@ def test_a_replica_killed_between_any_two_calls_is_lost_and_the_others_go_on(
         victim.close()
 
 
-def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_more(world) -> None:
+def test_the_siblings_of_a_lost_head_get_a_new_source_only_once_it_cannot_write_any_more(
+    world,
+) -> None:
     async def run():
         for replica, host in enumerate(world.hosts):
             host.call("build", replica, "fused", "double_buffer")
@@ -325,7 +329,7 @@ def test_the_siblings_of_a_lost_head_are_fed_anew_only_once_it_cannot_write_any_
 
 @pytest.mark.parametrize("call", ["prepare", "write", "verify", "commit"])
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_tears_no_weights(
+def test_a_trainer_rank_killed_between_any_two_calls_ends_the_publish_and_mixes_no_versions(
     world, transport, call
 ) -> None:
     """Rank 1 is killed just before `call` on the first replica; the second gets it from there."""

@@ -105,7 +105,7 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
                 name,
             )
     writer.close()
-    dist.barrier()  # nobody frees what another still writes to
+    dist.barrier()  # no rank frees what another still writes to
     if weight_buffer is not None:
         weight_buffer.close()
     loads: Counter[int] = Counter()

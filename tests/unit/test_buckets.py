@@ -1,4 +1,4 @@
-"""Cutting weight buffers into parts, and routes into messages."""
+"""Cutting weight buffers into buckets, and routes into messages."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ def parameter(*boxes):
     return ParameterLayout(shape=(8, 8), dtype="float32", boxes=tuple(made))
 
 
-def test_parts_are_consecutive_ranges_and_fused_parameters_stay_together() -> None:
+def test_buckets_are_consecutive_ranges_and_fused_parameters_stay_together() -> None:
     parameters = {
         "last": parameter((2, 5, 100, (5, 1))),
         "q": parameter((4, 2, 0, (1, 12))),
@@ -38,7 +38,11 @@ def test_parts_are_consecutive_ranges_and_fused_parameters_stay_together() -> No
     assert (norm.names, norm.begin, norm.end) == (("norm",), 30, 36)
     assert (last.names, last.begin, last.end) == (("last",), 100, 110)
     first, second = cut_buckets(parameters, 36)
-    assert (first.begin, first.end, first.is_dense) == (0, 36, False)  # 24:30 is nobody's
+    assert (first.begin, first.end, first.is_dense) == (
+        0,
+        36,
+        False,
+    )  # 24:30 belongs to no parameter
     assert second.names == ("last",)
     (only,) = cut_buckets(parameters, 1000)
     assert set(only.names) == set(parameters)

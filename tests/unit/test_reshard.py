@@ -1,4 +1,4 @@
-"""The planner against plain gather-and-slice, on random layouts of both sides.
+"""The reshard plan against plain gather-and-slice, on random layouts of both sides.
 
 A replica that passes on what it holds is a source like any other.
 """

@@ -214,7 +214,9 @@ class CollectiveReceiver:
 
     def open(self, version: int, bucket: int, flat: Tensor) -> object:
         if self._is_broken:
-            raise RuntimeError(f"{self._route.source} must connect anew: the connection was lost")
+            raise RuntimeError(
+                f"{self._route.source} must be connected again: the connection was lost"
+            )
         self._error = None
         self._thread = threading.Thread(
             target=self._receive, args=(version, bucket, flat), name="receive-weights", daemon=True
