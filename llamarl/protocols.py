@@ -133,11 +133,11 @@ class WeightSource(Protocol):
         """Where each rank keeps its boxes of the parameters."""
 
     async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        """Remember the route to `replica`; each rank keeps the copies it is the source of. None
-        forgets the replica and frees what was mapped for it."""
+        """Keep the route to `replica`: each rank those copies that start at it. None forgets the
+        replica and unmaps its memory."""
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
-        """Write one part of `version` into the offered memory of one replica (an offer per rank).
+        """Write one bucket of `version` into the staging memory of one replica (a handle per rank).
 
         Returns the fingerprints of what was written, by parameter, for all its ranks together: an
         element that several generator ranks hold counts once for each. Raises StaleVersion if
@@ -152,24 +152,24 @@ class WeightTarget(Protocol):
         """Where each rank wants its boxes of the parameters."""
 
     async def connect_source(self, route: Route) -> list[None]:
-        """Remember the route that leads here; it replaces the one before."""
+        """Keep the route that leads here; it replaces the one before."""
 
     async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
-        """Open the staging memory for one part of `version` and say where it is."""
+        """Open the staging memory for one bucket of `version` and say where it is."""
 
     async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
-        """Fingerprints of the part's parameters in the staging memory: all that the rank holds.
+        """Fingerprints of the bucket's parameters in the staging memory: all that the rank holds.
 
         Waits until what the source wrote has arrived.
         """
 
     async def commit(self, version: int, bucket: int) -> list[int]:
-        """Take over the part between two decode steps; returns the number of running rollouts.
+        """Make the bucket active between two decode steps; returns the number of running rollouts.
 
-        With the last part the version is live. Decoding stands still between the first part's
+        With the last bucket the version is active. Decoding stands still between the first bucket's
         commit and the last one's.
         """
 
     async def abort(self, version: int) -> list[None]:
-        """Forget what was offered; the live weights stay. A replica some of whose parts were
-        committed already cannot: it raises, and computes nothing any more."""
+        """Forget what was prepared; the active weights stay. If some buckets of the version were
+        committed already it raises, and the replica computes nothing any more."""

@@ -235,7 +235,7 @@ def bits(flat):
 
 
 class GeneratorRanks:
-    """All ranks of one replica in one process, and a thread that keeps reading the active memory."""
+    """All ranks of one replica in one process, and a thread that reads the active memory."""
 
     def __init__(self):
         self._step = threading.Lock()  # held while "decoding": a commit waits for the boundary

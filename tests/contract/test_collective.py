@@ -79,7 +79,7 @@ def test_only_loopback_listens(ends) -> None:
     assert all(address.startswith("127.0.0.1:") for address in mine), mine
 
 
-def test_who_comes_alone_is_told(ends) -> None:
+def test_an_end_that_comes_alone_gets_an_error(ends) -> None:
     started_s = time.monotonic()
     with ThreadPoolExecutor() as pool:
         writing = pool.submit(ends.writer.connect, 0, ends.route())

@@ -129,7 +129,7 @@ def test_the_sender_casts(weight_buffer) -> None:
     small.close()
 
 
-def test_nothing_is_written_any_more_once_the_writer_has_let_go(ends) -> None:
+def test_nothing_is_written_any_more_once_the_sender_is_closed(ends) -> None:
     """Not even by a copy that was on its way: the memory may be prepared again by then."""
     sender, copies = MappedSender(ends.route, HERE), 2 * list(ends.route.copies)
     begun, may_end, outcome = threading.Event(), threading.Event(), []

@@ -99,7 +99,7 @@ def test_many_healthy_publishes_raise_nothing(world, transport, num_publishes) -
 
 
 def refused(world, transport, kind, word, *, bend=lambda route: route, damage=None, after=None):
-    """A publish is damaged on its way, found out, and leaves the active weights; the next one works.
+    """A damaged publish is found out and leaves the active weights; the next one works.
 
     `bend` changes the route for both ends; `damage` goes to the first trainer rank before it
     writes, `after` to the generator after the write.

@@ -76,7 +76,7 @@ def test_partial_sums_of_any_cutting_add_up_to_the_whole(data) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 129), st.integers(0, 139), st.integers(0, 31))
-def test_one_committed_bit_always_changes_it(row, column, bit) -> None:
+def test_one_flipped_bit_always_changes_it(row, column, bit) -> None:
     weights = torch.ones(130, 140)
     before = whole("w", weights)
     weights.view(torch.int32)[row, column] ^= -(1 << 31) if bit == 31 else 1 << bit
@@ -129,7 +129,7 @@ def test_a_box_left_out_counts_even_if_zeros_lie_there() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (9000,), (300, 700), (3, 50, 60)])
-def test_a_transfer_casts_and_tells_the_fingerprint_of_what_it_wrote(shape, dtype) -> None:
+def test_a_transfer_casts_and_returns_the_fingerprint_of_what_it_wrote(shape, dtype) -> None:
     weights = torch.randn(shape)
     plain = torch.empty(shape, dtype=dtype)
     crossed = torch.empty(shape[::-1], dtype=dtype)
