@@ -14,7 +14,7 @@ stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BUFFER = "weights"  # the name of a generator rank's flat weight buffer
 
@@ -88,6 +88,17 @@ class Copy:
     target_offset: int
     target_strides: tuple[int, ...]
     target_dtype: str
+
+    def slab(self, dim: int, begin: int, extent: int) -> Copy:
+        """The same from `begin` on along `dim`, `extent` long there; both may exceed its shape."""
+        start = (*self.start[:dim], self.start[dim] + begin, *self.start[dim + 1 :])
+        return replace(
+            self,
+            start=start,
+            shape=(*self.shape[:dim], extent, *self.shape[dim + 1 :]),
+            source_offset=self.source_offset + begin * self.source_strides[dim],
+            target_offset=self.target_offset + begin * self.target_strides[dim],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llamarl.weights.layout.boxes import Box, Copy, ParameterLayout, RankLayout
 
@@ -157,16 +157,23 @@ def _repeated(
         return copies
     repeated = []
     for copy in copies:
-        source, source_model = (held[0][copy.source_rank].boxes[0] for held in (own, model))
-        target, target_model = (held[1][copy.target_rank].boxes[0] for held in (own, model))
+        source, target = own[0][copy.source_rank].boxes[0], own[1][copy.target_rank].boxes[0]
+        source_model = model[0][copy.source_rank].boxes[0]
+        target_model = model[1][copy.target_rank].boxes[0]
         repeated.append(
-            replace(
-                copy,
+            Copy(
                 name=name,
+                start=copy.start,
+                shape=copy.shape,
+                source_rank=copy.source_rank,
                 source_buffer=source.buffer,
                 source_offset=copy.source_offset + source.offset - source_model.offset,
+                source_strides=copy.source_strides,
+                target_rank=copy.target_rank,
                 target_buffer=target.buffer,
                 target_offset=copy.target_offset + target.offset - target_model.offset,
+                target_strides=copy.target_strides,
+                target_dtype=copy.target_dtype,
             )
         )
     return repeated
@@ -306,9 +313,7 @@ def _coalesce(copies: list[Copy]) -> list[Copy]:
         for copy in sorted(copies, key=functools.partial(_order, dim)):
             last = joined[-1] if joined else None
             if last is not None and _continues(last, copy, dim):
-                length = last.shape[dim] + copy.shape[dim]
-                shape = (*last.shape[:dim], length, *last.shape[dim + 1 :])
-                joined[-1] = replace(last, shape=shape)
+                joined[-1] = last.slab(dim, 0, last.shape[dim] + copy.shape[dim])
             else:
                 joined.append(copy)
         copies = joined
@@ -324,12 +329,4 @@ def _continues(first: Copy, second: Copy, dim: int) -> bool:
     """Whether `second` begins in both memories and globally where `first` ends along `dim`."""
     if first.name != second.name or dim >= len(first.shape):
         return False
-    length = first.shape[dim]
-    moved = replace(
-        first,
-        start=(*first.start[:dim], first.start[dim] + length, *first.start[dim + 1 :]),
-        shape=(*first.shape[:dim], second.shape[dim], *first.shape[dim + 1 :]),
-        source_offset=first.source_offset + length * first.source_strides[dim],
-        target_offset=first.target_offset + length * first.target_strides[dim],
-    )
-    return moved == second
+    return first.slab(dim, first.shape[dim], second.shape[dim]) == second

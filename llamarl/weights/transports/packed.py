@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -61,20 +61,7 @@ def cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
     dim = next(dim for dim, extent in enumerate(copy.shape) if extent > 1)
     step = max(1, max_elements // (math.prod(copy.shape) // copy.shape[dim]))
     for first in range(0, copy.shape[dim], step):
-        yield from cut(_slab(copy, dim, first, min(step, copy.shape[dim] - first)), max_elements)
-
-
-def _slab(copy: Copy, dim: int, first: int, extent: int) -> Copy:
-    def changed(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:dim], value, *values[dim + 1 :])
-
-    return replace(
-        copy,
-        start=changed(copy.start, copy.start[dim] + first),
-        shape=changed(copy.shape, extent),
-        source_offset=copy.source_offset + first * copy.source_strides[dim],
-        target_offset=copy.target_offset + first * copy.target_strides[dim],
-    )
+        yield from cut(copy.slab(dim, first, min(step, copy.shape[dim] - first)), max_elements)
 
 
 def messages_by(side: Side, copies: Iterable[Copy], bucket_bytes: int) -> dict[int, list[Message]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections import Counter
 from itertools import chain
 
 from llamarl.config import WeightsConfig
@@ -43,8 +44,12 @@ class Routes:
         """
         name = self._relay_transport if is_relay else self._config.transport
         transport = TRANSPORTS[name]
-        if not transport.crosses_hosts:
-            _check_hosts(name, source, source_layout, replica, target)
+        if not transport.crosses_hosts and len(_hosts([*source_layout, *target])) > 1:
+            raise ValueError(
+                f"weights.transport must be {named('crosses_hosts')} between hosts, got {name} "
+                f"from {source} on {', '.join(_hosts(source_layout))} to generator {replica} on "
+                f"{', '.join(_hosts(target))}"
+            )
         if self._planned[:2] != (source_layout, target):  # replicas mostly look alike
             self._planned = source_layout, target, plan(source_layout, target)
         rendezvous = ""
@@ -71,30 +76,16 @@ def buckets_of(replica: int, target: list[RankLayout]) -> tuple[tuple[str, ...],
                 f"buckets must be equal on all ranks of generator {replica}, got others on rank "
                 f"{layout.rank} than on rank {target[0].rank}"
             )
-    named = sorted(chain.from_iterable(buckets))
-    held = sorted({name for layout in target for name in layout.parameters})
-    if named != held:
-        odd = sorted(set(named) ^ set(held)) or sorted(
-            name for name in held if named.count(name) > 1
-        )
-        raise ValueError(
-            f"each parameter of generator {replica} must be in exactly one bucket, got {odd[0]} in "
-            f"{named.count(odd[0])}" + ("" if odd[0] in held else ", which no rank holds")
-        )
+    num_buckets = Counter(chain.from_iterable(buckets))
+    held = {name for layout in target for name in layout.parameters}
+    for name in sorted(held | num_buckets.keys()):
+        if num_buckets[name] != 1 or name not in held:
+            raise ValueError(
+                f"each parameter of generator {replica} must be in exactly one bucket, got {name} "
+                f"in {num_buckets[name]}" + ("" if name in held else ", which no rank holds")
+            )
     return buckets
 
 
-def _check_hosts(
-    transport: str,
-    source: str,
-    source_layout: list[RankLayout],
-    replica: int,
-    target: list[RankLayout],
-) -> None:
-    here = sorted({layout.host for layout in source_layout})
-    there = sorted({layout.host for layout in target})
-    if len({*here, *there}) > 1:
-        raise ValueError(
-            f"weights.transport must be {named('crosses_hosts')} between hosts, got {transport} "
-            f"from {source} on {', '.join(here)} to generator {replica} on {', '.join(there)}"
-        )
+def _hosts(layouts: list[RankLayout]) -> list[str]:
+    return sorted({layout.host for layout in layouts})
