@@ -2,7 +2,7 @@
 
 Owns: weight buffer and staging, weights that are derived from it, KV cache and working memory of
 the fullest rank, for both engines. Does not own: sharing a device with others (`memory.py`).
-Invariant: kinds mirror `weights/weight buffer.py` and the embedded engine; vLLM's memory is its
+Invariant: kinds mirror `weight_buffer.py` and the embedded engine; vLLM's memory is its
 own, and follows its settings.
 
 While a quantised version is prepared for a commit, the one before it is still at work: two sets

@@ -2,7 +2,7 @@
 
 Owns: state, FSDP's buffers and activations of the fullest rank, and those of the reference beside
 it. Does not own: sharing a device with others (`memory.py`). Invariant: kinds mirror
-`models/policy.py`, FSDP2 and `weights/versioned tensors.py`; rank 0, whose shards are never shorter
+`models/policy.py`, FSDP2 and `versioned_tensors.py`; rank 0, whose shards are never shorter
 than others', is the fullest.
 
 How FSDP2's buffers are reckoned, per group of parameters (each layer, and one of embedding, norm

@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Where a replica stands. It decodes in all of them but MIXED and GONE."""
+    """Where a replica stands. It decodes in those that are `is_whole`."""
 
     DISCONNECTED = "disconnected"
     """No route leads here from its source: at the start, after an abort, after a new source."""
