@@ -15,8 +15,7 @@ from torch import Tensor
 
 from llamarl.executors.offload import Offloader
 from llamarl.executors.standstill import Standstill
-from llamarl.generation.protocol import Engine, RequestOutput
-from llamarl.generation.scheduler import PartialOutput
+from llamarl.generation.protocol import Engine, PartialOutput, RequestOutput
 from llamarl.metrics.span import Spans
 from llamarl.types import Request
 from llamarl.weights.sync.weight_buffer import WeightBuffer

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.executors.compute import Command, ComputeThread
-from llamarl.models.process_group import JOIN, data_interface, meet
+from llamarl.models.process_group import JOIN, form_group, meet
 
 T = TypeVar("T")
 
@@ -63,10 +63,8 @@ class Lockstep(ComputeThread):
     def join(self, rendezvous: str) -> None:
         """Meet the other ranks at the file `rendezvous`, which no others use; run it here."""
         store = meet(rendezvous, self._rank, self._num_ranks, JOIN)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
-        options._timeout = JOIN
-        self._group = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, options)
+        cpu = torch.device("cpu")
+        self._group = form_group(cpu, store, self._rank, self._num_ranks, JOIN)
 
     async def run(self, call: Callable[[], T], key: str = "") -> T:
         """Run `call`, which all ranks get, between the same two steps on all of them.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.scheduler import PartialOutput
+from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.protocols import Storage
 from llamarl.types import (
     FINISH_CODES,

@@ -5,10 +5,10 @@ rollout sits in which slot (`engine.py`); `cuda_kv_cache.py` is its counterpart 
 allocated once; position p of a slot is written before it is read, or read under a mask.
 
 A decode step reads with `embedding_bag`, whose kernel is a weighted sum of table rows picked by
-index: it walks any rows in any order, so slots need not be neighbours, and every rollout costs its
-own length, not the longest one's. Values lie as table rows of head_dim numbers: the attention's
-output is the sum of the rows of one head weighted by its probabilities. Keys lie transposed, in
-blocks of BLOCK positions: a block's scores are the sum of its head_dim rows weighted by the query.
+index: it reads rows in any order, so slots need not be neighbours, and every rollout costs its own
+length, not the longest one's. Values lie as table rows of head_dim numbers: the attention's output
+is the sum of the rows of one head weighted by its probabilities. Keys lie transposed, in blocks of
+BLOCK positions: a block's scores are the sum of its head_dim rows weighted by the query.
 """
 
 from __future__ import annotations
@@ -19,22 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.models.architecture import Architecture
+
 BLOCK = 32  # positions per key block; 16 to 128 measured, 32 is best or close to it
 PLAN_STEPS = 8  # decode steps that one plan serves
-CALL_COST = 500  # positions one could read in the time that one more group of calls takes
+CALL_COST = 500  # positions one could read in the time that one more set of calls takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuPlaces:
-    """Where one token per row goes: key block [n, heads], place in it [n, 1], value row."""
-
-    block: Tensor
-    column: Tensor
-    row: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroup:
+class PaddedRows:
     """Rows `start:stop` of the batch, of similar length: all are read up to `length`."""
 
     start: int
@@ -49,7 +42,7 @@ class RowGroup:
 
 
 def cut(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Cut `lengths` (int [n], falling) into runs that each read their first one's length.
+    """Cut `lengths` (int [n], falling) into runs; each is read up to its first length.
 
     A run ends where reading too far would cost more than the calls of another run.
     """
@@ -67,68 +60,63 @@ def cut(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 class CpuKVCache:
-    """Keys [layers, slots * kv_heads * blocks, head_dim, BLOCK], values [layers, slots * kv_heads *
+    """Keys [layers, slots, kv_heads, blocks, head_dim, BLOCK], values [layers, slots, kv_heads,
     positions, head_dim]; `num_positions` is rounded up to whole blocks."""
 
     def __init__(
         self,
-        *,
-        num_layers: int,
+        architecture: Architecture,
+        num_ranks: int,
         num_slots: int,
-        num_heads: int,
-        num_kv_heads: int,
         num_positions: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_slots, self.num_heads, self.num_kv_heads = num_slots, num_heads, num_kv_heads
-        self.head_dim, self.dtype, self.device = head_dim, dtype, device
+        self.head_dim = architecture.head_dim
+        self.num_heads = architecture.num_heads // num_ranks
+        self.num_kv_heads = architecture.num_kv_heads // num_ranks
+        self.dtype, self.device = dtype, device
         # bfloat16's softmax is three times slower on rows that end within a vector (measured).
         self._unit = 16 if dtype == torch.bfloat16 else 1
         self.num_blocks = -(-num_positions // BLOCK)
         self.num_positions = self.num_blocks * BLOCK
-        num = num_slots * num_kv_heads
-        num_rows = num * self.num_blocks * max(head_dim, BLOCK)
+        num_rows = num_slots * self.num_kv_heads * self.num_blocks * max(self.head_dim, BLOCK)
         if num_rows >= 1 << 31:
             raise ValueError(
                 "generator.max_num_seqs times max_model_len must stay below 2^31 table rows, "
                 f"got {num_slots} x {num_positions} ({num_rows} rows)"
             )
-        keys = (num_layers, num * self.num_blocks, head_dim, BLOCK)
-        values = (num_layers, num * self.num_positions, head_dim)
+        slots = (architecture.num_layers, num_slots, self.num_kv_heads)
+        keys = (*slots, self.num_blocks, self.head_dim, BLOCK)
+        values = (*slots, self.num_positions, self.head_dim)
         self.keys = torch.zeros(keys, dtype=dtype, device=device)
         self.values = torch.zeros(values, dtype=dtype, device=device)
+        self._key_blocks = [layer.view(-1, self.head_dim, BLOCK) for layer in self.keys]
         self._key_tables = [layer.view(-1, BLOCK) for layer in self.keys]
-        self._value_tables = list(self.values)
+        self._value_tables = [layer.view(-1, self.head_dim) for layer in self.values]
 
-    def places(self, slots: np.ndarray, positions: np.ndarray) -> CpuPlaces:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go."""
+    def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go: key block [n,
+        kv_heads], column in it [n, 1], value row [n, kv_heads]."""
         first = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
         block = first * self.num_blocks + positions[:, None] // BLOCK
         row = first * self.num_positions + positions[:, None]
-        return CpuPlaces(
-            block=torch.from_numpy(block).to(self.device),
-            column=torch.from_numpy(positions[:, None] % BLOCK).to(self.device),
-            row=torch.from_numpy(row).to(self.device),
-        )
+        index = (block, positions[:, None] % BLOCK, row)
+        return tuple(torch.from_numpy(each).to(self.device) for each in index)
 
-    def write(self, layer: int, places: CpuPlaces, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, index: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, kv_heads, head_dim] of one layer."""
-        self.keys[layer][places.block, :, places.column] = keys
-        self._value_tables[layer].index_put_((places.row,), values)
+        block, column, row = index
+        self._key_blocks[layer][block, :, column] = keys
+        self._value_tables[layer].index_put_((row,), values)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
         whole = -(-length // BLOCK)
-        shape = (len(self.keys), self.num_slots, self.num_kv_heads, self.num_blocks, -1)
-        keys = self.keys.view(shape)
-        keys[:, target, :, :whole] = keys[:, source, :, :whole]
-        shape = (len(self.keys), self.num_slots, self.num_kv_heads, self.num_positions, -1)
-        values = self.values.view(shape)
-        values[:, target, :, :length] = values[:, source, :, :length]
+        self.keys[:, target, :, :whole] = self.keys[:, source, :, :whole]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
-    def plan(self, slots: np.ndarray, lengths: np.ndarray) -> list[RowGroup]:
+    def plan(self, slots: np.ndarray, lengths: np.ndarray) -> list[PaddedRows]:
         """How to read `slots` (int64 [n]) with `lengths` (int64 [n], falling) for PLAN_STEPS steps.
 
         `lengths` count the positions visible in the first of these steps.
@@ -149,7 +137,7 @@ class CpuKVCache:
             seen = torch.from_numpy(np.arange(length) < lengths[start:stop, None, None])
             mask = torch.full(seen.shape, -torch.inf, dtype=self.dtype)
             groups.append(
-                RowGroup(
+                PaddedRows(
                     start=start,
                     stop=stop,
                     length=length,
@@ -163,19 +151,19 @@ class CpuKVCache:
             )
         return groups
 
-    def lengthen(self, groups: list[RowGroup], positions: Tensor) -> None:
-        """Let every row also see `positions` int64 [n], its next one."""
+    def lengthen(self, groups: list[PaddedRows], positions: Tensor) -> None:
+        """Unmask `positions` int64 [n], the next position of each row."""
         index = positions[:, None, None]
         for group in groups:
             group.mask.scatter_(2, index[group.start : group.stop], 0)
 
-    def attend(self, layer: int, queries: Tensor, groups: list[RowGroup]) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, groups: list[PaddedRows]) -> Tensor:
         """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""
         parts = [self._attend_group(layer, queries[g.start : g.stop], g) for g in groups]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(queries.shape[0], -1)
 
-    def _attend_group(self, layer: int, queries: Tensor, group: RowGroup) -> Tensor:
+    def _attend_group(self, layer: int, queries: Tensor, group: PaddedRows) -> Tensor:
         num_rows, num_heads, dim = queries.shape
         weights = queries.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
         # The plain operator: nn.functional's checks would cost as much as the sum itself.

@@ -2,33 +2,24 @@
 
 Owns: the two cache tensors, copies between slots, and the attention of a decode step over them.
 Does not own: which rollout sits in which slot (`engine.py`); `cpu_kv_cache.py` is its counterpart
-for CPUs. Invariant: like there; and a decode step is a function of tensors of fixed shape, without
-a look at their values, so that a CUDA graph can replay it.
+for CPUs. Invariant: that of `cpu_kv_cache.py`; and a decode step is a function of tensors of fixed
+shape that reads none of their values on the host, so that a CUDA graph can replay it.
 
 Row i of a step is slot i, so keys and values are read where they lie. The query heads that share a
 key-value head become the query positions of one attention: fused kernels then read each key once
-per key-value head, whatever the number of query heads, and need to know nothing of grouping.
+per key-value head, however many query heads share it, and need no support for grouped heads.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llamarl.models.architecture import Architecture
+
 BLOCK = 32  # positions are rounded up to it: kernels want masks whose rows are aligned
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaPlaces:
-    """Where one token per row goes: slot [n, 1], head [1, kv_heads], position [n, 1]."""
-
-    slot: Tensor
-    head: Tensor
-    position: Tensor
 
 
 class CudaKVCache:
@@ -37,41 +28,40 @@ class CudaKVCache:
 
     def __init__(
         self,
-        *,
-        num_layers: int,
+        architecture: Architecture,
+        num_ranks: int,
         num_slots: int,
-        num_heads: int,
-        num_kv_heads: int,
         num_positions: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_slots, self.num_heads, self.num_kv_heads = num_slots, num_heads, num_kv_heads
+        self.num_slots = num_slots
+        self.num_kv_heads = architecture.num_kv_heads // num_ranks
         self.dtype, self.device = dtype, device
         self.num_positions = -(-num_positions // BLOCK) * BLOCK
-        shape = (num_layers, num_slots, num_kv_heads, self.num_positions, head_dim)
+        slots = (architecture.num_layers, num_slots, self.num_kv_heads)
+        shape = (*slots, self.num_positions, architecture.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self._slot = torch.arange(num_slots, device=device)[:, None]
-        self._head = torch.arange(num_kv_heads, device=device)[None]
+        self._head = torch.arange(self.num_kv_heads, device=device)[None]
         self._position = torch.arange(self.num_positions, device=device)
 
-    def places(self, slots: np.ndarray, positions: np.ndarray) -> CudaPlaces:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go."""
+    def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go: slot [n, 1], head [1,
+        kv_heads], position [n, 1]."""
         slot, position = (
             torch.from_numpy(each)[:, None].to(self.device) for each in (slots, positions)
         )
-        return CudaPlaces(slot=slot, head=self._head, position=position)
+        return slot, self._head, position
 
-    def next_places(self, positions: Tensor) -> CudaPlaces:
-        """Where one token of each of the first slots goes; `positions` int64 [n] on the device."""
-        slot = self._slot[: len(positions)]
-        return CudaPlaces(slot=slot, head=self._head, position=positions[:, None])
+    def next_index(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """The same for one token of each of the first slots; `positions` int64 [n] on the
+        device."""
+        return self._slot[: len(positions)], self._head, positions[:, None]
 
-    def write(self, layer: int, places: CudaPlaces, keys: Tensor, values: Tensor) -> None:
+    def write(self, layer: int, index: tuple[Tensor, ...], keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, kv_heads, head_dim] of one layer."""
-        index = (places.slot, places.head, places.position)
         self.keys[layer].index_put_(index, keys)
         self.values[layer].index_put_(index, values)
 

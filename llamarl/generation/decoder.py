@@ -1,68 +1,57 @@
-"""The forward passes of generation: prompts in packs, then one token per running rollout.
+"""The forward passes of generation: packed prompts, then one token per running rollout.
 
 Owns: the maths over bound weights and the KV cache, without autograd. Does not own: which rollout
-is where (`engine.py`) or drawing tokens (`sampling.py`). Invariant: the numbers equal those of
-`models.transformer` on the same tokens, up to rounding.
+is in which slot (`engine.py`) or drawing tokens (`sampling.py`). Invariant: the numbers equal those
+of `models.transformer` on the same tokens, up to rounding.
 
-On small models the calls cost as much as the arithmetic, so a decode step does few of them:
-fused qkv and gate-up products, one rotation for queries and keys, one write for keys and values,
-residual sums inside the matrix products.
+On small models the calls cost as much as the arithmetic, so a decode step makes few of them: fused
+qkv and gate-up products, one rotation for queries and keys, one write for keys and values, residual
+sums inside the matrix products.
 
-With several ranks each has some heads, some of the feed-forward and a range of the vocabulary; they
-sum what they add to the residual stream, twice per layer and for the embedding, and gather logits.
+With several ranks each has some heads, some of the feed-forward and a range of the vocabulary. They
+sum their contributions to the residual stream, twice per layer and once for the embedding, and
+gather logits.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llamarl.generation.cpu_kv_cache import CpuKVCache
+from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.parameters import LayerWeights, Matrix, Weights
 from llamarl.generation.quantized import QuantizedMatrix, widened_mm
-from llamarl.generation.ranks import Ranks
+from llamarl.generation.tensor_parallel import TensorParallelGroup
 from llamarl.models.architecture import Architecture
 from llamarl.models.transformer import rope_tables
 
-
-class Cache(Protocol):
-    """What the maths needs of a KV cache; places and plan are the cache's own."""
-
-    num_positions: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def places(self, slots: np.ndarray, positions: np.ndarray) -> Any:
-        """Where the tokens at `positions` int64 [n] of `slots` int64 [n] go."""
-
-    def write(self, layer: int, places: Any, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [n, kv_heads, head_dim] of one layer."""
-
-    def attend(self, layer: int, queries: Tensor, plan: Any) -> Tensor:
-        """Attention output [n, heads * head_dim] of `queries` [n, heads, head_dim]."""
+Cache = CpuKVCache | CudaKVCache
 
 
 class Decoder:
-    """Runs `weights` (set by the engine at a commit) over `cache`: those of one of the `ranks`.
+    """Runs `weights`, which the engine sets at a commit, over `cache`: one rank's part of both if
+    there is a `group`.
 
-    A row of the fused qkv product reads [heads + 2 * kv_heads, head_dim]: queries, keys, values.
+    A row of the fused qkv product is [heads + 2 * kv_heads, head_dim]: queries, keys, values.
     """
 
     def __init__(
-        self, architecture: Architecture, cache: Cache, ranks: Ranks | None = None
+        self, architecture: Architecture, cache: Cache, group: TensorParallelGroup | None = None
     ) -> None:
         self.architecture = architecture
         self.cache = cache
         self.weights: Weights | None = None
-        self._ranks = ranks
-        num_ranks = ranks.num_ranks if ranks is not None else 1
+        self._group = group
+        num_ranks = group.num_ranks if group is not None else 1
         self._num_heads = architecture.num_heads // num_ranks
-        self._num_turned = self._num_heads + architecture.num_kv_heads // num_ranks
-        self._add = add_product if ranks is None else self._add_sum
+        self._num_rotated = self._num_heads + architecture.num_kv_heads // num_ranks
+        self._add = add_product if group is None else self._add_sum
         cos, sin = rope_tables(architecture, cache.num_positions)
         # Both halves of a head, so that the rotation is x * cos + roll(x) * sin.
         self._cos = torch.cat([cos, cos], dim=1).to(cache.device, cache.dtype)
@@ -86,48 +75,50 @@ class Decoder:
         slots = np.repeat(np.array([slot for slot, _ in sequences]), lengths)
         weights, device = self._bound(), self.cache.device
         x = self._embed(weights, torch.from_numpy(tokens).to(device))
-        place = torch.from_numpy(positions).to(device)
-        cos, sin = self._cos[place].unsqueeze(1), self._sin[place].unsqueeze(1)
-        places = self.cache.places(slots, positions)
+        rows = torch.from_numpy(positions).to(device)
+        cos, sin = self._cos[rows].unsqueeze(1), self._sin[rows].unsqueeze(1)
+        write_index = self.cache.write_index(slots, positions)
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._qkv(layer, x, cos, sin)
-            self.cache.write(index, places, keys, values)
-            if index < len(weights.layers) - 1:  # of the last layer only the cache is wanted
+            self.cache.write(index, write_index, keys, values)
+            if index < len(weights.layers) - 1:  # the last layer's output is not used
                 self._finish_layer(layer, x, self._causal(queries, keys, values, runs))
 
-    def decode(self, tokens: Tensor, positions: Tensor, places: Any, plan: Any) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, write_index: tuple[Tensor, ...], plan: Any
+    ) -> Tensor:
         """Logits float32 [n, vocab] after one more token in each of n slots.
 
-        `tokens` int [n] are at `positions` int64 [n]; they go to `places`, and `plan` says what
-        they attend to: both are the cache's, for these rows.
+        `tokens` int [n] are at `positions` int64 [n]; `write_index` and `plan` are the cache's, for
+        these rows: where keys and values go, and what the tokens attend to.
         """
         weights = self._bound()
         x = self._embed(weights, tokens)
-        # Written out for all heads once, so that every layer's rotation runs over plain memory.
-        shape = (len(positions), self._num_turned, self.architecture.head_dim)
+        # Expanded to all heads once, so that every layer's rotation reads contiguous memory.
+        shape = (len(positions), self._num_rotated, self.architecture.head_dim)
         cos = self._cos.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
         sin = self._sin.index_select(0, positions).unsqueeze(1).expand(shape).contiguous()
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._qkv(layer, x, cos, sin)
-            self.cache.write(index, places, keys, values)
+            self.cache.write(index, write_index, keys, values)
             self._finish_layer(layer, x, self.cache.attend(index, queries, plan))
         logits = float32_product(normalize(x, weights.norm, self._norm_floor), weights.head)
-        return logits if self._ranks is None else self._ranks.gather(logits)
+        return logits if self._group is None else self._group.gather(logits)
 
     def _embed(self, weights: Weights, tokens: Tensor) -> Tensor:
         """Rows [n, hidden] of the embedding, of which each rank holds a range."""
-        if self._ranks is None:
+        if self._group is None:
             return weights.embedding.index_select(0, tokens)
         num_held = len(weights.embedding)
-        local = tokens - self._ranks.rank * num_held
+        local = tokens - self._group.rank * num_held
         is_held = (local >= 0) & (local < num_held)
         x = weights.embedding.index_select(0, local.clamp_(0, num_held - 1))
-        return self._ranks.sum(x.mul_(is_held.unsqueeze(1)))
+        return self._group.sum(x.mul_(is_held.unsqueeze(1)))
 
     def _add_sum(self, total: Tensor, x: Tensor, matrix: Matrix) -> None:
         """Add all ranks' `x` times `matrix` to `total`, in place."""
-        assert self._ranks is not None
-        total.add_(self._ranks.sum(product(x, matrix)))
+        assert self._group is not None
+        total.add_(self._group.sum(product(x, matrix)))
 
     def _bound(self) -> Weights:
         if self.weights is None:
@@ -142,13 +133,13 @@ class Decoder:
         qkv = product(h, layer.qkv, layer.qkv_bias)
         num_heads, dim = self._num_heads, self.architecture.head_dim
         qkv = qkv.view(x.shape[0], -1, dim)
-        heads = qkv[:, : self._num_turned]
+        heads = qkv[:, : self._num_rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
             floor = self._head_norm_floor
             queries = normalize(heads[:, :num_heads], layer.q_norm, floor)
             heads = torch.cat([queries, normalize(heads[:, num_heads:], layer.k_norm, floor)], 1)
-        turned = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin)
-        return turned[:, :num_heads], turned[:, num_heads:], qkv[:, self._num_turned :]
+        rotated = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin)
+        return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, self._num_rotated :]
 
     def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
         """Add the attention's output and the MLP to the residual stream `x`, in place."""
@@ -179,13 +170,13 @@ class Decoder:
 
 
 def float32_product(x: Tensor, matrix: Matrix) -> Tensor:
-    """`x` [n, in] times `matrix`: float32 [n, out], whatever the dtype of both.
+    """`x` [n, in] times `matrix`: float32 [n, out], with operands of any dtype.
 
-    For logits: rounded to bfloat16 they would move log-probs by hundredths, and so pi/mu.
+    For logits: rounding them to bfloat16 would change log-probs by hundredths, and so pi/mu.
     """
-    return (
-        matrix.float32_product(x) if isinstance(matrix, QuantizedMatrix) else widened_mm(x, matrix)
-    )
+    if isinstance(matrix, QuantizedMatrix):
+        return matrix.product(x, torch.float32)
+    return widened_mm(x, matrix)
 
 
 def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -208,7 +199,7 @@ def normalize(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
     """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * w, computed in float32.
 
     `weight` is w * sqrt(size), float32, and `floor` sqrt(size * eps): with these the quotient is
-    x / hypot(|x|, floor) * weight, few operations on small tensors.
+    x / hypot(|x|, floor) * weight, which takes few operations.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return torch.div(x, torch.hypot(norm, floor, out=norm)).mul_(weight).to(x.dtype)

@@ -1,13 +1,14 @@
 """Where every parameter lies in the engine's flat weight buffer, and the fused views the forward
 uses.
 
-Owns: the layout of one rank's weight buffer. Does not own: its memory (`weights/weight buffer.py`)
-or the maths (`decoder.py`). Invariant: all matrices that `bind` makes are views of one flat tensor,
-so changing the version is binding another tensor; only the norms' short vectors are copied.
+Owns: the layout of one rank's weight buffer, and filling it from a checkpoint. Does not own: its
+memory (`weights/sync/weight_buffer.py`) or the maths (`decoder.py`). Invariant: all matrices that
+`bind` makes are views of one flat tensor, so changing the version is binding another tensor; only
+the norms' short vectors are copied.
 
 Tensor-parallel ranks each hold a slice of every matrix: whole heads of q, k and v, rows of gate and
-up, the columns of o and down that meet these, and a range of the vocabulary of embedding and head.
-What is added once per token (norms, the biases of o and down) is on every rank.
+up, the matching columns of o and down, and a range of the vocabulary of embedding and head. What
+is added once per token (norms, the biases of o and down) is on every rank.
 
 Linear weights lie transposed, [in, out]: on CPUs `torch.mm` is a tenth faster with them (measured
 with float32, 8 to 64 rows). q, k and v lie side by side, and so do gate and up: fusing and
@@ -17,34 +18,58 @@ transposing are only offsets and strides of the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
-from llamarl.models.divisibility import check_split
 from llamarl.models.families import FUSED, split_dimension
-from llamarl.models.inventory import parameter_shapes
+from llamarl.models.inventory import check_num_ranks, locate, parameter_shapes
+from llamarl.models.safetensors_file import FileBox, read_boxes
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector load
 
-MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # what is quantised
+MATRICES = frozenset({"qkv", "output", "gate_up", "down", "head"})  # those that are quantised
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """The whole weight buffer: HF-named `parameters`, fused tensors by name, and `num_elements`."""
+    """What tensor-parallel rank `rank` holds, in one flat tensor of `dtype` ("float32").
 
-    dtype: str
-    parameters: dict[str, ParameterLayout]
-    fused: dict[str, tuple[int, tuple[int, ...]]]
-    num_elements: int
+    `parameters` by Hugging Face name, `fused` (offset and shape) by the names of fused tensors and
+    of those that stay alone, and `num_elements` in total. ValueError if the ranks cannot split
+    heads, feed-forward and vocabulary evenly.
+    """
+
+    def __init__(
+        self, architecture: Architecture, dtype: str, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        check_num_ranks("generator.num_ranks", num_ranks, architecture)
+        self.dtype = dtype
+        self.parameters: dict[str, ParameterLayout] = {}
+        self.fused: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.num_elements = 0
+        self._shapes = parameter_shapes(architecture)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._append_plain("model.embed_tokens.weight")
+        for layer in range(architecture.num_layers):
+            prefix = f"model.layers.{layer}."
+            self._append_plain(f"{prefix}input_layernorm.weight")
+            for name in ("qkv", "q_norm", "k_norm", "o_proj"):
+                self._append_linear(prefix, f"self_attn.{name}")
+            self._append_plain(f"{prefix}post_attention_layernorm.weight")
+            self._append_linear(prefix, "mlp.gate_up")
+            self._append_linear(prefix, "mlp.down_proj")
+        self._append_plain("model.norm.weight")
+        self._append_linear("", "lm_head")
+        missing = self._shapes.keys() - self.parameters.keys()
+        assert not missing, f"parameters without a place in the weight buffer: {missing}"
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The fused or plain tensor `name` as a view of `flat`."""
@@ -54,103 +79,76 @@ class BufferLayout:
     def parameter(self, flat: Tensor, name: str) -> Tensor:
         """This rank's box of the HF parameter `name` as a view of `flat`."""
         (box,) = self.parameters[name].boxes
-        return flat.as_strided(_extents(box.start, box.stop), box.strides, box.offset)
+        return _view_box(flat, box)
 
-
-def _extents(start: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
-    return tuple(last - first for first, last in zip(start, stop, strict=True))
-
-
-class _Builder:
-    """Appends tensors of one rank to its weight buffer, one after the other."""
-
-    def __init__(self, architecture: Architecture, dtype: str, rank: int, num_ranks: int) -> None:
-        self.whole = parameter_shapes(architecture)
-        self.starts: dict[str, tuple[int, ...]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of this rank's boxes
-        for name, shape in self.whole.items():
-            start, size = [0] * len(shape), list(shape)
-            dim = split_dimension(name)
-            if dim is not None:
-                size[dim] = shape[dim] // num_ranks
-                start[dim] = rank * size[dim]
-            self.starts[name], self.shapes[name] = tuple(start), tuple(size)
-        self.dtype = dtype
-        self.align = ALIGN_BYTES // DTYPES[dtype].itemsize
-        self.parameters: dict[str, ParameterLayout] = {}
-        self.fused: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self.end = 0
-
-    def reserve(self, name: str, shape: tuple[int, ...]) -> int:
-        """Room for the tensor `name`; returns its offset."""
-        offset = -(-self.end // self.align) * self.align
-        self.fused[name] = (offset, shape)
-        self.end = offset + math.prod(shape)
-        return offset
-
-    def put(self, name: str, offset: int, strides: tuple[int, ...]) -> None:
-        """This rank's box of parameter `name` lies at `offset` with `strides`."""
-        start = self.starts[name]
-        stop = tuple(first + size for first, size in zip(start, self.shapes[name], strict=True))
-        box = Box(start=start, stop=stop, buffer=BUFFER, offset=offset, strides=strides)
-        self.parameters[name] = ParameterLayout(
-            shape=self.whole[name], dtype=self.dtype, boxes=(box,)
-        )
-
-    def plain(self, name: str) -> None:
-        """A parameter as it is, row after row."""
-        shape = self.shapes[name]
+    def _append_plain(self, name: str) -> None:
+        """A parameter as it is, in row-major order."""
+        shape = self._local_shape(name)
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
-        self.put(name, self.reserve(name, shape), strides)
+        self._put(name, self._reserve(name, shape), strides)
 
-    def fuse(self, prefix: str, name: str) -> None:
-        """The weights of `name`, or of those that it fuses, side by side in one tensor [in, out];
-        likewise their biases [out].
-
-        Absent parameters (biases, qk-norm) are passed over.
-        """
+    def _append_linear(self, prefix: str, name: str) -> None:
+        """The weights of `name`, or of those that it fuses, side by side as one tensor [in, out],
+        and their biases likewise [out]. Parameters that the model lacks are left out."""
         for kind in ("weight", "bias"):
             parts = [f"{prefix}{part}.{kind}" for part in FUSED.get(name, (name,))]
-            if parts[0] not in self.shapes:
+            if parts[0] not in self._shapes:
                 continue
-            num_outputs = sum(self.shapes[part][0] for part in parts)
-            inputs = self.shapes[parts[0]][1:]
-            offset = self.reserve(f"{prefix}{name}.{kind}", (*inputs, num_outputs))
-            for part in parts:
-                self.put(part, offset, (1, num_outputs) if inputs else (1,))
-                offset += self.shapes[part][0]
+            shapes = [self._local_shape(part) for part in parts]
+            num_outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1:]
+            offset = self._reserve(f"{prefix}{name}.{kind}", (*inputs, num_outputs))
+            for part, shape in zip(parts, shapes, strict=True):
+                self._put(part, offset, (1, num_outputs) if inputs else (1,))
+                offset += shape[0]
+
+    def _reserve(self, name: str, shape: tuple[int, ...]) -> int:
+        """Make room for the tensor `name`; returns its offset."""
+        align = ALIGN_BYTES // DTYPES[self.dtype].itemsize
+        offset = -(-self.num_elements // align) * align
+        self.fused[name] = (offset, shape)
+        self.num_elements = offset + math.prod(shape)
+        return offset
+
+    def _put(self, name: str, offset: int, strides: tuple[int, ...]) -> None:
+        """Record that this rank's box of parameter `name` lies at `offset` with `strides`."""
+        size, start = self._local_shape(name), [0] * len(strides)
+        split = split_dimension(name)
+        if split is not None:
+            start[split] = self._rank * size[split]
+        stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
+        box = Box(start=tuple(start), stop=stop, buffer=BUFFER, offset=offset, strides=strides)
+        self.parameters[name] = ParameterLayout(
+            shape=self._shapes[name], dtype=self.dtype, boxes=(box,)
+        )
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        shape, split = list(self._shapes[name]), split_dimension(name)
+        if split is not None:
+            shape[split] //= self._num_ranks
+        return tuple(shape)
 
 
-def buffer_layout(
-    architecture: Architecture, dtype: str, rank: int = 0, num_ranks: int = 1
-) -> BufferLayout:
-    """Lay out what tensor-parallel rank `rank` holds in one flat tensor of `dtype` ("float32").
+def _view_box(flat: Tensor, box: Box) -> Tensor:
+    size = tuple(stop - start for start, stop in zip(box.start, box.stop, strict=True))
+    return flat.as_strided(size, box.strides, box.offset)
 
-    ValueError if the ranks cannot split heads, feed-forward and vocabulary evenly.
+
+def load_boxes(
+    parameters: Mapping[str, ParameterLayout],
+    flat: Tensor,
+    folder: str,
+    architecture: Architecture,
+) -> None:
+    """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each.
+
+    ValueError if the checkpoint is missing, damaged, of another architecture, or holds numbers that
+    are not finite.
     """
-    check_split("generator.num_ranks", num_ranks, architecture)
-    builder = _Builder(architecture, dtype, rank, num_ranks)
-    builder.plain("model.embed_tokens.weight")
-    for layer in range(architecture.num_layers):
-        prefix = f"model.layers.{layer}."
-        builder.plain(f"{prefix}input_layernorm.weight")
-        builder.fuse(prefix, "self_attn.qkv")
-        builder.fuse(prefix, "self_attn.q_norm")
-        builder.fuse(prefix, "self_attn.k_norm")
-        builder.fuse(prefix, "self_attn.o_proj")
-        builder.plain(f"{prefix}post_attention_layernorm.weight")
-        builder.fuse(prefix, "mlp.gate_up")
-        builder.fuse(prefix, "mlp.down_proj")
-    builder.plain("model.norm.weight")
-    builder.fuse("", "lm_head")
-    missing = builder.shapes.keys() - builder.parameters.keys()
-    assert not missing, f"parameters without a place in the weight buffer: {missing}"
-    return BufferLayout(
-        dtype=dtype,
-        parameters=builder.parameters,
-        fused=builder.fused,
-        num_elements=builder.end,
-    )
+
+    def boxes(name: str) -> list[FileBox]:
+        return [(box.start, _view_box(flat, box)) for box in parameters[name].boxes]
+
+    read_boxes(locate(Path(folder), architecture), boxes)
 
 
 Matrix = Tensor | QuantizedMatrix
@@ -236,8 +234,8 @@ def bind(layout: BufferLayout, architecture: Architecture, flat: Tensor) -> Weig
 
 def quantize(weights: Weights, kind: str, scratch: Tensor) -> Weights:
     """A copy of `weights`, the matrices quantised ("int8" or "fp8"); embedding, norms and biases
-    keep their dtype. The head is quantised too: measured, it adds a tenth to the divergence. For
-    `scratch`, whose device the copy is on, see `quantized.py`."""
+    keep their dtype. The head is quantised too: measured, it adds a tenth to the divergence. The
+    copy is on the device of `scratch` (see `quantized.py`)."""
 
     def copy(value: Tensor | None, name: str) -> Matrix | None:
         if value is None:
@@ -255,14 +253,14 @@ def quantize(weights: Weights, kind: str, scratch: Tensor) -> Weights:
 
 
 def overwrite(target: Weights, source: Weights) -> None:
-    """Let the tensors of `target` hold those of `source`, at the addresses they have."""
+    """Copy the values of `source` into the tensors of `target`, whose addresses stay."""
     for old, new in zip(tensors(target), tensors(source), strict=True):
         if old.data_ptr() != new.data_ptr():
             old.copy_(new)
 
 
 def tensors(weights: Weights) -> Iterator[Tensor]:
-    """Every tensor of a set."""
+    """Every tensor of a set of weights."""
     records: list[Weights | LayerWeights] = [weights, *weights.layers]
     for record in records:
         for field in fields(record):

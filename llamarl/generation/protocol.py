@@ -1,22 +1,33 @@
-"""What an engine staging handles to the generator executor that runs it.
+"""What an engine offers to the generator executor that runs it.
 
 Owns: the interface. Does not own: threads, storage, or the memory that a publish writes
-(`weights/weight buffer.py`); the executor owns those. Invariant: every method is synchronous and,
-except `prepare`, called from the compute thread between two steps.
+(`weights/sync/weight_buffer.py`); the executor owns those. Invariant: every method is synchronous
+and, except `process_weights`, called from the compute thread between two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.generation.scheduler import PartialOutput
 from llamarl.types import FinishReason, Request
 from llamarl.weights.layout.boxes import ParameterLayout
+
+
+@dataclass(slots=True, kw_only=True)
+class PartialOutput:
+    """What a rollout has written so far: ids int32 [t], log-probs float32 [t], versions int32
+    [t]."""
+
+    ids: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
+    logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
+    versions: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +42,7 @@ class RequestOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The flat memory that a publish fills for this rank: `num_elements` of `dtype`, and the
-    boxes of every parameter (Hugging Face names, buffer "weight buffer") that the rank holds.
+    boxes of every parameter (Hugging Face names) that the rank holds.
 
     `is_staged`: the engine makes its own weights from this memory at a commit (quantised, packed,
     or copied to where captured graphs read them); else it decodes straight from it.
@@ -60,22 +71,25 @@ class Engine(Protocol):
         """True if the next step would do something."""
 
     def load(self, flat: Tensor, folder: str) -> None:
-        """Fill `flat` [num_elements] with the weights of a checkpoint folder."""
+        """Fill `flat` [num_elements] with the weights of a checkpoint folder.
+
+        ValueError if they do not fit, are damaged, or hold numbers that are not finite.
+        """
 
     def process_weights(self, flat: Tensor) -> Any:
-        """What a commit to the weights in `flat` needs and can be made beside decoding, from
-        another thread: views, quantised copies. `flat` does not change until the commit."""
+        """What a commit to the weights in `flat` needs and another thread can make during decoding:
+        views, quantised copies. `flat` does not change until the commit."""
 
     def commit(self, processed: Any, version: int) -> int:
         """Decode with these weights as `version` from the next token on; returns num_running.
 
-        Keys and values written before are kept or computed anew (`generator.kv_after_flip`).
+        Keys and values written before are kept or recomputed (`generator.kv_after_commit`).
         """
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
-        """Queue a rollout; `written` is what a resumed one has so far. ValueError if it cannot be.
+        """Queue a rollout; `written` is what a resumed one has so far.
 
-        Log-prob checks (`Purpose.CANARY`) start before everything else that waits.
+        ValueError if the engine cannot decode it (see `scheduler.check_request`).
         """
 
     def abort_requests(self, row_ids: Sequence[int]) -> None:
@@ -87,13 +101,13 @@ class Engine(Protocol):
     def decode(self) -> list[RequestOutput]:
         """One token for every running rollout; returns what stopped since the last call."""
 
-    def movable(self, kind: str) -> list[Tensor]:
-        """The tensors of one kind, "weights" (beyond `flat`, which the executor owns) or "kv", that
-        may leave the device while the engine stands still."""
+    def movable(self, tag: str) -> list[Tensor]:
+        """The tensors of one tag, "weights" (beyond `flat`, which the executor owns) or "kv", that
+        may leave the device between two steps."""
 
     def forget_prompts(self) -> None:
-        """The KV memory's contents are lost; called only while nothing runs. What stopped rollouts
-        left in it, such as prompts that new ones could share, must not be used again."""
+        """Drop the prefix cache, because the KV memory's contents are lost. Called only while
+        nothing runs."""
 
     def close(self) -> None:
         """Give back processes, sockets and memory."""

@@ -2,13 +2,13 @@
 
 Owns: the number format of one matrix and the product with it. Does not own: which matrices are
 quantised (`parameters.py`). Invariant: every product uses exactly `values * scales`, whatever the
-number of rows, so prompts and new tokens, and so log-probs, come from one and the same model.
+number of rows, so log-probs of prompts and of new tokens come from one and the same model.
 
 Only the weights are in eight bits, symmetric around 0, with one scale per output. A product widens
 them tile by tile into a small scratch, multiplies, and scales the result. Measured on a CPU with
 AVX-512, one thread, against torch's own `_weight_int8pack_mm`: that kernel is thirty times slower
-with float32 and two to four times slower from 16 rows on with bfloat16, and with bfloat16 its
-results are wrong, or it crashes, where the inputs are not a multiple of 16.
+with float32 and two to four times slower from 16 rows on with bfloat16, and with bfloat16 it gives
+wrong results, or crashes, where the number of inputs is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# When widened, a tile stays in a cache: 1 or 2 MiB for a CPU core's second level, 32 for a GPU's.
+# A widened tile fits a cache: 1 to 2 MiB for a CPU core's second level, 32 MiB for a GPU's.
 TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 WIDENED_ELEMENTS = 1 << 21  # 8 MiB in float32: smaller tiles are slower, much larger ones too
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # dtype, largest
@@ -28,8 +28,8 @@ FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # 
 class QuantizedMatrix:
     """`values` [out, in] in eight bits, `scales` [out] in the activations' dtype.
 
-    `scratch` is a flat tensor of that dtype, as large as a tile; all matrices that one thread uses
-    share it.
+    `scratch` is a flat tensor of that dtype, as large as a tile, shared by all matrices that one
+    thread uses.
     """
 
     values: Tensor
@@ -47,33 +47,24 @@ class QuantizedMatrix:
         step = max(len(scratch) // rows.shape[1], 1)
         for start in range(0, len(rows), step):
             part = rows[start : start + step].to(device, torch.float32, copy=True)
-            # Rounded to the dtype it will be applied in, and never 0: a row of zeros has no scale.
+            # Rounded to the dtype it is applied in, and never 0: a row of zeros would divide by it.
             scale = (part.abs().amax(dim=1) / largest).clamp_(min=1e-30).to(matrix.dtype)
             part.div_(scale.float().unsqueeze(1)).clamp_(-largest, largest)
             values[start : start + step] = part.round_() if dtype is torch.int8 else part
             scales[start : start + step] = scale
         return cls(values, scales, scratch)
 
-    def product(self, x: Tensor) -> Tensor:
-        """`x` [n, in] times this matrix: [n, out] in the dtype of `x`."""
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`x` [n, in] times this matrix: [n, out] in `dtype`, float32 or (None) that of `x`."""
         num_outputs, num_inputs = self.values.shape
         step = len(self.scratch) // num_inputs
+        multiply = torch.mm if dtype in (None, x.dtype) else widened_mm
         if num_outputs <= step:
-            return torch.mm(x, self._widen(self.values).t()).mul_(self.scales)
-        out = x.new_empty(len(x), num_outputs)
-        for start in range(0, num_outputs, step):
-            part = self.values[start : start + step]
-            out[:, start : start + step] = torch.mm(x, self._widen(part).t())
-        return out.mul_(self.scales)
-
-    def float32_product(self, x: Tensor) -> Tensor:
-        """`x` [n, in] times this matrix: float32 [n, out], whatever the dtype of `x`."""
-        num_outputs, num_inputs = self.values.shape
-        out = x.new_empty(len(x), num_outputs, dtype=torch.float32)
-        step = len(self.scratch) // num_inputs
+            return multiply(x, self._widen(self.values).t()).mul_(self.scales)
+        out = x.new_empty(len(x), num_outputs, dtype=dtype)
         for start in range(0, num_outputs, step):
             part = self._widen(self.values[start : start + step])
-            out[:, start : start + step] = widened_mm(x, part.t())
+            out[:, start : start + step] = multiply(x, part.t())
         return out.mul_(self.scales)
 
     def dequantized(self) -> Tensor:
@@ -87,9 +78,9 @@ class QuantizedMatrix:
 def widened_mm(x: Tensor, matrix: Tensor) -> Tensor:
     """`x` [n, in] times `matrix` [in, out], both of one dtype: float32 [n, out].
 
-    CPUs have no such product of bfloat16: there the matrix is widened a tile at a time. Measured
-    with 25 million bfloat16 numbers and 64 rows on one core with AVX-512: 37 ms, as a float32
-    matrix takes, where a product rounded to bfloat16 takes 10.
+    On CPUs torch has no such product of bfloat16: there the matrix is widened a tile at a time.
+    Measured with a matrix of 25 million elements and 64 rows on one core with AVX-512: 37 ms, as
+    with a float32 matrix, where a product rounded to bfloat16 takes 10 ms.
     """
     if x.dtype == torch.float32:
         return torch.mm(x, matrix)

@@ -1,10 +1,10 @@
 """Drawing tokens: the whole batch at once, each rollout from its own random stream.
 
-Owns: the random numbers and the choice. Does not own: logits or stopping. Invariant: the number
-that decides token i of a rollout is a function of (seed, i) alone, so a rollout does not depend
-on its neighbours, on the replica, or on having been cut and resumed.
+Owns: the random numbers and the draw. Does not own: logits or stopping. Invariant: the random
+number of token i of a rollout is a function of (seed, i) alone, so a rollout does not depend on
+its neighbours, on the replica, or on having been cut and resumed.
 
-Log-probs are those of the distribution drawn from: after temperature, top-k and top-p, all
+Log-probs are those of the distribution drawn from: after temperature, top-k and top-p, and
 renormalised. Temperature 0 takes the likeliest token and reports its log-prob at temperature 1.
 """
 
@@ -29,10 +29,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seed: int, num_tokens: int) -> np.ndarray:
-    """One number in [0, 1) per token index: float32 [num_tokens], from (seed, index) alone."""
+    """A random number in [0, 1) per token index: float32 [num_tokens], from (seed, index) alone."""
     start = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
     words = _mix(start + _GOLDEN * np.arange(1, num_tokens + 1, dtype=np.uint64))
-    # 23 bits: times any float32 total, even the largest is still below the total.
+    # With 23 bits the largest number, times any float32 total, is still below the total.
     return ((words >> np.uint64(41)).astype(np.float32)) * np.float32(2.0**-23)
 
 
@@ -49,8 +49,8 @@ class SamplingRows:
 def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Logits [n, V] with everything outside top-k, then outside top-p of the rest, at -inf.
 
-    top-p keeps the smallest set of likeliest tokens whose probability reaches p. Equal logits at
-    the edge are kept in the order of a stable sort.
+    top-p keeps the smallest set of likeliest tokens whose probability reaches p. Of equal logits
+    the lower token ids are kept.
     """
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     drop = torch.zeros_like(ordered, dtype=torch.bool)
@@ -85,8 +85,8 @@ def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor,
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
     """First token whose cumulative probability exceeds `uniform` [n, 1]: int64 [n, 1].
 
-    Two levels, blocks of about sqrt(V) tokens and then one block, because a running sum over the
-    whole vocabulary cannot use vector instructions.
+    In two levels, over blocks of about sqrt(V) tokens and then inside one block, because a running
+    sum over the whole vocabulary cannot use vector instructions.
     """
     num_rows, vocab = probs.shape
     block = 1 << max(vocab.bit_length() // 2, 1)
@@ -95,7 +95,7 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
     blocks = probs.view(num_rows, -1, block)
     masses = blocks.sum(dim=-1)
     running = _running(masses)
-    # Rounding may leave the total a little off 1: scale, so that the last token is not favoured.
+    # Rounding may leave the total slightly off 1: scale, so that the last token is not favoured.
     target = uniform * running.amax(dim=1, keepdim=True)
     chosen = _first_above(running, target)
     before = running.gather(1, chosen) - masses.gather(1, chosen)
@@ -105,15 +105,15 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _running(masses: Tensor) -> Tensor:
-    """Running sums of `masses` [n, m], but 0 where a mass is 0: no search must end there.
+    """Running sums of `masses` [n, m], but 0 where a mass is 0, so that no search ends there.
 
-    A GPU adds up in another order at each place, so its sums may step up without any mass.
+    A GPU sums in a different order at each place, so its sums may rise where the mass is 0.
     """
     return masses.cumsum(dim=1).mul_(masses > 0)
 
 
 def _first_above(running: Tensor, target: Tensor) -> Tensor:
-    """Where the first of the `running` sums [n, m] above `target` [n, 1] is, or, as rounding may
-    leave none, the first of the largest: int64 [n, 1]."""
+    """Index of the first of the `running` sums [n, m] above `target` [n, 1], or if rounding leaves
+    none, of the first largest one: int64 [n, 1]."""
     is_found = (running > target) | (running == running.amax(dim=1, keepdim=True))
     return is_found.view(torch.uint8).argmax(dim=1, keepdim=True)

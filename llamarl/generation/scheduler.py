@@ -1,38 +1,27 @@
 """Which waiting rollout starts next, and in which slot.
 
-Owns: the queue and the slot choice. Does not own: tensors or running rollouts. Invariant: log-prob
-checks before evaluation before training, else first in, first out, except that a rollout whose
-`min_version` is not reached waits without holding up those behind it.
+Owns: the queue, the slot choice, and what every engine checks of a request. Does not own: tensors
+or running rollouts. Invariant: log-prob checks start before evaluation and evaluation before
+training, else first in, first out, except that a rollout whose `min_version` is not reached waits
+without holding up those behind it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from llamarl.types import FinishReason, Purpose, Request
+from llamarl.generation.protocol import PartialOutput, RequestOutput
+from llamarl.types import FinishReason, Purpose, Request, Sampling
 
 START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
-
-@dataclass(slots=True, kw_only=True)
-class PartialOutput:
-    """What a resumed rollout has written so far: ids int32 [t], log-probs float32 [t], versions
-    int32 [t]."""
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-
-
-def nothing_written() -> PartialOutput:
-    """The state of a rollout that has not started."""
-    return PartialOutput(
-        ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32)
-    )
+PURPOSES = (Purpose.CHECK, Purpose.EVALUATE, Purpose.TRAIN)  # in starting order
+EDGE_TOKENS = 8  # more than a character's bytes, so characters are whole where a window begins
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +29,7 @@ class QueuedRequest:
     """A request in the queue; `written` is empty unless it is resumed."""
 
     request: Request
-    written: PartialOutput = field(default_factory=nothing_written)
+    written: PartialOutput = field(default_factory=PartialOutput)
 
 
 def fewest_free(max_num_seqs: int, num_waiting: int) -> int:
@@ -50,7 +39,7 @@ def fewest_free(max_num_seqs: int, num_waiting: int) -> int:
 
 def check_request(request: Request, *, context: int, vocab_size: int, reads_text: bool) -> None:
     """ValueError if the prompt is empty, leaves no room for a token in `context` or has ids outside
-    the vocabulary, or if stop strings are asked of an engine that cannot read text."""
+    the vocabulary, or if it has stop strings and the engine has no tokenizer to read them with."""
     ids = request.prompt_ids
     if not 1 <= len(ids) < context:
         raise ValueError(
@@ -66,61 +55,66 @@ def check_request(request: Request, *, context: int, vocab_size: int, reads_text
         raise ValueError(f"row {request.row_id} must not have stop strings without a tokenizer")
 
 
+def completes_stop_string(
+    sampling: Sampling, ids: np.ndarray | list[int], decode_text: Callable[[Sequence[int]], str]
+) -> bool:
+    """True if the last token of a response of these `ids` completed a stop string."""
+    # A token is at least one byte, so the text of this many tokens holds the longest string.
+    longest = max(len(text.encode()) for text in sampling.stop_strings)
+    text = decode_text(list(ids[-(longest + EDGE_TOKENS) :]))
+    return any(stop in text for stop in sampling.stop_strings)
+
+
 class Queue:
-    """Waiting rollouts. Adding and asking cost the same however many wait."""
+    """Waiting rollouts. Adding and taking one costs the same, however many wait."""
 
     def __init__(self) -> None:
         self._num_added = 0
-        # Of each purpose, by `min_version` (few differ): (number of arrival, rollout).
-        self._lanes: dict[Purpose, dict[int, deque[tuple[int, QueuedRequest]]]] = {
-            Purpose.CHECK: {},
-            Purpose.EVALUATE: {},
-            Purpose.TRAIN: {},
-        }
+        # (rank of the purpose, min_version), of which there are few -> (arrival, rollout).
+        self._lines: dict[tuple[int, int], deque[tuple[int, QueuedRequest]]] = {}
 
     def __len__(self) -> int:
-        return sum(len(line) for lane in self._lanes.values() for line in lane.values())
+        return sum(map(len, self._lines.values()))
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Put one rollout at the end of its lane."""
-        lane = self._lanes[waiting.request.purpose]
-        line = lane.setdefault(waiting.request.min_version, deque())
-        line.append((self._num_added, waiting))
+        """Put one rollout at the end."""
+        key = PURPOSES.index(waiting.request.purpose), waiting.request.min_version
+        self._lines.setdefault(key, deque()).append((self._num_added, waiting))
         self._num_added += 1
 
     def take(self, version: int, most: int) -> list[QueuedRequest]:
         """Remove up to `most` rollouts that may start under `version`, in starting order."""
         taken: list[QueuedRequest] = []
-        for lane in self._lanes.values():
-            while len(taken) < most:
-                allowed = [v for v in lane if v <= version]
-                if not allowed:
-                    break
-                first = min(allowed, key=lambda v: lane[v][0][0])
-                taken.append(lane[first].popleft()[1])
-                if not lane[first]:
-                    del lane[first]
+        while len(taken) < most and self.has_startable(version):
+            first = min(
+                (key for key in self._lines if key[1] <= version),
+                key=lambda key: (key[0], self._lines[key][0][0]),
+            )
+            taken.append(self._lines[first].popleft()[1])
+            if not self._lines[first]:
+                del self._lines[first]
         return taken
 
     def has_startable(self, version: int) -> bool:
         """True if some rollout may start under `version`."""
-        return any(v <= version for lane in self._lanes.values() for v in lane)
+        return any(min_version <= version for _, min_version in self._lines)
 
-    def remove(self, row_ids: set[int]) -> list[QueuedRequest]:
-        """Remove and return the rollouts with these row ids, in the order they came."""
+    def abort(self, row_ids: set[int]) -> list[RequestOutput]:
+        """Remove the rollouts with these row ids; returns them, marked ABORTED, as they came."""
         removed: list[tuple[int, QueuedRequest]] = []
-        for lane in self._lanes.values():
-            for version, line in list(lane.items()):
-                gone = [item for item in line if item[1].request.row_id in row_ids]
-                if not gone:
-                    continue
-                removed += gone
-                kept = deque(item for item in line if item[1].request.row_id not in row_ids)
-                if kept:
-                    lane[version] = kept
-                else:
-                    del lane[version]
-        return [waiting for _, waiting in sorted(removed, key=lambda item: item[0])]
+        for key, line in list(self._lines.items()):
+            removed += [item for item in line if item[1].request.row_id in row_ids]
+            kept = deque(item for item in line if item[1].request.row_id not in row_ids)
+            if kept:
+                self._lines[key] = kept
+            else:
+                del self._lines[key]
+        return [
+            RequestOutput(
+                request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
+            )
+            for _, waiting in sorted(removed, key=lambda item: item[0])
+        ]
 
 
 class OpenGroups:
@@ -133,12 +127,12 @@ class OpenGroups:
         return self._counts[group]
 
     def add(self, requests: Iterable[Request]) -> None:
-        """These have been asked for."""
+        """Count these as running."""
         self._counts.update(request.prefix_group for request in requests)
 
     def stop(self, request: Request, reason: FinishReason) -> bool:
-        """Count one that stopped; True if its caller should hear of it now: it was its group's
-        last, or is to go on elsewhere."""
+        """Count one that stopped; True if it should be reported now: it was its group's last, or
+        another replica may continue it."""
         self._counts[request.prefix_group] -= 1
         is_last = not self._counts[request.prefix_group]
         if is_last:
@@ -175,8 +169,7 @@ class PrefixIndex:
         return sorted(self._slots.get((prompt, version), ()))
 
 
-@dataclass(frozen=True, slots=True)
-class SlotAssignment:
+class SlotAssignment(NamedTuple):
     """Rollout `waiting` starts in `slot`; its prompt's cache is copied from slot `source`, is in
     place already (`source == slot`), or must be computed (`source` None)."""
 
@@ -185,15 +178,15 @@ class SlotAssignment:
     source: int | None
 
 
-def place(
+def assign_slots(
     starting: list[QueuedRequest], free: set[int], prefixes: PrefixIndex, version: int
 ) -> list[SlotAssignment]:
     """Give each starting rollout a slot out of `free` (shrinks), sharing prompts where possible.
 
-    A free slot that already holds the prompt is taken first, so it is never overwritten by
-    another rollout while it could serve; resumed rollouts are always computed.
+    A free slot that already holds the prompt under `version` is taken first, before another rollout
+    overwrites it; resumed rollouts are always computed.
     """
-    placements = []
+    assignments = []
     for waiting in starting:
         prompt = waiting.request.prompt_ids
         holders = [] if len(waiting.written.ids) else prefixes.find(prompt, version)
@@ -202,5 +195,5 @@ def place(
         source = slot if reusable else holders[0] if holders else None
         free.remove(slot)
         prefixes.put(slot, prompt, version)
-        placements.append(SlotAssignment(waiting, slot, source))
-    return placements
+        assignments.append(SlotAssignment(waiting, slot, source))
+    return assignments

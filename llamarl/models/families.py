@@ -2,9 +2,9 @@
 
 Owns: what a `model_type` implies beyond config.json's sizes; for each parameter its name, its shape
 by sizes, and how tensor-parallel ranks divide it. Does not own: reading config.json
-(`architecture.py`) or the computation (`transformer.py`, `generation/decoder.py`). Invariant:
-nothing else in llamarl asks for the family; trainer, embedded engine, reshard plan and planner all
-read these tables. Free of torch, because the controller's process checks checkpoints.
+(`architecture.py`) or the computation (`transformer.py`, `generation/decoder.py`). Invariant: no
+other module depends on the family; trainer, embedded engine, reshard plan and planner all read
+these tables. Free of torch, because the controller's process checks checkpoints.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 class Family:
     """What one `model_type` of config.json means.
 
-    `model_class` is the class of transformers and vLLM, which `architectures` names. Biases are
-    there always, never, or if a flag of config.json says so, by its name: of q, k and v
-    (`attention_bias`), of the attention's output, of the feed-forward. `qk_norm`: q and k are
-    normalised per head. `head_dim` is what holds where the file is silent, hidden size over heads
-    if None. `window_key` must be false or absent in the file: attention is always full.
+    `model_class` is the class of transformers and vLLM, as in `architectures`. The biases, of q, k
+    and v (`attention_bias`), of the attention's output and of the feed-forward, exist always,
+    never, or if the flag of config.json with this name is set. `qk_norm`: q and k are normalised
+    per head. `head_dim` is the default if the file has none (None: hidden size over heads).
+    `window_key` must be false or absent in the file, because attention is always full.
     """
 
     model_class: str
@@ -53,10 +53,10 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix [outputs, inputs] of a layer, by names of `inventory.sizes`.
+    """A matrix [outputs, inputs] of a layer; `inventory.py` turns the names of sizes into numbers.
 
-    `bias` is the field of Architecture that says whether it has one; `split` the dimension that
-    tensor-parallel ranks divide.
+    `bias` is the field of Architecture that says whether the matrix has one; `split` the dimension
+    that tensor-parallel ranks divide.
     """
 
     outputs: str
@@ -92,8 +92,8 @@ _SPLITS = {
 
 
 def split_dimension(name: str) -> int | None:
-    """The dimension of the parameter `name` that tensor-parallel ranks divide; None if each has the
-    whole: norms, and biases of what is divided along its inputs."""
+    """The dimension of the parameter `name` that tensor-parallel ranks divide; None if each rank
+    holds all of it: norms, and biases of matrices that are divided along their inputs."""
     module, kind = name.split(".")[-2:]
     split = _SPLITS.get(module)
     return None if split == 1 and kind == "bias" else split

@@ -1,15 +1,16 @@
 """Which tensors a checkpoint must hold, and whether it does.
 
-Owns: names and shapes of all parameters, every check that file headers allow. Does not own:
-config.json's meaning (`architecture.py`), what a layer is made of (`families.py`) or weights
-(`hf.py`). Invariant: torch-free, because the
-controller's process checks checkpoints before any other process starts.
+Owns: names and shapes of all parameters, which numbers of ranks can split them, and every check
+that file headers allow. Does not own: config.json's meaning (`architecture.py`), what a layer is
+made of (`families.py`) or weights (`hf.py`). Invariant: torch-free, because the controller's
+process checks checkpoints before any other process starts.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from llamarl.config import EmbeddedConfig, GeneratorConfig, TrainerConfig
 from llamarl.json_file import read_object
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.families import LINEARS
@@ -34,34 +35,29 @@ def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def sizes(architecture: Architecture) -> dict[str, int]:
-    """Extents of the matrices, by the names that `families.LINEARS` calls them."""
+def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     a = architecture
-    return {
+    extents = {  # by their names in LINEARS
         "hidden": a.hidden_size,
         "queries": a.num_heads * a.head_dim,
         "keys": a.num_kv_heads * a.head_dim,
         "intermediate": a.intermediate_size,
     }
-
-
-def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    extents = sizes(architecture)
-    norm = (architecture.hidden_size,)
+    norm = (a.hidden_size,)
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": norm}
     for name, linear in LINEARS.items():
         shapes[f"{name}.weight"] = (extents[linear.outputs], extents[linear.inputs])
-        if getattr(architecture, linear.bias):
+        if getattr(a, linear.bias):
             shapes[f"{name}.bias"] = (extents[linear.outputs],)
-    if architecture.qk_norm:
+    if a.qk_norm:
         for name in ("q_norm", "k_norm"):
-            shapes[f"self_attn.{name}.weight"] = (architecture.head_dim,)
+            shapes[f"self_attn.{name}.weight"] = (a.head_dim,)
     shapes["post_attention_layernorm.weight"] = norm
     return shapes
 
 
 def check_checkpoint(folder: str | Path) -> Architecture:
-    """Check everything that file headers tell, without reading weights: before a run starts.
+    """Every check that needs file headers only, for the time before a run starts.
 
     Returns the architecture. Raises ValueError naming the file or tensor if a file is missing,
     truncated or quantised, or if names or shapes do not fit config.json.
@@ -69,6 +65,29 @@ def check_checkpoint(folder: str | Path) -> Architecture:
     architecture = read_architecture(folder)
     locate(Path(folder), architecture)
     return architecture
+
+
+def check_parallel(
+    architecture: Architecture, trainer: TrainerConfig, generator: GeneratorConfig
+) -> None:
+    """ValueError, in one line, unless every tensor-parallel rank gets an equal share."""
+    check_num_ranks("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
+    if isinstance(generator, EmbeddedConfig):  # vLLM's limits: `generation/vllm/limits.py`
+        check_num_ranks("generator.num_ranks", generator.num_ranks, architecture)
+
+
+def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> None:
+    """ValueError, naming the config's `key`, unless `num_ranks` divides what the ranks split."""
+    a = architecture
+    split = {
+        "attention heads": a.num_heads,
+        "key-value heads": a.num_kv_heads,
+        "intermediate channels": a.intermediate_size,
+        "tokens of the vocabulary": a.vocab_size,
+    }
+    if any(size % num_ranks for size in split.values()):
+        listed = ", ".join(f"{size} {what}" for what, size in split.items())
+        raise ValueError(f"{key} must divide the checkpoint's {listed}, got {num_ranks}")
 
 
 def locate(folder: Path, architecture: Architecture) -> dict[str, Path]:

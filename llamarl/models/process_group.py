@@ -1,12 +1,12 @@
-"""Where the ranks of a group meet, on which network they talk, and on which device each computes.
+"""Rendezvous, network interface and device of the ranks of a process group.
 
-Owns: the rendezvous, the default process group of one executor's ranks, the choice of interface
-and device, and what NCCL does after an error. Does not own: what is sent. Invariant: nothing
-listens on an address other than that of the data interface; on one host that is loopback, and the
-ranks meet in a file.
+Owns: the rendezvous, how groups are formed, the default one of an executor's ranks included, the
+choice of interface and device, and what NCCL does after an error. Does not own: what is sent.
+Invariant: sockets listen only on the address of the data interface; on a single host that is
+loopback, and the rendezvous is a file.
 
-What differs from host to host comes in the environment, which `cluster/` sets for each process;
-without it a process is alone on its host, as in `cluster=inline`.
+Settings of a host come in environment variables, which `cluster/` sets for each process; without
+them the run has a single host, as with `cluster=inline`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 INTERFACE = "LLAMARL_DATA_INTERFACE"  # set where a run has several hosts
 GPU = "LLAMARL_GPU"  # the kind of GPU that the recipe is for, such as H100-80GB
-GPU_INDEX = "LOCAL_RANK"  # this process's GPU, counted on its host; vLLM reads it too
+GPU_INDEX = "LOCAL_RANK"  # index of this process's GPU on its host; vLLM reads it too
 JOIN = timedelta(minutes=10)  # between the first rank and the last one
 POLL_S = 0.05
 GET_ADDRESS = 0x8915  # SIOCGIFADDR, Linux
-BACKLOG = 4096  # thousands of ranks come at once
-SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79 to 85e9 bytes
+BACKLOG = 4096  # thousands of ranks connect at once
+SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79e9 to 85e9 bytes
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's major version
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is formed
 CLEAN_UP_ONLY = "2"
 
-_forming = threading.Lock()  # the environment belongs to all threads
+_forming = threading.Lock()  # all threads share the environment
 
 
 def compute_device(kind: str, field: str) -> torch.device:
@@ -69,7 +70,7 @@ def compute_device(kind: str, field: str) -> torch.device:
 def why_no_gpu(torch_version: str, cuda: str | None, driver_text: str) -> str:
     """Why torch, built for this version of `cuda`, finds no GPU: the words after "must be cpu".
 
-    `driver_text` is what NVIDIA's driver says of itself, "" without one.
+    `driver_text` is the content of DRIVER_FILE, "" without a driver.
     """
     found = re.search(r"\d+\.\d+(\.\d+)?", driver_text)
     if found is None:
@@ -87,20 +88,20 @@ def why_no_gpu(torch_version: str, cuda: str | None, driver_text: str) -> str:
 
 
 def use_device(device: torch.device) -> None:
-    """Let this thread compute on `device`, and attention in this process never take cuDNN's
-    kernels: they make a plan for each new shape, about half a second each, and packed rollouts have
-    a new shape in every micro-batch."""
+    """Make `device` this thread's device, and keep attention in this process from using cuDNN's
+    kernels: they build a plan for each new shape, which takes about half a second, and packed
+    rollouts have a new shape in every micro-batch."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # for libraries that do not ask tensors
+        torch.cuda.set_device(device)  # for libraries that ignore the device of tensors
 
 
 @contextmanager
 def formed_to_fail_alone() -> Iterator[None]:
     """NCCL groups formed in this block only clean up after an error, such as a rank that died.
 
-    Left to itself torch ends the process, which is right for the ranks of one model, whose numbers
-    would be garbage, and wrong for a trainer that sends weights to a replica that is gone.
+    By default torch ends the process. That is right for the ranks of one model, whose numbers would
+    be garbage, and wrong for a trainer that sends weights to a replica that is gone.
     """
     with _forming:
         before = os.environ.get(ERROR_HANDLING)
@@ -134,10 +135,10 @@ def data_interface() -> str:
 def meet(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
     """The store of a group that is about to form. `rendezvous` is a path no earlier group has used.
 
-    On one host it is the file in which the ranks meet. Ranks of several hosts, who may be
-    thousands, would wait for each other's locks on a network file system: there rank 0 keeps the
-    store in its memory, and the file says at which address of the data interface.
-    RuntimeError if rank 0 does not come within `timeout`, the limit of every wait in it too.
+    On a single host the store is that file. Ranks of several hosts, possibly thousands, would wait
+    for each other's locks on a network file system: there rank 0 serves the store from memory, and
+    the file holds its address on the data interface. RuntimeError if rank 0 does not write it
+    within `timeout`, which is also the limit of every wait in the store.
     """
     if INTERFACE not in os.environ:
         store: dist.Store = dist.FileStore(rendezvous, num_ranks)
@@ -167,9 +168,27 @@ def meet(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> dist
     return store
 
 
+def form_group(
+    device: torch.device, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta
+) -> Any:
+    """A process group beside the default one, over the data interface: NCCL on GPUs, gloo on CPUs.
+
+    `timeout` limits each collective or message.
+    """
+    if device.type == "cuda":
+        os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, num_ranks, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, num_ranks, gloo)
+
+
 def interface_address(interface: str) -> str:
     """The IPv4 address of a network interface of this host; ValueError if there is none."""
-    import fcntl  # not on every system
+    import fcntl  # Unix only
 
     request = struct.pack("256s", interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -185,16 +204,16 @@ def interface_address(interface: str) -> str:
 
 
 def _read_address(rendezvous: str, timeout_s: float) -> tuple[str, int]:
-    """What rank 0 wrote into the file, once it is there."""
+    """The address that rank 0 writes into the file; waits for it."""
     path = Path(rendezvous)
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        os.scandir(path.parent).close()  # NFS remembers for long that a file is not there
+        os.scandir(path.parent).close()  # refreshes what NFS caches about missing files
         if path.exists():
             host, port = path.read_text().split()
             return host, int(port)
         time.sleep(POLL_S)
-    raise RuntimeError(f"rank 0 did not come to {rendezvous} within {timeout_s:g} s")
+    raise RuntimeError(f"rank 0 must write {rendezvous} within {timeout_s:g} s, got no file")
 
 
 def join(rendezvous: str, rank: int, num_ranks: int, device: torch.device) -> None:

@@ -55,7 +55,7 @@ def test_ranks_of_several_hosts_meet_at_an_address_of_the_data_interface(ranks, 
 
 def test_a_first_rank_that_does_not_come_is_missed(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(INTERFACE, "lo")
-    with pytest.raises(RuntimeError, match=r"rank 0 did not come to .*/nowhere within 0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"rank 0 must write .*/nowhere within 0\.2 s"):
         meet(str(tmp_path / "nowhere"), 1, 2, timedelta(seconds=0.2))
 
 
@@ -132,7 +132,7 @@ def test_a_route_over_nccl_is_formed_to_fail_alone_and_to_miss_a_message_after_u
     formed = []
 
     class Recorded:
-        """Stands where torch for GPUs has its group, and notes what that would read."""
+        """Stands in for the NCCL group of torch, and records what it would read."""
 
         class Options:
             _timeout = timedelta()
@@ -153,7 +153,7 @@ def test_a_route_over_nccl_is_formed_to_fail_alone_and_to_miss_a_message_after_u
     assert ERROR_HANDLING not in os.environ
 
 
-def test_nccl_is_told_in_the_words_of_torchs_own_header() -> None:
+def test_nccl_settings_are_spelt_as_in_the_header_of_torch() -> None:
     folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     header = (folder / "ProcessGroupNCCL.hpp").read_text()
     assert f"CleanUpOnly = {CLEAN_UP_ONLY}," in header

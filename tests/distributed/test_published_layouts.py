@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from llamarl.config import TrainerConfig
-from llamarl.generation.parameters import buffer_layout
+from llamarl.generation.parameters import BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
@@ -67,7 +67,7 @@ def publish_one(rank: int, checkpoint: str, config: TrainerConfig, target: Targe
     dtype, num_targets = target
     wanted = weight_buffer = None
     if rank < num_targets:
-        wanted = buffer_layout(read_architecture(checkpoint), dtype, rank, num_targets)
+        wanted = BufferLayout(read_architecture(checkpoint), dtype, rank, num_targets)
         weight_buffer = WeightBuffer(
             parameters=wanted.parameters,
             num_elements=wanted.num_elements,

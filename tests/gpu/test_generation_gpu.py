@@ -23,7 +23,7 @@ from tests.unit.test_generation_engine import (
     quantize_model,
     random_prompts,
 )
-from tests.unit.test_generation_steps import write
+from tests.unit.test_generation_runner import write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +76,7 @@ def test_graphs_write_what_single_calls_write_through_commits_and_moves(quantiza
         engine = EmbeddedEngine(LLAMA, config)
         flats = [flat_weights(engine, make_model(LLAMA, seed)).cuda() for seed in (1, 2)]
         done.append(write(engine, flats, torch.empty_like(flats[0])))
-        assert (len(engine._steps._replays) > 2) == cuda_graphs
+        assert (len(engine._runner._replays) > 2) == cuda_graphs
     for row, item in done[0].items():
         other = done[1][row].written
         assert other.ids.tolist() == item.written.ids.tolist()

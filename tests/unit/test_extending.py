@@ -20,7 +20,7 @@ from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.config import Config, TrainerConfig
 from llamarl.errors import TaskError
-from llamarl.generation.parameters import buffer_layout
+from llamarl.generation.parameters import BufferLayout
 from llamarl.models import architecture, families
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import parameter_placements
@@ -214,7 +214,7 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
     exec(block("model_family", "python"), {})
     assert relative_error(load_model(tmp_path).logits(token_ids(), LENGTHS), expected) <= 1e-5
     found = read_architecture(tmp_path)
-    placed = buffer_layout(found, "float32").parameters.keys()
+    placed = BufferLayout(found, "float32").parameters.keys()
     assert placed == parameter_placements(found, TrainerConfig()).keys()
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"sliding_window": null', '"sliding_window": 64'))

@@ -12,9 +12,8 @@ from llamarl.config import EmbeddedConfig
 from llamarl.generation.cpu_kv_cache import CALL_COST, cut
 from llamarl.generation.decoder import float32_product, product
 from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
-from llamarl.generation.scheduler import PartialOutput
 from llamarl.models.architecture import Architecture, RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, Purpose, Request, Sampling
@@ -203,12 +202,12 @@ def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
     head = weights.head.dequantized() if kind == "int8" else weights.head
 
     with torch.inference_mode():
-        logits = engine._steps.compute(tokens, positions)
+        logits = engine._runner.compute(tokens, positions)
         # A head that is the identity lets the hidden states through.
         size = architecture.hidden_size
         engine._decoder.weights = replace(weights, head=torch.eye(size, dtype=torch.bfloat16))
         engine._arrange()
-        hidden = engine._steps.compute(tokens, positions)
+        hidden = engine._runner.compute(tokens, positions)
     exact = (hidden.double() @ head.double()).log_softmax(-1)
     assert logits.dtype == torch.float32
     assert exact.std() > 1  # bfloat16 rounds numbers of this size by up to 0.01
@@ -457,7 +456,7 @@ def test_a_rollout_waits_for_its_minimum_version_without_holding_up_others() -> 
     engine.submit(make_request(0, (1,), 5, min_version=1))
     engine.submit(make_request(1, (1,), 5))
     assert list(finish(engine)) == [1]
-    assert engine.num_waiting == 1
+    assert len(engine._queue) == 1
     engine.commit(flat_weights(engine, model), 1)
     assert finish(engine)[0].written.versions.tolist() == [1] * 5
 

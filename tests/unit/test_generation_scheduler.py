@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.generation.scheduler import PrefixIndex, Queue, QueuedRequest, place
+from llamarl.generation.scheduler import PrefixIndex, Queue, QueuedRequest, assign_slots
 from llamarl.types import Purpose, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=4)
@@ -51,7 +51,7 @@ def test_the_queue_equals_a_plain_list(events: list[tuple]) -> None:
             model = [w for w in model if w not in ready[:second]]
         else:
             gone = {first, second}
-            removed = [w.request.row_id for w in queue.remove(gone)]
+            removed = [w.request.row_id for w in queue.abort(gone)]
             assert removed == [w.request.row_id for w in model if w.request.row_id in gone]
             model = [w for w in model if w.request.row_id not in gone]
         assert len(queue) == len(model)
@@ -78,7 +78,7 @@ def test_a_shared_prefix_is_always_the_prompt_under_the_present_version(
             waiting(row_id + i, 0, Purpose.TRAIN, (prompt + i) % 3) for i in range(len(free))
         ]
         row_id += len(starting)
-        placements = place(starting, set(free), prefixes, version)
+        placements = assign_slots(starting, set(free), prefixes, version)
         slots = [p.slot for p in placements]
         assert sorted(slots) == sorted(free)
         for p in placements:

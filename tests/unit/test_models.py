@@ -15,7 +15,7 @@ from llamarl.config import EmbeddedConfig, TrainerConfig, VllmConfig
 from llamarl.data.micro_batch import micro_batch
 from llamarl.models import attention, head
 from llamarl.models.architecture import Architecture
-from llamarl.models.divisibility import check_parallel
+from llamarl.models.inventory import check_parallel
 from llamarl.models.transformer import Layer, Transformer, rope_tables
 from tests.allocation import LargestAllocation
 from tests.unit.reference_checkpoints import (
@@ -374,7 +374,7 @@ def test_activation_checkpointing_changes_no_gradient_and_computes_again_what_it
     products_again, attentions_again = (
         again - once for again, once in zip(counts["full"], counts["none"], strict=True)
     )
-    assert products_again >= 4 * 6  # the last one of a layer is needed by nobody
+    assert products_again >= 4 * 6  # the last one of a layer is not needed again
     assert attentions_again == 4 * 2  # blocks of 50 and of 10 tokens
 
 

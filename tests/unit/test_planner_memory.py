@@ -22,7 +22,7 @@ from llamarl.config import (
     VllmConfig,
     WeightsConfig,
 )
-from llamarl.generation.parameters import bind, buffer_layout, quantize, tensors
+from llamarl.generation.parameters import BufferLayout, bind, quantize, tensors
 from llamarl.generation.quantized import make_scratch
 from llamarl.models.attention import make_packing
 from llamarl.models.inventory import parameter_shapes
@@ -178,7 +178,7 @@ def test_the_fullest_packings_are_full_and_padded() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_weights_are_as_large_as_real_ones(tied: bool) -> None:
     architecture = replace(LLAMA, tie_embeddings=tied, qk_norm=True)
-    layout = buffer_layout(architecture, "float32")
+    layout = BufferLayout(architecture, "float32")
     weights = bind(layout, architecture, torch.ones(layout.num_elements))
     made = quantize(weights, "int8", make_scratch(256, torch.float32, CPU))
     assert quantized_bytes(architecture, "float32", 1) == sum(t.nbytes for t in tensors(made))
@@ -359,7 +359,7 @@ def test_turns_need_the_most_of_one_side_and_no_offloading_the_sum() -> None:
     moved = 12 * num_elements + 4 * len(parameter_shapes(LLAMA))
     assert ranks["trainer"].host_bytes_by_kind == {"offloaded": moved}
     config = on_gpus(**base, placement=turns)
-    elements = buffer_layout(LLAMA, "bfloat16").num_elements
+    elements = BufferLayout(LLAMA, "bfloat16").num_elements
     moved = 2 * elements + kv_cache_bytes(config, LLAMA)
     assert ranks["generator"].host_bytes_by_kind == {"offloaded": moved}
     assert fullest(ranks.values()).total_bytes == max(r.total_bytes for r in ranks.values())

@@ -26,7 +26,7 @@ def uneven_source(weights: dict[str, torch.Tensor]) -> tuple[list[RankLayout], l
                 shape=tuple(tensor.shape), dtype="float32", boxes=(box,)
             )
         names = (tuple(weights),)
-        layouts.append(RankLayout(rank=rank, host="here", parameters=parameters, parts=names))
+        layouts.append(RankLayout(rank=rank, host="here", parameters=parameters, buckets=names))
         memories.append(memory)
     return layouts, memories
 
@@ -36,7 +36,10 @@ def publish(memories: list[Memory], weights: dict[str, torch.Tensor]) -> list[to
     source, held = uneven_source(weights)
     target = [
         RankLayout(
-            rank=rank, host="here", parameters=memory.parameters, parts=(tuple(memory.parameters),)
+            rank=rank,
+            host="here",
+            parameters=memory.parameters,
+            buckets=(tuple(memory.parameters),),
         )
         for rank, memory in enumerate(memories)
     ]

@@ -1,4 +1,4 @@
-"""One tensor-parallel rank of vLLM in a process of its own, told what to do over a pipe."""
+"""One tensor-parallel rank of vLLM in its own process, which takes commands over a pipe."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
 from llamarl.executors.offload import Offloader
-from llamarl.generation.parameters import DTYPES, buffer_layout
+from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
@@ -155,7 +155,7 @@ def _be_trainer(pipe: Connection, setting: Setting, checkpoint: str) -> None:
 def _be_generator(pipe: Connection, setting: Setting, checkpoint: str) -> None:
     """Live and staging memory of one rank."""
     torch.set_num_threads(1)
-    layout = buffer_layout(read_architecture(checkpoint), setting.dtype)
+    layout = BufferLayout(read_architecture(checkpoint), setting.dtype)
     weight_buffer = WeightBuffer(
         parameters=layout.parameters,
         num_elements=layout.num_elements,

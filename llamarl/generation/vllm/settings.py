@@ -1,8 +1,8 @@
-"""How vLLM is set up: environment, engine arguments, and the core that they make.
+"""The set-up of vLLM: environment, engine arguments, and its core.
 
-Owns: every name of vLLM's configuration, and saying in one line what it cannot run. Does not own:
-requests (`engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file
-imports nothing of vLLM, whose environment must be set before.
+Owns: every name of vLLM's configuration, and one-line errors for what it cannot run. Does not own:
+requests (`engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file does
+not import vLLM, whose environment must be set before that.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # a checkpoint is a folder
-    "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING it explains its defaults at every start
-    "GLOO_SOCKET_IFNAME": "lo",  # nothing listens beyond loopback
+    "VLLM_LOGGING_LEVEL": "ERROR",  # at WARNING it logs its defaults at every start
+    "GLOO_SOCKET_IFNAME": "lo",  # listen on loopback only
     "NCCL_SOCKET_IFNAME": "lo",
 }
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # more threads than idle cores is ten times slower
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other processes of the run share the cores
-    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs compile C++ for ten seconds
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs wait ten seconds for a C++ compiler
 }
 
 
 def set_environment(device: str) -> None:
-    """Set what vLLM reads from the environment; a value that the user set before stays."""
-    # What every import of it says, and nobody can do anything about.
+    """Set the variables that vLLM reads; a value that the user has set stays."""
+    # Both warn at every import, and there is no way to act on it.
     logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     wanted = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
@@ -74,13 +74,13 @@ def make_core(
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     alone = "" if rendezvous else tempfile.mkdtemp(prefix="llamarl-")
-    meeting = _meeting(rendezvous or f"{alone}/meeting", run_id)
+    store_path = _store_path(rendezvous or f"{alone}/store", run_id)
 
     class RankExecutor(UniProcExecutor):
         """The one worker of this process; the other ranks run the same steps in theirs."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"file://{meeting}", rank, local_rank
+            return f"file://{store_path}", rank, local_rank
 
     try:
         _register(architecture)
@@ -96,19 +96,18 @@ def make_core(
         raise ValueError(f"vLLM cannot run {checkpoint}: {_one_line(error)}") from error
     finally:
         shutil.rmtree(alone, ignore_errors=True)
-    _unlink_shared_memory(meeting, rank)
+    _unlink_shared_memory(store_path, rank)
     return core
 
 
 def end_core(core: Any) -> None:
     """Leave the core's process groups.
 
-    Not `core.shutdown()`, which walks the whole heap: seconds on busy cores, and what nobody holds
-    any more goes by itself.
+    Not `core.shutdown()`, which collects garbage in the whole heap and takes seconds on busy cores.
     """
     core.scheduler.shutdown()
     _leave_groups()
-    gc.unfreeze()  # the core had taken everything made so far out of the collector's sight
+    gc.unfreeze()  # the core froze all objects made so far, which hides them from the collector
 
 
 def _leave_groups() -> None:
@@ -147,7 +146,8 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
 
 
 def _register(architecture: Architecture) -> None:
-    """Load the model's class here: vLLM would start a process of ten seconds to look at it."""
+    """Load the model's class here, because vLLM would start a process for it that takes ten
+    seconds."""
     from vllm.model_executor.models import ModelRegistry
 
     name = FAMILIES[architecture.model_type].model_class
@@ -157,10 +157,8 @@ def _register(architecture: Architecture) -> None:
 
 
 def _keep_weights_plain() -> None:
-    """Let linear layers on the CPU compute from the weights as loaded.
-
-    vLLM would pack them into copies that a publish cannot write.
-    """
+    """Make linear layers on the CPU compute with the weights as loaded: vLLM would pack them into
+    copies that a publish cannot write."""
     from vllm.model_executor.layers import utils
 
     def keep(layer: Any, remove_weight: bool) -> None:
@@ -170,7 +168,7 @@ def _keep_weights_plain() -> None:
 
 
 def _check(config: VllmConfig, architecture: Architecture) -> None:
-    """What can be told without building the model; ValueError."""
+    """The checks that need no model; ValueError."""
     if torch.distributed.is_initialized():
         raise ValueError(
             "generator=vllm must have a process of its own for each rank (cluster=monarch), "
@@ -179,32 +177,32 @@ def _check(config: VllmConfig, architecture: Architecture) -> None:
     check_limits(config, architecture)
 
 
-def _meeting(rendezvous: str, run_id: str) -> str:
-    """A path for torch's file store: vLLM names shared memory after the last part of it, so that
-    part must differ from that of every other replica on this host."""
+def _store_path(rendezvous: str, run_id: str) -> str:
+    """A path for torch's file store. vLLM names shared memory after its last part, which must
+    therefore differ from that of every other replica on this host."""
     path = os.path.abspath(rendezvous)
     unique = hashlib.blake2b(f"{run_id} {path}".encode(), digest_size=8).hexdigest()
     return f"{path}-{unique}"
 
 
-def _unlink_shared_memory(meeting: str, rank: int) -> None:
-    """Leave the memory over which ranks reduce (on a CPU) and broadcast without a name: all have
-    mapped it, and so nothing stays behind whoever is killed."""
+def _unlink_shared_memory(store_path: str, rank: int) -> None:
+    """Unlink the shared memory in which ranks broadcast and (on a CPU) reduce. All of them have
+    mapped it, so it is freed with the last of them, even if they are killed."""
     from vllm.distributed.parallel_state import get_tp_group
 
     queue = get_tp_group().mq_broadcaster
     if queue is not None and queue.buffer.is_creator:
         queue.buffer.shared_memory.unlink()
-        queue.buffer.is_creator = False  # else it would do so again
-    for path in Path("/dev/shm").glob(f"{glob.escape(Path(meeting).name)}-*_{rank}"):
+        queue.buffer.is_creator = False  # else it would unlink it again
+    for path in Path("/dev/shm").glob(f"{glob.escape(Path(store_path).name)}-*_{rank}"):
         path.unlink(missing_ok=True)
 
 
 def _one_line(error: Exception) -> str:
-    """The first line that says something: pydantic and vLLM write several."""
+    """The first line with information: pydantic and vLLM write several."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "validation error" not in line]
-    line = (telling or lines or [type(error).__name__])[0].split(" [type=")[0]
+    informative = [line for line in lines if "validation error" not in line]
+    line = (informative or lines or [type(error).__name__])[0].split(" [type=")[0]
     return line.replace(
         "--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE", "generator.kv_cache_bytes"
     )

@@ -1,11 +1,11 @@
-"""vLLM's layers between the weights as loaded and the weights as computed with.
+"""From the weights as loaded to the weights that vLLM's layers compute with.
 
 Owns: putting a model into the form that its loader expects, and quantising from the flat memory.
-Does not own: what lies where in that memory (`recorder.py`). Invariant: a parameter that computes
-keeps its address, so captured graphs stay valid.
+Does not own: the layout of that memory (`recorder.py`). Invariant: a parameter that a layer
+computes with keeps its address, so captured graphs stay valid.
 
-vLLM's own reload machinery does the work: it remembers each layer's parameters as they were created
-("loading form", without storage) beside those it made of them.
+The work is done by vLLM's own reload code, which keeps each layer's parameters as they were created
+("loading form", without storage) beside those that it made of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALIGN_BYTES = 64
 
 @contextmanager
 def loading_form(model: nn.Module) -> Iterator[None]:
-    """For the length of the block `model` has the parameters that a loader fills, on meta."""
+    """Inside the block `model` has the parameters that a loader fills, on the meta device."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     layerwise.initialize_layerwise_reload(model)
@@ -38,11 +38,11 @@ def loading_form(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Compute the model's parameters anew from `tensors`, parameters in loading form by name.
+    """Recompute the model's parameters from `tensors`, its parameters in loading form by name.
 
-    `tensors` are read, not kept. They may lie in host memory: what is quantised goes to the device
-    that its layer computes on, where the kernels for that are, while the layer before is processed;
-    what computes as it was loaded is only copied into place.
+    No reference to `tensors` is kept. They may be in host memory: what is quantised is copied to
+    the device of its layer, which has the kernels for it, while the layer before is processed; what
+    a layer computes with as loaded is only copied into place.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
@@ -83,17 +83,17 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
 
 
 def is_as_loaded(computing: Tensor, loaded: Tensor) -> bool:
-    """True if a layer computes with a parameter in the form that it was loaded in."""
+    """True if a layer computes with a parameter in its loaded form."""
     return computing.shape == loaded.shape and computing.dtype == loaded.dtype
 
 
 def on_device(
     groups: Sequence[Mapping[str, Tensor]], device: torch.device
 ) -> Iterator[Mapping[str, Tensor]]:
-    """The groups on `device`, one after the other; on a GPU the next one is copied meanwhile.
+    """Yield the groups on `device`; on a GPU the next one is copied meanwhile.
 
-    What lies there is yielded as it is. All else is copied into two slots in turn, each as large as
-    the largest group, so a group is valid until the next one is asked for.
+    Tensors that are there already are yielded as they are. The others are copied into two slots in
+    turn, each as large as the largest group, so a group is valid until the next one is yielded.
     """
     num_bytes = [sum(map(_slot_bytes, _elsewhere(group, device).values())) for group in groups]
     if not any(num_bytes):
@@ -105,7 +105,7 @@ def on_device(
     copying = torch.cuda.Stream(device) if is_cuda else None
 
     def begin(index: int) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
-        """Start to copy a group; what comes back is its tensors, and when they are there."""
+        """Start to copy a group; returns its tensors, and the event of their arrival."""
         slot, end, found = slots[index % 2], 0, dict(groups[index])
         if copying is not None:
             copying.wait_stream(computing)  # type: ignore[arg-type]  # reads this slot's last group

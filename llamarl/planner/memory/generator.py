@@ -22,7 +22,7 @@ from llamarl.config import Config, VllmConfig
 from llamarl.generation.cpu_kv_cache import CpuKVCache
 from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.engine import PREFILL_TOKENS
-from llamarl.generation.parameters import DTYPES, buffer_layout
+from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
 from llamarl.planner.memory.placements import ITEM_BYTES, weight_buffer
@@ -95,21 +95,19 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
     if isinstance(generator, VllmConfig):
         return generator.kv_cache_bytes
     cache = (CudaKVCache if generator.device == "cuda" else CpuKVCache)(
-        num_layers=architecture.num_layers,
-        num_slots=generator.max_num_seqs,
-        num_heads=architecture.num_heads // generator.num_ranks,
-        num_kv_heads=architecture.num_kv_heads // generator.num_ranks,
-        num_positions=generator.max_model_len,
-        head_dim=architecture.head_dim,
-        dtype=DTYPES[generator.dtype],
-        device=torch.device("meta"),
+        architecture,
+        generator.num_ranks,
+        generator.max_num_seqs,
+        generator.max_model_len,
+        DTYPES[generator.dtype],
+        torch.device("meta"),
     )
     return cache.keys.nbytes + cache.values.nbytes
 
 
 def quantized_bytes(architecture: Architecture, dtype: str, num_ranks: int) -> int:
     """Of one set of the embedded engine's weights in eight bits: see `parameters.quantize`."""
-    layout, item = buffer_layout(architecture, dtype, 0, num_ranks), ITEM_BYTES[dtype]
+    layout, item = BufferLayout(architecture, dtype, 0, num_ranks), ITEM_BYTES[dtype]
     total = 0
     for name, (_, shape) in layout.fused.items():
         num_elements = math.prod(shape)

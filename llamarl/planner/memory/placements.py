@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.rank_assignment import Device, assign
-from llamarl.generation.parameters import buffer_layout
+from llamarl.generation.parameters import BufferLayout
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import split_dimension
 from llamarl.models.inventory import parameter_shapes
@@ -77,7 +77,7 @@ def weight_buffer(
     generator = config.generator
     if isinstance(generator, VllmConfig):
         return _vllm_weight_buffer(architecture, generator.dtype, rank, generator.num_ranks)
-    layout = buffer_layout(architecture, generator.dtype, rank, generator.num_ranks)
+    layout = BufferLayout(architecture, generator.dtype, rank, generator.num_ranks)
     return layout.parameters, layout.num_elements
 
 

@@ -24,7 +24,7 @@ from llamarl.config import Config, VllmConfig
 from llamarl.config.rank_assignment import assign
 from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
-from llamarl.models.divisibility import check_parallel
+from llamarl.models.inventory import check_parallel
 from llamarl.planner.forecast import MemoryForecast, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.generator import GeneratorMemory, forecast_generator

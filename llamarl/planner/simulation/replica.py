@@ -17,15 +17,15 @@ from collections.abc import Callable
 from llamarl.config import Config
 from llamarl.executors.generator import GATHER_S
 from llamarl.executors.rollout_columns import version_spans
+from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
     OpenGroups,
     PrefixIndex,
     Queue,
     QueuedRequest,
     SlotAssignment,
+    assign_slots,
     fewest_free,
-    nothing_written,
-    place,
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
@@ -36,7 +36,7 @@ from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
 
-NOTHING = nothing_written()
+NOTHING = PartialOutput()
 
 
 class SimulatedReplica(Receiving):
@@ -113,7 +113,7 @@ class SimulatedReplica(Receiving):
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         wanted = set(row_ids)
-        for waiting in self._queue.remove(wanted):
+        for waiting in self._queue.abort(wanted):
             spans = version_spans(waiting.written.versions)
             self._stop(waiting.request, spans, FinishReason.ABORTED)
         self._interrupt()
@@ -169,7 +169,9 @@ class SimulatedReplica(Receiving):
         if len(free) < fewest_free(self._max_num_seqs, len(self._queue)):
             return []
         starting = self._queue.take(self.version, len(free))
-        return [self._start(each) for each in place(starting, free, self._prefixes, self.version)]
+        return [
+            self._start(each) for each in assign_slots(starting, free, self._prefixes, self.version)
+        ]
 
     def _start(self, assignment: SlotAssignment) -> int:
         slot = Slot(assignment.waiting, assignment.slot, self._slots.steps)

@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from llamarl.executors.rollout_columns import read_written, version_spans, write_finished
-from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.scheduler import PartialOutput
+from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.protocols import Storage
 from llamarl.types import (
     GENERATOR_LOGPROBS,

@@ -16,7 +16,6 @@ arrive, not those in the middle of sending or receiving.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.errors import StaleVersion, TargetLost
-from llamarl.models.process_group import data_interface, formed_to_fail_alone, meet
+from llamarl.models.process_group import form_group, formed_to_fail_alone, meet
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
@@ -71,17 +70,12 @@ class RouteGroup:
         self._group: Any = self._form(store, index, size)
 
     def _form(self, store: dist.Store, index: int, size: int) -> Any:
-        if self.device.type == "cuda":
-            os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
-            torch.cuda.set_device(self.device)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = 2 * self._timeout  # so that `finish` times out first
-            with formed_to_fail_alone():
-                return dist.ProcessGroupNCCL(store, index, size, nccl)
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
-        gloo._timeout = self._timeout
-        return dist.ProcessGroupGloo(store, index, size, gloo)
+        if self.device.type == "cpu":
+            return form_group(self.device, store, index, size, self._timeout)
+        torch.cuda.set_device(self.device)
+        with formed_to_fail_alone():
+            # Twice the limit, so that `finish` times out first.
+            return form_group(self.device, store, index, size, 2 * self._timeout)
 
     def send(self, memory: Tensor, rank: int, tag: int) -> list[Any]:
         """Begin to send `memory` to target `rank`; `finish` waits for it."""

@@ -1,94 +1,112 @@
-"""The decode step as each kind of device likes it.
+"""The decode step as each kind of device runs it best.
 
 Owns: which rows a step computes, in which order, and how its kernels are started. Does not own: the
-maths (`decoder.py`), drawing tokens, or rollouts (`running.py`). Invariant: row i of the logits is
-that of slot `slots[i]`.
+maths (`decoder.py`), drawing tokens, or rollouts (`running_batch.py`). Invariant: row i of the
+logits is that of slot `slots[i]`.
 
-On CPUs arithmetic is dear and calls are cheap: only rollouts are computed, the longest first. On
+On CPUs arithmetic is costly and calls are cheap: only rollouts are computed, the longest first. On
 GPUs a step of a small batch costs as much as that of a large one, but each call costs: rows are
 slots in order, padded to few sizes, so that a step is one of few shapes and each shape is captured
-once as a CUDA graph. Rows in between that are no rollouts compute what nobody reads.
+once as a CUDA graph. Results of the rows in between that hold no rollout are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache, RowGroup
+from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache, PaddedRows
 from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.decoder import Decoder
-from llamarl.generation.graphs import Replay
-from llamarl.generation.running_rollouts import RunningRollouts
+from llamarl.generation.running_batch import RunningBatch
 
 SHORTEST = 128  # the smallest length that padded rows read
+Replay = Callable[[], Tensor]
 
 
-class Steps(Protocol):
-    """Computes logits, row by row. `keeps_addresses`: weights must be overwritten, not replaced."""
+class EagerRunner:
+    """Launches every operation by itself, over rollouts alone.
 
-    keeps_addresses: bool
-
-    def arrange(self, running: RunningRollouts) -> tuple[np.ndarray, np.ndarray | slice]:
-        """For the next PLAN_STEPS steps: the slot of each row, and which rows are rollouts."""
-
-    def compute(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Logits float32 [n, vocab] after `tokens` int32 [n] at `positions` int64 [n]."""
-
-    def forget(self) -> None:
-        """Addresses of weights or cache change: hold on to none."""
-
-
-class EagerSteps:
-    """One call after the other, over rollouts alone."""
+    `keeps_addresses`: at a commit weights must be overwritten, not replaced.
+    """
 
     keeps_addresses = False
 
     def __init__(self, decoder: Decoder, cache: CpuKVCache) -> None:
         self._decoder, self._cache = decoder, cache
-        self._groups: list[RowGroup] = []
+        self._plan: list[PaddedRows] = []
         self._slots = np.empty(0, np.int64)
         self._num_computed = 0  # since `arrange`
 
-    def arrange(self, running: RunningRollouts) -> tuple[np.ndarray, slice]:
+    def arrange(self, running: RunningBatch) -> tuple[np.ndarray, slice]:
+        """For the next PLAN_STEPS steps: the slot of each row, and which rows are rollouts."""
         self._slots = running.by_length()
-        self._groups = self._cache.plan(self._slots, running.cached[self._slots] + 1)
+        self._plan = self._cache.plan(self._slots, running.cached[self._slots] + 1)
         self._num_computed = 0
         return self._slots, slice(None)
 
     def compute(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Logits float32 [n, vocab] after `tokens` int32 [n] at `positions` int64 [n]."""
         device = self._cache.device
-        place = torch.from_numpy(positions).to(device)
+        on_device = torch.from_numpy(positions).to(device)
         if self._num_computed:
-            self._cache.lengthen(self._groups, place)
+            self._cache.lengthen(self._plan, on_device)
         self._num_computed += 1
-        places = self._cache.places(self._slots, positions)
+        index = self._cache.write_index(self._slots, positions)
         ids = torch.from_numpy(tokens).to(device)
-        return self._decoder.decode(ids, place, places, self._groups)
+        return self._decoder.decode(ids, on_device, index, self._plan)
 
     def forget(self) -> None:
-        """It holds none."""
+        """Drop what refers to addresses of weights or cache: nothing here."""
 
 
-class Graphs(Protocol):
-    """What records a step, to be replayed: `graphs.CudaGraphs`."""
+class CudaGraphs:
+    """Graphs of one device that share one memory pool: only one of them may run at a time, and each
+    replay overwrites the result of the one before.
+
+    A replay reads and writes the addresses that the capture saw: call `forget` when they change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """Run `compute` once or more; the replay does the same at the same addresses."""
+        """Run `compute` once, so that libraries initialise, then capture it. The replay returns
+        what `compute` returned in the capture."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            compute()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads process and compare weights meanwhile: let them allocate.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            out = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
 
     def forget(self) -> None:
-        """Nothing that was recorded will be replayed any more."""
+        """Start a new pool: the old one's memory is freed with the last of its graphs."""
+        self._pool = torch.cuda.graph_pool_handle()
 
 
-class PaddedSteps:
-    """Few shapes, each recorded by `graphs` when it first occurs; None computes call by call."""
+class PaddedRunner:
+    """Few shapes, each recorded by `graphs` when it first occurs; without `graphs` every operation
+    is launched by itself."""
 
-    def __init__(self, decoder: Decoder, cache: CudaKVCache, graphs: Graphs | None) -> None:
+    def __init__(self, decoder: Decoder, cache: CudaKVCache, graphs: CudaGraphs | None) -> None:
         self.keeps_addresses = graphs is not None
         self._decoder, self._cache, self._graphs = decoder, cache, graphs
         self._num_rows = self._length = 0
@@ -99,7 +117,7 @@ class PaddedSteps:
         self._static = torch.zeros(shape, dtype=torch.int64, device=cache.device)
         self._replays: dict[tuple[int, int], Replay] = {}
 
-    def arrange(self, running: RunningRollouts) -> tuple[np.ndarray, np.ndarray]:
+    def arrange(self, running: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         occupied = np.flatnonzero(running.occupied)
         if not len(occupied):
             return occupied, occupied
@@ -126,13 +144,16 @@ class PaddedSteps:
             self._graphs.forget()
 
     def _decode(self) -> Tensor:
-        """Logits [rows, vocab]; done twice, it writes the same keys and values twice."""
+        """Logits [rows, vocab]. Run twice, it writes the same keys and values twice."""
         tokens, positions = self._static[:, : self._num_rows]
-        places = self._cache.next_places(positions)
-        # Not cuDNN's kernels: they choose their plan on the host, at each new shape.
+        index = self._cache.next_index(positions)
+        # Without cuDNN's kernels, which choose their plan on the host at each new shape.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             mask = self._cache.mask(positions, self._length)
-            return self._decoder.decode(tokens, positions, places, mask)
+            return self._decoder.decode(tokens, positions, index, mask)
+
+
+ModelRunner = EagerRunner | PaddedRunner
 
 
 def padded_rows(num_rows: int, most: int) -> int:

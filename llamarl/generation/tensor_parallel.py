@@ -1,27 +1,23 @@
-"""The tensor-parallel ranks of one replica, where their numbers meet.
+"""The process group inside the model: the tensor-parallel ranks of one replica.
 
-Owns: the process group inside the model. Does not own: the order of steps (`executors/lockstep.py`)
-or which rank holds what (`parameters.py`). Invariant: what `sum` and `gather` return is equal on
-all ranks, bit for bit, so all of them sample the same tokens.
+What `sum` and `gather` return is equal on all ranks, bit for bit, so all of them sample the same
+tokens.
 """
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.models.process_group import JOIN, data_interface, meet
+from llamarl.models.process_group import JOIN, form_group, meet
 
 LIMIT = timedelta(minutes=10)  # between two ranks within a step
 
 
-class Ranks:
-    """`num_ranks` processes that meet at the file `rendezvous`, which no others use.
+class TensorParallelGroup:
+    """`num_ranks` processes that meet at the file `rendezvous`, which no other group uses.
 
     gloo on CPUs, NCCL on GPUs. Waits for all; call it, and its methods, from the compute thread.
     """
@@ -30,17 +26,7 @@ class Ranks:
         self.rank, self.num_ranks = rank, num_ranks
         self._is_cuda = device.type == "cuda"
         store = meet(rendezvous, rank, num_ranks, JOIN)
-        self._group: Any
-        if self._is_cuda:
-            os.environ["NCCL_SOCKET_IFNAME"] = data_interface()
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = LIMIT
-            self._group = dist.ProcessGroupNCCL(store, rank, num_ranks, nccl)
-        else:
-            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._devices = [dist.ProcessGroupGloo.create_device(interface=data_interface())]
-            gloo._timeout = LIMIT
-            self._group = dist.ProcessGroupGloo(store, rank, num_ranks, gloo)
+        self._group = form_group(device, store, rank, num_ranks, LIMIT)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum a contiguous tensor over the ranks, in place; returns it."""
@@ -55,7 +41,7 @@ class Ranks:
         return parts.view(-1, num_rows, width).transpose(0, 1).reshape(num_rows, -1)
 
     def close(self) -> None:
-        """Leave; a rank that still computes fails."""
+        """Leave the group; a rank that is still computing fails."""
         if self._is_cuda and self._group is not None:
             self._group.abort()
         self._group = None

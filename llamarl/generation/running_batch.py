@@ -1,8 +1,8 @@
-"""The state of running rollouts, as arrays over slots.
+"""The state of the running rollouts, as arrays over slots.
 
-Owns: tokens, log-probs, versions and stop conditions of whatever occupies each slot. Does not
-own: keys and values (`cpu_kv_cache.py`) or which slot is taken (`engine.py`). Invariant: one decode
-step touches a constant number of arrays, never one rollout at a time.
+Owns: tokens, log-probs, versions and stop conditions of the rollout in each slot. Does not own:
+keys and values (`cpu_kv_cache.py`) or the choice of a slot (`scheduler.py`). Invariant: one decode
+step runs a constant number of array operations, never a loop over rollouts.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.sampling import SamplingRows, uniforms
-from llamarl.generation.scheduler import PartialOutput, QueuedRequest
+from llamarl.generation.scheduler import QueuedRequest
 from llamarl.types import FinishReason, Request
 
 _NO_ID = -1
 
 
-class RunningRollouts:
-    """Rollouts by slot; `occupied` bool [slots] says where one is.
+class RunningBatch:
+    """Rollouts by slot; `occupied` bool [slots] marks the slots that hold one.
 
     `sequence` int32 [slots, context] is prompt and response; `cached` int64 [slots] counts the
-    tokens whose keys and values are stored: always all but the last one.
+    tokens whose keys and values are stored: all but the last one.
     """
 
     def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
@@ -33,8 +34,8 @@ class RunningRollouts:
         self.versions = np.zeros(wide, np.int32)
         self.uniform = np.zeros(wide, np.float32)
         self.prompt_length = np.zeros(num_slots, np.int64)
-        # An empty slot may be computed too, beside rollouts: its token then goes to a position that
-        # no prompt which is kept for others reaches, and none of its sampling is asked for.
+        # A step may compute empty slots too (`PaddedRunner`): their keys and values go to a
+        # position beyond every cached prompt, and they have no sampling parameters of their own.
         self._spare = num_positions - 2
         self.cached = np.full(num_slots, self._spare, np.int64)
         self.limit = np.zeros(num_slots, np.int64)  # total tokens at which it must stop
@@ -105,7 +106,7 @@ class RunningRollouts:
         return request, written
 
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
-        """Sampling parameters of `slots`, only those that some rollout uses."""
+        """Sampling parameters of `slots`; None for those that no rollout uses."""
         temperature, greedy = self.temperature[slots], self.greedy[slots]
         top_k, top_p = self.top_k[slots], self.top_p[slots]
 
@@ -122,7 +123,7 @@ class RunningRollouts:
     def append(
         self, slots: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, version: int
     ) -> list[tuple[int, FinishReason]]:
-        """Add one token to each of `slots`; returns which of them stopped, and why."""
+        """Add one token to each of `slots`; returns the slots that stopped, and why."""
         place = self.cached[slots] + 1
         self.cached[slots] = place
         self.sequence[slots, place] = ids

@@ -1,0 +1,120 @@
+"""Decode steps as GPUs do them (padded, over slots, recorded), against those of CPUs, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.config import EmbeddedConfig
+from llamarl.generation.decoder import Decoder
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.model_runner import PaddedRunner, padded_rows
+from llamarl.generation.protocol import RequestOutput
+from tests.unit.test_generation_engine import (
+    LLAMA,
+    VARIANTS,
+    flat_weights,
+    make_model,
+    make_request,
+    random_prompts,
+)
+
+
+class FrozenGraphs:
+    """Replays with the very tensors that the weights consisted of when a step was recorded."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.num_recorded, self.num_forgotten = decoder, 0, 0
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        self.num_recorded += 1
+        held = self.decoder.weights
+        frozen = replace(held, layers=[replace(layer) for layer in held.layers])
+        compute()
+
+        def run() -> torch.Tensor:
+            now, self.decoder.weights = self.decoder.weights, frozen
+            try:
+                return compute()
+            finally:
+                self.decoder.weights = now
+
+        return run
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+
+def write(
+    engine: EmbeddedEngine, flats: list[torch.Tensor], live: torch.Tensor
+) -> dict[int, RequestOutput]:
+    """Rollouts of all kinds, twice as many as slots, some of equal prompts, through two commits
+    into the live memory and a cache that was away."""
+    prompts = random_prompts(6) + [tuple(range(30))] * 8
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 20}]
+    live.copy_(flats[0])
+    engine.commit(live, 0)
+    for row, prompt in enumerate(prompts):
+        engine.submit(make_request(row, prompt, 3 + 9 * row, **kinds[row % 4]))
+    done = {}
+    for step in range(1000):
+        if step in (12, 40):
+            live.copy_(flats[step == 12])
+            engine.commit(live, step)
+        if step == 20:
+            engine.abort_requests([3])
+        if step == 50:
+            moved = [tensor.clone() for tensor in engine.movable("kv")]
+            for tensor, kept in zip(engine.movable("kv"), moved, strict=True):
+                tensor.copy_(kept)
+        done |= {item.request.row_id: item for item in engine.step()}
+        if not engine.has_work:
+            break
+    return done
+
+
+@pytest.mark.parametrize("kind", [*VARIANTS, "int8", "bfloat16"])
+def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> None:
+    architecture = VARIANTS.get(kind, LLAMA)
+    config = EmbeddedConfig(
+        max_num_seqs=7,
+        max_model_len=160,
+        kv_after_commit="recompute" if kind == "int8" else "keep",
+        quantization="int8" if kind == "int8" else "none",
+        dtype="bfloat16" if kind == "bfloat16" else "float32",
+    )
+    done = []
+    for is_padded in (False, True):
+        engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
+        if is_padded:
+            graphs = FrozenGraphs(engine._decoder)
+            engine._runner = PaddedRunner(engine._decoder, engine._cache, graphs)
+            engine._arrange()
+        flats = [flat_weights(engine, make_model(architecture, seed)) for seed in (1, 2)]
+        flats = [flat.to(engine.memory.dtype) for flat in flats]
+        done.append(write(engine, flats, torch.empty_like(flats[0])))
+    assert 3 <= graphs.num_recorded <= 12
+    assert graphs.num_forgotten == 3  # the first commit binds; the others overwrite; twice asked
+    plain, padded = done
+    assert len(plain) == len(padded) == 14
+    for row, item in plain.items():
+        other = padded[row].written
+        if kind == "bfloat16":  # its tokens part ways at the first tie
+            same = np.cumprod(item.written.ids == other.ids).astype(bool)
+            assert np.abs(item.written.logprobs - other.logprobs)[same].max(initial=0) < 0.3
+            continue
+        assert other.ids.tolist() == item.written.ids.tolist()
+        assert other.versions.tolist() == item.written.versions.tolist()
+        np.testing.assert_allclose(other.logprobs, item.written.logprobs, rtol=1e-5, atol=1e-5)
+    assert len({version for item in plain.values() for version in item.written.versions}) == 3
+
+
+def test_rows_are_padded_by_less_than_their_half_and_to_few_sizes() -> None:
+    for most in (1, 2, 7, 64, 300):
+        padded = [padded_rows(rows, most) for rows in range(1, most + 1)]
+        assert all(rows <= size <= min(1.5 * rows, most) for rows, size in enumerate(padded, 1))
+        assert len(set(padded)) <= 2 * most.bit_length()
