@@ -16,9 +16,9 @@ from llamarl.algorithms.group_filters import filter_group
 from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
 from llamarl.config import Config
 from llamarl.config.rank_assignment import assign, companions
-from llamarl.data.batch import make_batch
+from llamarl.data.packing import make_batch
+from llamarl.environments.prompts import PromptStream
 from llamarl.environments.requests import make_requests
-from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.executors.specs import (
     CollectorSpec,
@@ -382,7 +382,7 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def _gate(config: Config, prompts: ResumablePrompts, spans: Spans, state: dict[str, Any]) -> Gate:
+def _gate(config: Config, prompts: PromptStream, spans: Spans, state: dict[str, Any]) -> Gate:
     return Gate(
         max_staleness=config.staleness.max_staleness,
         groups_per_step=config.trainer.groups_per_step,

@@ -1,1 +1,1 @@
-"""Prompts, tokenizer, and packing of rollouts onto ranks and micro-batches."""
+"""The tokenizer, and packing of rollouts onto ranks and micro-batches."""

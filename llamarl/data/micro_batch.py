@@ -1,8 +1,7 @@
-"""Packed rollouts as tensors: what one forward of the trainer or the reference takes.
+"""Packed rollouts as tensors: the input of one forward of the trainer or the reference.
 
-Owns: the step from stored columns to tensors, and the check that they are the rollouts the
-controller meant. Does not own: which rollouts share a micro-batch (`packing.py`). Invariant: token
-ids are copied from storage, never produced again from text.
+Owns: the step from stored columns to tensors. Does not own: which rollouts share a micro-batch
+(`packing.py`). Invariant: token ids are copied from storage, never produced again from text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns
 class MicroBatch:
     """R packed rollouts: N tokens that are fed, T response tokens that are predicted.
 
-    A rollout of P prompt and L response tokens feeds P + L - 1 tokens (nothing follows its last).
+    A rollout of P prompt and L response tokens feeds P + L - 1 tokens: no token follows its last.
     """
 
     token_ids: torch.Tensor
@@ -39,8 +38,8 @@ class MicroBatch:
 def micro_batch(columns: Columns, indices: Sequence[int], device: torch.device) -> MicroBatch:
     """Pack the rollouts at `indices` of `columns` (each P >= 1 prompt, L >= 1 response tokens).
 
-    No rollouts give one fed token and no response: a rank without work still takes part in the
-    collectives of a forward.
+    Without rollouts it is one fed token and no response: a rank without work still takes part in
+    the collectives of a forward.
     """
     if not indices:
         blank = torch.zeros(1, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""Which rollout is trained on which rank, in which micro-batch.
+"""From settled groups to a batch: which rollout is trained on which rank, in which micro-batch.
 
-Owns: the assignment of one batch. Does not own: tensors, padding or what a micro-batch costs.
-Invariant: pure, and every rank gets the same number of micro-batches (the all-gathers of sharded
-parameters would deadlock otherwise); the gradient does not depend on what is decided here.
+Owns: the rows of a batch and their assignment. Does not own: tensors, padding or what a micro-batch
+costs. Invariant: pure, and every rank gets the same number of micro-batches (the all-gathers of
+sharded parameters would deadlock otherwise); the gradient does not depend on the assignment.
 """
 
 from __future__ import annotations
@@ -10,8 +10,39 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from llamarl.types import Batch, BatchRow, Group
+
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 """`assignment[rank][micro_batch]` lists positions in the batch's rows."""
+
+
+def make_batch(
+    groups: Sequence[Group],
+    version: int,
+    oldest_version: int,
+    *,
+    num_ranks: int,
+    tokens_per_micro_batch: int,
+) -> Batch:
+    """The rows of `groups` for trainer version `version`, packed onto ranks and micro-batches.
+
+    Tokens written by a version below `oldest_version` get zero loss weight.
+    """
+    rows = tuple(
+        BatchRow(
+            row_id=row_id,
+            group_id=group.group_id,
+            num_prompt_tokens=group.rows[row_id].num_prompt_tokens,
+            num_tokens=group.rows[row_id].num_tokens,
+            advantage=advantage,
+            oldest_version=oldest_version,
+        )
+        for group in groups
+        for row_id, advantage in zip(group.row_ids, group.advantages, strict=True)
+    )
+    lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
+    assignment = pack(lengths, num_ranks, tokens_per_micro_batch)
+    return Batch(version=version, rows=rows, assignment=assignment)
 
 
 def pack(lengths: Sequence[int], num_ranks: int, tokens_per_micro_batch: int) -> Assignment:
@@ -26,15 +57,7 @@ def pack(lengths: Sequence[int], num_ranks: int, tokens_per_micro_batch: int) ->
 
     Example: `pack([3, 9, 4, 4], num_ranks=2, tokens_per_micro_batch=8)` is
     `(((1,), ()), ((2, 3), (0,)))`.
-
-    Raises ValueError on a length, rank count or budget below 1.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    if tokens_per_micro_batch < 1:
-        raise ValueError(f"tokens_per_micro_batch must be at least 1, got {tokens_per_micro_batch}")
-    if any(length < 1 for length in lengths):
-        raise ValueError(f"lengths must be at least 1, got {min(lengths)}")
     ranks = [_cut(rows, lengths, tokens_per_micro_batch) for rows in _balance(lengths, num_ranks)]
     num_micro_batches = max(len(micro_batches) for micro_batches in ranks)
     return tuple(

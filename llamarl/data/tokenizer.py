@@ -1,10 +1,10 @@
 """Text to token ids and back, by the tokenizer files of a checkpoint folder.
 
 Owns: loading a tokenizer, the ids that end a sequence, rendering a chat template. Does not own:
-where prompts come from (`prompts.py`) or which ids a generator stops at (its sampling
-parameters). Invariant: only files of the folder are read, never the network; and transformers is
-imported on first use, through the class that reads `tokenizer.json` as it stands, for that import
-does not load torch (AutoTokenizer's does).
+where prompts come from (`environments/prompts.py`) or which ids a generator stops at (its sampling
+parameters). Invariant: only files of the folder are read, never the network; transformers is
+imported on first use, and only PreTrainedTokenizerFast, which does not import torch (AutoTokenizer
+does).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """The tokenizer of one checkpoint; make it with `load_tokenizer`.
 
-    `eos_token_ids` are all ids that end a completion, the tokenizer's own first. `num_ids` is the
-    largest id it can give plus one.
+    `eos_token_ids` are all ids that end a completion, the tokenizer's own first. `num_ids` is its
+    largest id plus one.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Tokenizer:
         return self._backend.chat_template is not None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the tokenizer puts around a text, such as BOS.
+        """Token ids of `text`; `special` adds the tokenizer's special tokens, such as BOS.
 
-        A rendered chat holds its special tokens already: encode it with `special=False`.
+        A rendered chat holds them already: encode it with `special=False`.
         """
         return self._backend.encode(text, add_special_tokens=special)
 
@@ -83,8 +83,8 @@ class Tokenizer:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint folder (tokenizer.json and the files beside it).
 
-    The ids of `eos_token_id` in generation_config.json, where there is one, join the tokenizer's
-    own. Raises ValueError if a file is missing or damaged or nothing ends a sequence.
+    The ids of `eos_token_id` in generation_config.json, if it exists, are added to the tokenizer's
+    own. Raises ValueError if a file is missing or damaged or there is no end-of-sequence id.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -102,23 +102,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     from transformers import PreTrainedTokenizerFast
 
-    backend, problem = None, ""
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        backend.encode("1")  # settings of a wrong type are met at the first text only
+        backend.encode("1")  # settings of a wrong type fail at the first text only
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-    if backend is None or problem:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"{path / 'tokenizer.json'} must be a tokenizer that transformers loads, got {problem}"
-        )
+            f"{path / 'tokenizer.json'} must be a tokenizer that transformers loads, got {reason}"
+        ) from None
     return Tokenizer(backend, str(path), _eos_token_ids(path, backend.eos_token_id))
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if the tokenizer can give an id that a model of `vocab_size` has no row for.
+    """Raise ValueError if the tokenizer has an id that is outside a model's `vocab_size` rows.
 
-    A model may have more rows than the tokenizer has ids: checkpoints pad their embeddings.
+    The model may have more rows than the tokenizer has ids: checkpoints pad their embeddings.
     """
     largest = max(tokenizer.num_ids - 1, *tokenizer.eos_token_ids)
     if largest >= vocab_size:

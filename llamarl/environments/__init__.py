@@ -1,1 +1,1 @@
-"""Prompts, the requests made of them, and the rewards of what comes back."""
+"""Prompts, the requests made from them, and the rewards of their completions."""

@@ -1,8 +1,8 @@
 """Prompts: read from a file, handed out in an order that can be resumed.
 
-Owns: the file formats (JSON lines, Parquet), their errors, and the order over epochs. Does not
-own: how often a prompt is used or when (the gate). Invariant: the prompt at a position is a pure
-function of the file, the seed and the position.
+Owns: the file formats (JSON lines, Parquet), their errors, and the order over epochs and after a
+resume. Does not own: how often a prompt is used or when (the gate). Invariant: the prompt at a
+position is a pure function of the file, the seed and the position.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ from llamarl.json_file import parse
 from llamarl.types import Prompt
 
 NumberedRow = tuple[int, dict[str, Any]]
-"""A data row and where it stands: its line in a .jsonl or row in a .parquet file, from 1."""
+"""A data row and its number: the line of a .jsonl or the row of a .parquet file, from 1."""
 
 
 def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """Read and tokenize every prompt of a .jsonl or .parquet file, in file order.
 
-    `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises
-    ValueError, one line that names file and line, if the file is missing, empty or malformed, if
-    `config.prompt_field` is missing or of a wrong type, or if a prompt is too long.
+    `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises a
+    one-line ValueError that names file and line if the file is missing, empty or malformed, if
+    `config.prompt_field` is missing or has a wrong type, or if a prompt is too long.
     """
     path = Path(path)
     if config.chat and not tokenizer.has_chat_template:
@@ -53,25 +54,39 @@ def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> 
 class PromptStream(Iterator[Prompt]):
     """Hands out prompts without end, each one once per epoch, with `Prompt.epoch` set.
 
-    `position` counts the prompts handed out; a new stream given that position continues exactly.
-    With `shuffle`, each epoch's order is drawn from (seed, epoch) alone; else it is file order.
+    `position` counts the prompts drawn; a new stream given that position continues exactly. With
+    `shuffle`, each epoch's order is drawn from (seed, epoch) alone; else it is file order. `first`
+    lists (epoch, prompt_id) of prompts to hand out before. `identity` is saved with the state: what
+    must be equal in a run that resumes from it. ValueError if `first` names an unknown prompt.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, position: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        position: int = 0,
+        first: Sequence[tuple[int, int]] = (),
+        identity: Mapping[str, object] | None = None,
     ) -> None:
-        if not prompts:
-            raise ValueError("prompts must hold at least one prompt, got none")
-        if position < 0:
-            raise ValueError(f"position must be at least 0, got {position}")
         self.position = position
+        self.num_prompts = len(prompts)
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        self._identity = dict(identity or {})
         self._order_epoch = -1
         self._order: Sequence[int] = ()
+        by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        for _, prompt_id in first:
+            if prompt_id not in by_id:
+                raise ValueError(f"open prompts must be among data.prompts, got line {prompt_id}")
+        self._first = deque(replace(by_id[prompt_id], epoch=epoch) for epoch, prompt_id in first)
 
     def __next__(self) -> Prompt:
+        if self._first:
+            return self._first.popleft()
         epoch, place = divmod(self.position, len(self._prompts))
         if epoch != self._order_epoch:
             self._order_epoch = epoch
@@ -79,11 +94,20 @@ class PromptStream(Iterator[Prompt]):
         self.position += 1
         return replace(self._prompts[self._order[place]], epoch=epoch)
 
+    def state(self) -> dict[str, object]:
+        """What a checkpoint saves. With the gate's open groups it names every prompt that was drawn
+        and not yet trained, so a run may be killed at any time, also right after a resume."""
+        return {
+            "position": self.position,
+            "backlog": [[prompt.epoch, prompt.prompt_id] for prompt in self._first],
+            "identity": self._identity,
+        }
+
     def _draw_order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
             return range(len(self._prompts))
-        # Sorting raw PCG64 words, whose stream numpy never changes, keeps a run resumable under
-        # another numpy; `Generator.permutation` carries no such promise.
+        # Sorts raw PCG64 words: numpy guarantees their stream, so a run can resume under another
+        # version of numpy. It does not guarantee that of `Generator.permutation`.
         digest = hashlib.sha256(f"{self._seed} {epoch}".encode()).digest()
         words = np.random.PCG64(int.from_bytes(digest)).random_raw(len(self._prompts))
         order: list[int] = np.argsort(words, kind="stable").tolist()

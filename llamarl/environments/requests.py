@@ -1,15 +1,18 @@
-"""From an admitted group to the requests a generator gets. Invariant: a pure function; the same
-group after a resume asks for the same rollouts."""
+"""From an admitted group to the requests a generator gets.
+
+Owns: the requests, their seeds, replayed lengths. Does not own: the dispatch to replicas.
+Invariant: pure functions; the same group after a resume asks for the same rollouts.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llamarl.data.seeds import rollout_seed
 from llamarl.json_file import parse, read_bytes
-from llamarl.types import Group, Request, Sampling
+from llamarl.types import Group, Prompt, Request, Sampling
 
 
 def make_requests(
@@ -22,8 +25,8 @@ def make_requests(
 ) -> list[Request]:
     """One request per row of `group`, alike but for row id and seed.
 
-    With `replay_lengths`, rollout i of group g writes exactly the (g * n + i)-th length, modulo
-    their number: nothing but that ends it.
+    With `replay_lengths`, rollout i of group g writes exactly as many tokens as entry g * n + i,
+    modulo their number, says: stop ids and stop strings are off.
     """
     requests = []
     for index, row_id in enumerate(group.row_ids):
@@ -43,6 +46,15 @@ def make_requests(
             )
         )
     return requests
+
+
+def rollout_seed(run_seed: int, prompt: Prompt, index: int) -> int:
+    """53-bit seed of rollout `index` of `prompt`: the same after a resume and on any replica.
+
+    No wider, because the float64 column `sampling` must hold it exactly.
+    """
+    key = f"{run_seed}/{prompt.epoch}/{prompt.prompt_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11
 
 
 def read_lengths(path: str | Path, max_tokens: int) -> list[int]:

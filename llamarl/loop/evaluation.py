@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 
-from llamarl.data.seeds import rollout_seed
+from llamarl.environments.requests import rollout_seed
 from llamarl.errors import NoGenerator
 from llamarl.loop.ledger import Ledger
 from llamarl.protocols import Generator, Scorer, Storage

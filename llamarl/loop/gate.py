@@ -32,7 +32,7 @@ import asyncio
 from collections import Counter
 
 from llamarl.algorithms.group_filters import SOLVED
-from llamarl.environments.resumable_prompts import ResumablePrompts
+from llamarl.environments.prompts import PromptStream
 from llamarl.metrics.span import Spans
 from llamarl.types import Group, Prompt
 
@@ -53,7 +53,7 @@ class Gate:
         rollouts_per_group: int,
         late: str,
         max_drops_in_row: int,
-        prompts: ResumablePrompts,
+        prompts: PromptStream,
         spans: Spans,
         version: int = 0,
         next_group_id: int = 0,

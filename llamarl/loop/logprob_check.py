@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from llamarl.data.seeds import rollout_seed
+from llamarl.environments.requests import rollout_seed
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.ledger import Ledger
 from llamarl.protocols import Storage, Trainer

@@ -22,14 +22,12 @@ from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
-from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.environments.rewards.functions import check_answers
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.divisibility import check_parallel
-from llamarl.models.inventory import check_checkpoint
+from llamarl.models.inventory import check_checkpoint, check_parallel
 from llamarl.task_file import FILE, check, load
 from llamarl.types import Prompt, Sampling
 from llamarl.weights.transports.table import TRANSPORTS
@@ -313,13 +311,13 @@ def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]
         )
 
 
-def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> ResumablePrompts:
+def make_prompts(config: Config, inputs: Inputs, state: dict[str, Any]) -> PromptStream:
     """The prompts still to be generated for, from `state` on."""
-    stream = PromptStream(
+    return PromptStream(
         inputs.prompts,
         seed=config.seed,
         shuffle=config.data.shuffle,
         position=state.get("position", 0),
+        first=[tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))],
+        identity=identity(config, inputs),
     )
-    first = [tuple(pair) for pair in (*state.get("pending", []), *state.get("backlog", []))]
-    return ResumablePrompts(stream, inputs.prompts, first, identity(config, inputs))

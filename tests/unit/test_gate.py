@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.environments.prompts import PromptStream
-from llamarl.environments.resumable_prompts import ResumablePrompts
 from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans
 from llamarl.types import Group, Prompt
@@ -26,7 +25,7 @@ def make_gate(
     late: str = "wait",
     max_drops_in_row: int = 4,
     num_prompts: int = 100,
-    prompts: ResumablePrompts | None = None,
+    prompts: PromptStream | None = None,
     **start: int,
 ) -> Gate:
     prompts = prompts or make_prompts()
@@ -45,11 +44,10 @@ def make_gate(
 
 def make_prompts(
     state: dict[str, list[list[int]]] | None = None, position: int = 0
-) -> ResumablePrompts:
-    stream = PromptStream(PROMPTS, seed=3, shuffle=True, position=position)
-    first = [(epoch, number) for epoch, number in (state or {}).get("pending", [])]
-    first += [(epoch, number) for epoch, number in (state or {}).get("backlog", [])]
-    return ResumablePrompts(stream, PROMPTS, first)
+) -> PromptStream:
+    open_prompts = [*(state or {}).get("pending", []), *(state or {}).get("backlog", [])]
+    first = [(epoch, number) for epoch, number in open_prompts]
+    return PromptStream(PROMPTS, seed=3, shuffle=True, position=position, first=first)
 
 
 async def must_wait(call: object) -> None:
@@ -286,7 +284,7 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
 def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
     is_killed_twice: bool,
 ) -> None:
-    def resume(state: dict, max_staleness: int) -> tuple[Gate, ResumablePrompts]:
+    def resume(state: dict, max_staleness: int) -> tuple[Gate, PromptStream]:
         state = json.loads(json.dumps(state))  # as a checkpoint keeps it
         ids = {name: state[name] for name in ("next_group_id", "next_row_id")}
         prompts = make_prompts(state, state["position"])
@@ -320,9 +318,9 @@ def test_after_a_resume_the_open_prompts_come_first_in_order_then_the_stream(
 def test_a_backlog_half_walked_keeps_its_rest_in_its_state() -> None:
     whole = list(itertools.islice(make_prompts(), 10))
     first = [[prompt.epoch, prompt.prompt_id] for prompt in whole[:4]]
-    backlog = make_prompts({"pending": first}, position=4)
-    assert [next(backlog), next(backlog)] == whole[:2]
-    state = backlog.state()
+    prompts = make_prompts({"pending": first}, position=4)
+    assert [next(prompts), next(prompts)] == whole[:2]
+    state = prompts.state()
     assert (state["position"], state["backlog"]) == (4, first[2:])
     resumed = make_prompts({"backlog": first[2:]}, position=4)
     assert list(itertools.islice(resumed, 8)) == whole[2:10]

@@ -195,10 +195,3 @@ def test_a_stream_does_not_change_the_prompts_it_was_given():
     copies = [replace(prompt) for prompt in prompts]
     take(PromptStream(prompts, seed=0, shuffle=True), 9)
     assert prompts == copies
-
-
-def test_a_stream_needs_a_prompt_and_a_position():
-    with pytest.raises(ValueError, match="at least one prompt"):
-        PromptStream([], seed=0, shuffle=False)
-    with pytest.raises(ValueError, match="position must be at least 0, got -1"):
-        PromptStream(prompts_of(1), seed=0, shuffle=False, position=-1)
