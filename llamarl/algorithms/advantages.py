@@ -15,7 +15,7 @@ from llamarl.config import AlgorithmConfig
 Advantages = Callable[[Sequence[float]], Sequence[float]]
 """The rewards of a group's rollouts, two or more of them and finite -> their advantages."""
 
-STD_EPSILON = 1e-6  # in units of reward: keeps nearly equal rewards from exploding
+STD_EPSILON = 1e-6  # in units of reward: bounds the advantages of nearly equal rewards
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, penalty_tokens: int) -> float:
@@ -48,7 +48,7 @@ def shaped_rewards(
 
 def mean(rewards: Sequence[float]) -> list[float]:
     """A_i = r_i - mean(r): LlamaRL section 6, Dr. GRPO, PPO here."""
-    if len(set(rewards)) == 1:  # exactly zero, which rounding in the mean would not give
+    if len(set(rewards)) == 1:  # exactly 0 in spite of rounding
         return [0.0] * len(rewards)
     centre = math.fsum(rewards) / len(rewards)
     return [reward - centre for reward in rewards]
@@ -78,4 +78,4 @@ ADVANTAGES: dict[str, Advantages] = {
     "leave_one_out": leave_one_out,
     "none": none,
 }
-"""By the name that `algorithm.advantage` selects them by."""
+"""By their names in `algorithm.advantage`."""

@@ -1,8 +1,8 @@
-"""What becomes of a scored group: its advantages, or why it is dropped.
+"""The result for a scored group: its advantages, or why it is dropped.
 
 Owns: that decision, and the filters, which a recipe selects by their names in `FILTERS`. Does not
-own: baselines (`advantages.py`), or who counts drops. Invariant: nothing is changed; free of torch,
-because the controller process runs it.
+own: baselines (`advantages.py`) or the counts of drops. Invariant: no argument is changed; free of
+torch, because the controller process runs it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FAILED_REWARD = "failed_reward"
 EQUAL_REWARDS = "equal_rewards"
 SOLVED = "solved"
 TASK = "task"  # the recipe's own task.py
-REASON = re.compile("[a-z0-9_]{1,40}")  # it names a curve
+REASON = re.compile("[a-z0-9_]{1,40}")  # it is part of a metric's name
 EMPTY: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
 GroupFilter = Callable[[ScoredGroup], str | None]
-"""Why the group is not worth training on, or None."""
+"""A scored group -> the reason to drop it, or None."""
 
 
 def equal_rewards(group: ScoredGroup) -> str | None:
-    """Drops a group whose rewards are all equal and whose advantages are therefore all 0: as
-    "solved" if every rollout has full marks (`Score.correct`), so that nothing is left to learn.
+    """Drops a group whose rewards are all equal and whose advantages are therefore all 0; as
+    "solved" if every rollout has full marks (`Score.correct`).
 
     With `advantage: none` that means all rewards are 0.
     """
@@ -44,11 +44,11 @@ def equal_rewards(group: ScoredGroup) -> str | None:
 
 
 FILTERS: dict[str, GroupFilter] = {EQUAL_REWARDS: equal_rewards}
-"""By the name that `algorithm.filters` selects them by."""
+"""By their names in `algorithm.filters`."""
 
 
 def check_names(config: AlgorithmConfig) -> None:
-    """ValueError unless there are the advantage and the filters that the recipe selects."""
+    """ValueError unless the advantage and the filters that the recipe selects exist."""
     require_choice("algorithm.advantage", config.advantage, [*ADVANTAGES, TASK])
     for name in config.filters:
         require_choice("algorithm.filters", name, [*FILTERS, TASK])
@@ -63,13 +63,13 @@ def filter_group(
 ) -> Verdict:
     """The group's advantages, or why it is dropped: the first reason of `config.filters`.
 
-    Before all of these stands "failed_reward": a score has no reward (`reward.on_failure: zero`
-    gives it one). A baseline over the survivors would favour the rollouts that reward code happens
-    to digest, so the whole group goes.
+    The first reason of all is "failed_reward": a score without reward (`reward.on_failure: zero`
+    gives it one). A baseline over the other rollouts would favour those that reward code happens to
+    handle, so the whole group is dropped.
 
     `max_tokens` is the longest completion, which the overlong penalty counts back from; `task` are
-    the functions of task.py that the recipe names. TaskError if one fails or returns what it must
-    not.
+    the functions of task.py that the recipe names. TaskError if one of them fails or returns an
+    invalid value.
     """
     rollouts = tuple(group.rows[row_id] for row_id in group.row_ids)
     scores = tuple(group.scores[row_id] for row_id in group.row_ids)

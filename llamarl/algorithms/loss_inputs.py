@@ -1,4 +1,4 @@
-"""What a loss is given and what it returns. Invariant: importing this loads no torch."""
+"""Arguments and results of a loss. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LossInputs:
     @property
     def log_ratio(self) -> Tensor:
         """log (pi / mu), float32 [N] with gradient; 0 where the weight is 0."""
-        # Chosen before exp: an overflow on a token without weight would turn 0 * inf into NaN.
+        # Masked before exp: an overflow on a token of weight 0 would turn 0 * inf into NaN.
         log_ratio = self.trainer_logprobs - self.generator_logprobs
         return log_ratio.masked_fill(self.weights <= 0, 0.0)
 
@@ -51,5 +51,5 @@ TokenLoss = Callable[[LossInputs, Any], LossTerms]
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """exp, finite: an infinite ratio times the zero gradient of a clipped token would be NaN."""
+    """exp, but finite: an infinite ratio times the zero gradient of a clipped token is NaN."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,7 +1,8 @@
-"""What the loss said about a step: sums over micro-batches, then over ranks.
+"""The metrics of a step's loss: sums over micro-batches, then over ranks.
 
-Owns: which quantities are added up and the means made of them. Does not own: the collective.
-Invariant: only sums and one maximum travel, so the result does not depend on how rows were cut.
+Owns: which quantities are summed and the means made of them. Does not own: the collective.
+Invariant: ranks exchange only sums and one maximum, so the result does not depend on how rows were
+packed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _SUMS = ("tokens", "ratio", "clipped", "kl", "entropy", "ref_kl")
 
 
 class LossMetrics:
-    """One rank's part of the statistics of a step; nothing leaves the device before the end."""
+    """One rank's part of the metrics of a step, kept on the device until the step ends."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
@@ -58,10 +59,10 @@ def statistics(vectors: torch.Tensor, denominator: float) -> dict[str, float]:
 
 
 def on_policy_warning(scalars: dict[str, float]) -> str | None:
-    """What is wrong if the first step clips: its rollouts come from the very weights it trains.
+    """A warning if the first step clips, although its rollouts come from the weights it trains.
 
-    Nothing has been learnt, so every ratio should be 1, and what is clipped is the noise between
-    the two engines.
+    Before the first update every ratio should be 1, so what is clipped is the numerical difference
+    between generator and trainer.
     """
     share = scalars["ratio_clipped_share"]
     if share <= ON_POLICY_CLIPPED_SHARE:

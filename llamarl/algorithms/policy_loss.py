@@ -30,9 +30,9 @@ K3_TANGENT_BELOW = -3.0  # nats
 class LossOutputs:
     """The loss of these tokens, not yet divided, and detached scalars to reduce over ranks.
 
-    `sums` adds up over micro-batches and ranks: tokens (of weight 1), ratio, clipped (tokens whose
-    ratio the algorithm cut), kl (mu to pi, estimator k3), entropy, ref_kl. `ratio_max` is a
-    maximum, 0 without trained tokens.
+    `sums` are to be summed over micro-batches and ranks: tokens (of weight 1), ratio, clipped
+    (tokens whose ratio the algorithm clipped), kl (mu to pi, estimator k3), entropy, ref_kl.
+    `ratio_max` is a maximum, 0 without trained tokens.
     """
 
     loss: Tensor
@@ -47,10 +47,10 @@ def policy_loss(
 
         sum_t w_t (algorithm's loss_t + kl_coefficient * kl_t - entropy_coefficient * entropy_t)
 
-    With normalization `rollouts` each rollout's sum is divided by its own length. Backward on
-    `loss`, add gradients up over all rows of the step, then divide once by `denominator`.
+    With normalization `rollouts` each rollout's sum is divided by its own length. Call backward on
+    `loss`, sum gradients over all rows of the step, then divide once by `denominator`.
 
-    Raises ValueError if a KL penalty is asked for without `ref_logprobs`, TaskError for a loss of
+    Raises ValueError if there is a KL penalty but no `ref_logprobs`, TaskError for a loss of
     another shape.
     """
     if config.kl_coefficient > 0 and inputs.ref_logprobs is None:
@@ -98,16 +98,16 @@ def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:
         k3          e^-d - 1 + d     1 - e^-d       below d = -3 the tangent at -3
 
     On tokens drawn from pi, d grad log pi is the true gradient of KL(pi || ref). k2 has it by
-    plain differentiation; k1 does not (grad d averages to zero), so it is given the score-function
+    plain differentiation; k1 does not (grad d averages to zero), so it uses the score-function
     form. k3 is differentiated as GRPO writes it: low variance and never negative, but its gradient
     is that of KL(ref || pi), equal to first order near the reference. No estimator is weighted by
     pi / mu: tokens a few versions old bias the penalty slightly, as in GRPO.
 
-    Unbounded, k3 of one token with d = -20 is 4.9e8 and outweighs every other. Below -3, where ref
-    is 20 times as likely as pi, it goes on along its tangent: at most 19 in the gradient, still
+    Unbounded, k3 of one token with d = -20 is 4.9e8 and outweighs all others. Below -3, where ref
+    is 20 times as likely as pi, it continues along its tangent: at most 19 in the gradient, still
     convex, and always towards ref. verl clamps d to +-20 and the value to +-10, which is constant,
-    hence without any pull, from d < -2.6 on: on just those tokens that went farthest. TRL bounds
-    nothing.
+    so without gradient, for d < -2.6: exactly on the tokens that are farthest from ref. TRL has no
+    bound.
     """
     if estimator == "k1":
         value = log_ref_ratio.detach()
@@ -128,8 +128,8 @@ def denominator(
         constant   num_rollouts * max_tokens
 
     Both counts cover every rollout of the step and all its response tokens, those with advantage 0
-    or weight 0 included: what contributes nothing may be left out of the forward pass without
-    changing the gradient, and masking a token never makes the others louder.
+    or weight 0 included: rollouts without a gradient may be left out of the forward pass, and
+    masking a token never increases the weight of the others.
     """
     if config.normalization == "rollouts":
         return float(num_rollouts)

@@ -1,5 +1,4 @@
-"""The learning rate over a run. Invariant: a pure function of the step, so a resumed run continues
-it without any state."""
+"""The learning rate over a run: a pure function of the step, so a resumed run needs no state."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
 
     lr times m + (1 - m) * (1 - p) (linear) or m + (1 - m) * (1 + cos(pi p)) / 2 (cosine). As in
     transformers, p is 0 at the first step after warm-up and would be 1 one step after the last: a
-    step at learning rate 0 costs a batch and a publish and teaches nothing.
+    step at learning rate 0 would cost a batch and a publish without any training.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -1,9 +1,9 @@
 """The losses: one file each, with the formula and its sources, the options and the function.
 
-A file defines `loss(inputs, config)` and `ALGORITHMS`, from each name that a recipe may select it
-by to the options that come with it; that is all it takes. Importing a loss loads no torch, because
-the process that composes recipes reads the options: a file that needs more than the methods of its
-tensors imports torch inside `loss`.
+A file defines `loss(inputs, config)` and `ALGORITHMS`, from the names in a recipe to their options;
+nothing else registers it. Importing a loss does not import torch, because the process that composes
+recipes reads the options: a file that needs more than the methods of its tensors imports torch
+inside `loss`.
 
 What holds for every table in these files, against TRL 1.10 (GRPOTrainer, RLOOTrainer) and verl 0.8:
 
@@ -14,11 +14,11 @@ What holds for every table in these files, against TRL 1.10 (GRPOTrainer, RLOOTr
                  as here, their r is then always 1.
     std          Divided by n (the papers' formulas); TRL and verl divide by n - 1.
     masks        A rollout is averaged over all its tokens, those of weight 0 included, so masking
-                 never makes the others louder; TRL and verl average over unmasked tokens.
+                 never increases the weight of others; TRL and verl average over unmasked tokens.
     equal        Groups with equal rewards stay in for grpo, dr_grpo, rloo, reinforce, ppo and gspo:
     rewards      advantage 0, but part of the divisor, and their KL and entropy terms count. They
                  are dropped for dapo and cispo, as their papers do (dynamic sampling), and for
-                 aipo, where no paper says so: a dropped group frees its slot for one that teaches.
+                 aipo, on no paper's advice: a dropped group frees its slot for one with a gradient.
                  TRL keeps them; verl drops them only with filter_groups.
 """
 
@@ -42,7 +42,7 @@ def algorithms() -> dict[str, type[AlgorithmConfig]]:
 
 
 def find_loss(config: AlgorithmConfig, task_source: str | None = None) -> TokenLoss:
-    """The loss that stands in one file with the options `config`; `task_source` is the text of the
+    """The loss in the file that defines the options `config`; `task_source` is the text of the
     recipe's task.py, for `algorithm=task`."""
     if isinstance(config, TaskConfig):
         assert task_source is not None, "algorithm=task comes with a task.py"

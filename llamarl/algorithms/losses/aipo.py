@@ -8,7 +8,7 @@
 
 The gradient is - min(r, rho) A grad log pi: a token above rho keeps the weight rho, where
 differentiating min(r, rho) A itself would give it none. rho bounds the weight for A < 0 too,
-so there is nothing left for a dual clip to do.
+so a dual clip would have no effect.
 """
 
 from __future__ import annotations

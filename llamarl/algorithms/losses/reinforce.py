@@ -1,4 +1,4 @@
-"""REINFORCE and RLOO: the plain policy gradient, whatever wrote the token.
+"""REINFORCE and RLOO: the plain policy gradient, for tokens of any version.
 
               REINFORCE                      RLOO
     formula   - A log pi                     the same

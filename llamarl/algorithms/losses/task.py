@@ -25,7 +25,7 @@ ALGORITHMS = {"task": TaskConfig}
 
 
 def load_loss(source: str) -> TokenLoss:
-    """The function `loss` of this text. ValueError, or TaskError later, in one line."""
+    """The function `loss` of this text. ValueError here, or TaskError in a call, in one line."""
     function = load(source, ["loss"])["loss"]
 
     def loss(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:

@@ -1,8 +1,6 @@
 """The expected answer of a prompt, and when two short answers are the same.
 
-Owns: reading the answer field and the normal form of an answer. Does not own: where the answer
-stands in a completion. Invariant: a missing or unusable expected answer raises; it never makes a
-completion wrong.
+A missing or unusable expected answer raises; it never makes a completion wrong.
 """
 
 from __future__ import annotations

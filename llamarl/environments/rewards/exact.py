@@ -1,7 +1,4 @@
-"""`exact`: the answer that a pattern finds in the completion equals the expected one.
-
-Owns: that comparison. Invariant: 1 or 0; a prompt without an expected answer raises.
-"""
+"""`exact`: the answer that a pattern finds in the completion equals the expected one."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from llamarl.types import Prompt
 
 def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:
     """1 if group 1 of `config.pattern`, searched in the completion, is the expected answer, up to
-    white space and number format; else 0, also for `config.require_stop` and not `finished`."""
+    white space and number format; else 0, also if `config.require_stop` and not `finished`. Raises
+    as `expected_answer` does."""
     expected = normal_form(expected_answer(prompt, config))
     if config.require_stop and not finished:
         return 0.0

@@ -1,7 +1,4 @@
-"""`format`: the completion has the required form, whatever it says.
-
-Owns: that test. Invariant: 1 or 0.
-"""
+"""`format`: the completion has the required form, right or wrong."""
 
 from __future__ import annotations
 

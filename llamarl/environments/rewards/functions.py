@@ -25,7 +25,7 @@ Reward = Callable[[Prompt, str, bool, RewardConfig], float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a reward needs: an expected answer in each prompt's row (`answer.py`); `reward.pattern`
-    with at least this many groups, None if it does not look at it."""
+    with at least `num_groups` groups (None: it has no use for the pattern)."""
 
     answer: bool = False
     num_groups: int | None = None
@@ -37,7 +37,7 @@ REWARDS: dict[str, Needs] = {
     "format": Needs(num_groups=0),
     "task": Needs(),
 }
-"""By the name that `reward.functions` selects them by, which is that of their file here."""
+"""By their names in `reward.functions`, which are those of their files here."""
 
 
 def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
@@ -54,7 +54,7 @@ def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, R
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """Raise ValueError, one line, if the section cannot work whatever the prompts are."""
+    """Raise ValueError, one line, if the section cannot work with any prompts."""
     for name in config.functions:
         require_choice("reward.functions", name, REWARDS)
         wanted = REWARDS[name].num_groups

@@ -1,9 +1,5 @@
-"""`math`: the completion's final answer is mathematically equal to the expected one.
-
-Owns: how an expected answer is handed to math-verify. Does not own: finding the answer in the
-completion and comparing expressions (math-verify does), nor the time limit (the pool's).
-Invariant: 0 means that a comparison was made or the completion holds no answer; any other
-trouble raises.
+"""`math`: the completion's final answer is mathematically equal to the expected one, according to
+math-verify. 0 means that the answers differ or the completion has none; every other problem raises.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from llamarl.types import Prompt
 
 LATEX_MARKS = ("\\boxed", "\\(", "\\[")
 
-# It warns that its own time limit is off; the pool stops a reward from outside, which also ends
+# It warns that its own time limit is off. The pool stops a reward from outside, which also ends
 # computations that never return to Python.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

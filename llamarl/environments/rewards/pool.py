@@ -1,13 +1,13 @@
 """The pool of processes that runs reward code.
 
-Owns: the worker processes, one thread for each, the queue between them, the time limit. Does not
-own: reading completions (`executors/scorer.py`) or what failures mean for the run. Invariant:
-every completion handed in gets exactly one Score; a failure carries its cause, never a number; and
-whatever reward code does to its process causes no more than such a failure.
+Owns: the worker processes, one thread for each, the queue in front of them, the time limit. Does
+not own: reading completions (`executors/scorer.py`) or what failures mean for the run. Invariant:
+every completion gets exactly one Score; a failure carries its cause and no reward; and whatever
+reward code does to its process, the pool goes on.
 
-A thread per process, for two reasons: the kernel ties a worker's life to the thread that started
-it, so that thread must live as long as the pool; and a blocking thread keeps the time of its
-worker whatever the event loop is doing.
+There is a thread per process for two reasons: the kernel ends a worker with the thread that started
+it, so that thread must live as long as the pool; and a blocking thread measures the time of its
+worker however busy the event loop is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llamarl.types import Prompt, Score, ScoreStatus
 CHUNK_COMPLETIONS = 16  # per message: small enough to spread over workers, large enough to be cheap
 TOKEN_BYTES = 8
 PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
-START_S = 120.0  # importing on a busy machine is slow; this only ends a start that hangs
+START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
 SHOWN_PROMPT_CHARS = 60
 FAILURES = {status.value: status for status in ScoreStatus if status is not ScoreStatus.OK}
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a reward judges: the `text` after `prompt`, and whether it `finished` by itself."""
+    """What a reward scores: the `text` after `prompt`, and whether it `finished` by itself."""
 
     row_id: int
     prompt: Prompt
@@ -54,10 +54,10 @@ _Job = tuple[Sequence[Completion], "Future[list[Score]]"]
 class RewardPool:
     """Scores completions in `config.num_workers` processes.
 
-    `task_source` is the content of the recipe's task.py. A worker that is silent for
-    `config.timeout_s` over one completion is killed and replaced, and that completion is HUNG;
-    one that dies (segmentation fault, out of memory) makes it RAISED, and so does one that writes
-    what was not asked for: each answer must repeat its completion's random token, once.
+    `task_source` is the content of the recipe's task.py. A worker that needs longer than
+    `config.timeout_s` for one completion is killed and replaced, and that completion is HUNG. If a
+    worker dies (segmentation fault, out of memory) the completion is RAISED, and so it is if the
+    worker writes anything but its answer, which must repeat the completion's random token.
     """
 
     def __init__(self, config: RewardConfig, task_source: str | None = None) -> None:
@@ -69,7 +69,7 @@ class RewardPool:
         self._closed = threading.Event()
 
     async def start(self) -> None:
-        """Start the processes; returns once all can work. ValueError if task.py does not load."""
+        """Start the processes and wait until all are ready. ValueError if task.py does not load."""
         ready: list[Future[None]] = [Future() for _ in range(self._config.num_workers)]
         for index, future in enumerate(ready):
             thread = threading.Thread(
@@ -83,9 +83,9 @@ class RewardPool:
             on_failure.pop_all()
 
     async def score(self, completions: Sequence[Completion]) -> list[Score]:
-        """One Score per completion, in order. RuntimeError if the pool cannot go on."""
+        """One Score per completion, in order. RuntimeError if the pool is closed."""
         if not self._threads or self._closed.is_set():
-            raise RuntimeError("a reward pool must be started and not closed to score")
+            raise RuntimeError("a reward pool must be started, and not closed, before it scores")
         share = -(-len(completions) // self._config.num_workers)
         size = max(1, min(CHUNK_COMPLETIONS, share))
         futures: list[Future[list[Score]]] = []
@@ -96,7 +96,7 @@ class RewardPool:
         return [score for chunk in chunks for score in chunk]
 
     def close(self) -> None:
-        """End every process, whatever it is doing; safe to repeat."""
+        """End every process at once; a second call does nothing."""
         self._closed.set()
         for process in list(self._processes.values()):
             process.kill()
@@ -111,11 +111,11 @@ class RewardPool:
         return [process.pid for process in list(self._processes.values())]
 
     def _serve(self, index: int, ready: Future[None]) -> None:
-        """The life of one thread: start a process, then score chunks until told to end."""
+        """Run one thread: start a process, then score chunks until `close`."""
         try:
             self._start_process(index)
             ready.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - passed on to the caller
             ready.set_exception(error)
         while (job := self._jobs.get()) is not None:
             completions, future = job
@@ -123,7 +123,7 @@ class RewardPool:
                 continue
             try:
                 future.set_result(self._score_chunk(index, completions))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            except BaseException as error:  # noqa: BLE001 - passed on to the caller
                 future.set_exception(error)
         self._end_process(index)
 
@@ -142,7 +142,7 @@ class RewardPool:
             process.send(_message(rest, tokens))
             for completion, token in zip(rest, tokens, strict=True):
                 score = self._await_score(process, completion, token)
-                if self._closed.is_set():  # `close` killed the process: that is no verdict
+                if self._closed.is_set():  # `close` killed the process: the score means nothing
                     raise RuntimeError("the reward pool was closed while it scored")
                 scores.append(score)
                 if score.status is ScoreStatus.HUNG or process.ended:
@@ -154,7 +154,7 @@ class RewardPool:
         try:
             answer = process.receive(self._config.timeout_s, token)
             if answer is not None:
-                return self._verdict(completion, answer)
+                return self._read_score(completion, answer)
         except WorkerError as error:
             return _failure(completion, ScoreStatus.RAISED, str(error))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -168,7 +168,7 @@ class RewardPool:
             f"got no answer; it was at\n{process.stack()}",
         )
 
-    def _verdict(self, completion: Completion, answer: dict[str, Any]) -> Score:
+    def _read_score(self, completion: Completion, answer: dict[str, Any]) -> Score:
         if "error" in answer:
             return _failure(completion, FAILURES[answer["status"]], str(answer["error"]))
         parts = {name: float(answer["parts"][name]) for name in self._config.functions}
@@ -180,7 +180,7 @@ class RewardPool:
         return Score(row_id=completion.row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
 
     def _ready_process(self, index: int) -> WorkerProcess:
-        """The worker, or another if it ended or wrote something while nothing was asked of it."""
+        """The worker; a new one if it ended, or wrote something without a request."""
         process = self._processes.get(index)
         if process is not None and not process.is_quiet():
             logger.warning(
@@ -194,7 +194,7 @@ class RewardPool:
     def _start_process(self, index: int) -> WorkerProcess:
         process = WorkerProcess()
         self._processes[index] = process
-        if self._closed.is_set():  # `close` may have looked before this line
+        if self._closed.is_set():  # `close` may have read the processes before the line above
             process.kill()
         with ExitStack() as on_failure:
             on_failure.callback(self._end_process, index)
@@ -203,8 +203,8 @@ class RewardPool:
             answer = process.receive(START_S, token)
             if answer is None:
                 raise RuntimeError(
-                    f"a reward process must be ready within {START_S:g} s, got no sign; it was at\n"
-                    f"{process.stack()}"
+                    f"a reward process must be ready within {START_S:g} s, got no answer; "
+                    f"it was at\n{process.stack()}"
                 )
             if "error" in answer:
                 raise ValueError(f"the reward functions must load, got {answer['error']}")
@@ -233,7 +233,7 @@ def _failure(completion: Completion, status: ScoreStatus, why: str) -> Score:
 
 
 def _message(completions: Sequence[Completion], tokens: Sequence[str]) -> dict[str, Any]:
-    """The request for these completions; a prompt they share travels once."""
+    """The request for these completions; a prompt that several share is sent once."""
     places: dict[int, int] = {}
     prompts: list[dict[str, Any]] = []
     for completion in completions:

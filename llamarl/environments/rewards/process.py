@@ -1,8 +1,8 @@
-"""One worker process of the reward pool, seen from the thread that owns it.
+"""One worker process of the reward pool, as the thread that owns it sees it.
 
-Owns: starting it, its pipes, its stderr, its end. Does not own: what is sent or the time limit.
-Invariant: no call blocks longer than its `limit_s`, whatever the process does, and an answer
-that does not repeat the token of its request is refused and its process ended.
+Owns: its start, its pipes, its stderr, its end. Does not own: the messages or the time limit.
+Invariant: no call blocks longer than its `limit_s`, whatever the process does; an answer that does
+not repeat the token of its request is refused and its process ended.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ OWN_FRAMES = (
     "llamarl/task_file.py",
     "<frozen runpy>",
 )
-STACK_S = 0.5  # a hung worker gets this long to write its stack
+STACK_S = 0.5  # time for a hung worker to write its stack
 READ_BYTES = 65536
 STDERR_LINES = 40
-STDERR_LINE_BYTES = 2000  # the rest of a longer line is left out
-LOGGED_LINES = 200  # per message: user code that prints without end must not fill the disk
+STDERR_LINE_BYTES = 2000  # the rest of a longer line is dropped
+LOGGED_LINES = 200  # per message: user code that prints endlessly must not fill the disk
 MAX_ANSWER_BYTES = 1_000_000
 SHOWN_BYTES = 100  # of an answer that is refused
 END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
-LAST_WORDS_S = 1.0  # for a worker that closed its channel to end by itself, and say how
+EXIT_S = 1.0  # for a worker that closed its channel to exit, so that its exit code is known
 
 
 class WorkerError(RuntimeError):
-    """The process ended, or had to be; the text says how, with the last lines of its standard
+    """The process ended or was ended; the text says how, with the last lines of its standard
     error."""
 
 
 class WorkerProcess:
     """Lines of JSON to and from `python -m llamarl.environments.rewards.worker`.
 
-    Start it from a thread that lives as long as it is needed: the worker dies with that thread.
-    The process started is the worker's supervisor, which ends the worker with all its children.
+    Create it in a thread that lives as long as it is needed: the worker dies with that thread. The
+    process started is the worker's supervisor, which ends the worker with all its descendants.
     """
 
     def __init__(self) -> None:
-        # The worker imports from where this process does, wherever it was started.
+        # The worker imports from the same places as this process, in any working directory.
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "llamarl.environments.rewards.worker", str(os.getpid())],
@@ -62,7 +62,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is the parent's
+            start_new_session=True,  # Ctrl-C goes to the parent alone
         )
         pipes = self._process.stdin, self._process.stdout, self._process.stderr
         self._pipes = [pipe for pipe in pipes if pipe is not None]
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._stderr_open = True
         self._num_logged = 0
         self.pid = self._process.pid
-        """The supervisor's, until the worker's is known."""
+        """The supervisor's pid, until the worker's is known."""
 
     @property
     def ended(self) -> bool:
@@ -84,12 +84,12 @@ class WorkerProcess:
         return self._process.returncode is not None
 
     def is_quiet(self) -> bool:
-        """False if it ended, or wrote something, although nothing was asked."""
+        """False if it ended, or wrote something without a request."""
         waiting = select.select([self._out], [], [], 0)[0]
         return not (self._answers or self._answer_rest or waiting)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; it leaves during `receive`. Values JSON lacks travel as text."""
+        """Queue a message, which `receive` sends. Values that JSON lacks become text."""
         line = json.dumps(message, default=str).encode() + b"\n"
         self._unsent = memoryview(bytes(self._unsent) + line)
         self._num_logged = 0
@@ -97,7 +97,7 @@ class WorkerProcess:
     def receive(self, limit_s: float, token: str) -> dict[str, Any] | None:
         """The next answer, which must repeat `token`, or None after `limit_s`.
 
-        Raises WorkerError if there will be none, or user code wrote among the answers.
+        Raises WorkerError if the process ended, or if user code wrote into the answers.
         """
         end = time.monotonic() + limit_s
         while not self._answers:
@@ -107,7 +107,7 @@ class WorkerProcess:
         return self._check_answer(self._answers.popleft(), token)
 
     def stack(self) -> str:
-        """What the (hung) process is doing: its Python stack."""
+        """The Python stack of the (hung) process."""
         self._stderr.clear()
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
@@ -121,15 +121,15 @@ class WorkerProcess:
         return "\n".join(lines) or "(it gave no stack)"
 
     def kill(self) -> None:
-        """Have the supervisor end the worker and everything it started; from any thread."""
-        if self._process.returncode is not None:  # reaped: the number may be another's by now
+        """Make the supervisor end the worker and all it started; may be called in any thread."""
+        if self._process.returncode is not None:  # reaped: its pid may be reused by now
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self._process.pid, signal.SIGTERM)
             os.kill(self._process.pid, signal.SIGCONT)  # user code may have stopped it
 
     def close(self) -> None:
-        """Kill, reap, and close the pipes; for the owning thread."""
+        """Kill, reap, and close the pipes; call it in the owning thread."""
         self._end()
         for pipe in self._pipes:
             pipe.close()
@@ -138,7 +138,7 @@ class WorkerProcess:
         self.kill()
         try:
             self._process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:  # user code keeps the supervisor from its work
+        except subprocess.TimeoutExpired:  # user code has stopped the supervisor
             end_descendants(self._process.pid)
             self._process.kill()
             self._process.wait()
@@ -161,7 +161,7 @@ class WorkerProcess:
         )
 
     def _exchange(self, limit_s: float) -> bool:
-        """Move what can be moved through the pipes; False if nothing could within `limit_s`."""
+        """Read and write what the pipes allow; False if that is nothing within `limit_s`."""
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
         if self._stderr_open:
@@ -174,12 +174,12 @@ class WorkerProcess:
         if self._in in ready:
             try:
                 self._unsent = self._unsent[os.write(self._in, self._unsent) :]
-            except BrokenPipeError:  # the end of its output says the rest
+            except BrokenPipeError:  # the end of its output is handled below
                 self._unsent = memoryview(b"")
         if self._out in ready:
             data = os.read(self._out, READ_BYTES)
             if not data:
-                raise WorkerError(self._last_words())
+                raise WorkerError(self._how_it_ended())
             *lines, self._answer_rest = (self._answer_rest + data).split(b"\n")
             self._answers.extend(lines)
             if len(self._answer_rest) > MAX_ANSWER_BYTES:
@@ -198,9 +198,9 @@ class WorkerProcess:
             if self._num_logged <= LOGGED_LINES:
                 logger.info("reward worker %d: %s", self.pid, text)
 
-    def _last_words(self) -> str:
+    def _how_it_ended(self) -> str:
         try:
-            code = self._process.wait(LAST_WORDS_S)
+            code = self._process.wait(EXIT_S)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             cause = f"the reward process ended by itself ({how})"
         except subprocess.TimeoutExpired:  # it runs on, or what it started is being ended

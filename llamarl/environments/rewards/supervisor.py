@@ -1,14 +1,14 @@
-"""The parent of a reward worker: ends whatever reward code has started.
+"""The parent of a reward worker: ends every process that reward code has started.
 
 Owns: the worker and all its descendants, and how they end. Does not own: requests and answers,
-whose pipes it does not hold. Invariant (Linux): when it has ended, so have the worker and every
-process that descends from it, also one in a session of its own whose parents are gone.
+whose pipes it closes. Invariant (Linux): when the supervisor has ended, so have the worker and
+every process that descends from it, even one in its own session whose parents have ended.
 
 The kernel makes the supervisor the parent of descendants whose own parent has ended
-(PR_SET_CHILD_SUBREAPER), so all stay below it. It ends with its pool, whose end the kernel reports
-to it (PR_SET_PDEATHSIG), even after kill -9. What it cannot reach: a process that another one
-outside starts on request (a container daemon), and what is left of code that first kills the
-supervisor itself.
+(PR_SET_CHILD_SUBREAPER), so all of them stay its descendants. It ends with its pool, because the
+kernel signals the pool's end (PR_SET_PDEATHSIG), even after kill -9. It cannot reach a process that
+another service starts on request (a container daemon), nor what is left of code that first kills
+the supervisor itself.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-KILL_LIMIT_S = 5.0  # a killed process that is still there then sits in the kernel
-LOOK_S = 0.005  # between looks whether the killed are gone
+KILL_LIMIT_S = 5.0  # a killed process that still exists then is stuck in the kernel
+POLL_S = 0.005  # between two checks whether killed processes are gone
 WATCHED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
-OUT_OF_MEMORY_SCORE = 500  # of -1000 to 1000: the kernel takes a reward before trainer or generator
+OUT_OF_MEMORY_SCORE = 500  # of -1000 to 1000: the kernel kills a reward before trainer or generator
 
 
 def supervise(pool: int) -> None:
-    """Fork: returns in the child, the worker; this process stays as its supervisor.
+    """Fork: returns in the child, the worker; this process becomes its supervisor.
 
     `pool` is the pid of the process that started this one. SIGTERM ends the worker and its
-    descendants, SIGUSR1 is passed on to the worker. The supervisor ends as its worker did.
+    descendants, SIGUSR1 is passed on to the worker. The supervisor exits as its worker did.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _call_kernel(PR_SET_CHILD_SUBREAPER, 1)
     _tie_to(pool, signal.SIGTERM)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # else each crash may write gigabytes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: each may take gigabytes
     own, worker = os.getpid(), os.fork()
     if worker:
         _watch(worker)
@@ -53,10 +53,10 @@ def supervise(pool: int) -> None:
 
 
 def end_descendants(root: int, limit_s: float = KILL_LIMIT_S) -> None:
-    """Kill every process that descends from `root`, which lives; returns once all are gone."""
+    """Kill every descendant of the live process `root`; returns once all are gone."""
     deadline = time.monotonic() + limit_s
     seen: set[int] = set()
-    while new := descendants(root) - seen:  # stopped first: a process that forks would get away
+    while new := descendants(root) - seen:  # stopped first, so that none can fork and escape
         _signal(new, signal.SIGSTOP)
         seen |= new
         if time.monotonic() > deadline:
@@ -65,14 +65,14 @@ def end_descendants(root: int, limit_s: float = KILL_LIMIT_S) -> None:
         _signal(left, signal.SIGKILL)
         if root == os.getpid():
             _reap()
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def descendants(root: int) -> set[int]:
     """Pids of all processes below `root`, from /proc; empty where there is no /proc."""
     children: dict[int, list[int]] = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # ended meanwhile
+        with suppress(OSError):  # it has ended
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             children[int(parent)].append(int(folder.name))
     found: set[int] = set()
@@ -85,8 +85,8 @@ def descendants(root: int) -> set[int]:
 
 
 def _watch(worker: int) -> NoReturn:
-    """Wait for the end of the worker or the pool, end all descendants, and end."""
-    for descriptor in (0, 1):  # the pool must see their ends when the worker's are closed
+    """Wait for the end of the worker or the pool, end all descendants, and exit."""
+    for descriptor in (0, 1):  # so that the pool sees them closed when the worker closes its own
         os.close(descriptor)
     status = None
     while status is None:
@@ -97,7 +97,7 @@ def _watch(worker: int) -> NoReturn:
             status = 0
         else:
             status = _reap().get(worker)
-    with suppress(ProcessLookupError):  # all that can be done where there is no /proc
+    with suppress(ProcessLookupError):  # the only means where there is no /proc
         os.killpg(worker, signal.SIGKILL)
     end_descendants(os.getpid())
     code = os.waitstatus_to_exitcode(status)
@@ -126,9 +126,9 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _tie_to(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send `number` to this process when the thread that started it ends."""
+    """Make the kernel send `number` to this process when the thread that started it ends."""
     _call_kernel(PR_SET_PDEATHSIG, number)
-    if sys.platform == "linux" and os.getppid() != parent:  # it ended before the call above
+    if sys.platform == "linux" and os.getppid() != parent:  # it had ended before the call above
         os._exit(1)
 
 

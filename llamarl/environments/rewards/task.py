@@ -14,8 +14,8 @@ from llamarl.types import Prompt
 
 
 def load_reward(source: str) -> Reward:
-    """The function `reward` of this text. ValueError unless there is one of two arguments, and
-    whatever the text raises."""
+    """The function `reward` of this text. ValueError unless it exists and takes two
+    arguments; what the text raises is passed on."""
     function = execute(source, ["reward"])["reward"]
 
     def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig) -> float:

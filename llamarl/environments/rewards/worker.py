@@ -5,17 +5,17 @@ time limit (the pool's), the weighted sum, or the end of what user code starts (
 Invariant: it never outlives its pool; every answer repeats the token of what it answers.
 
 First line in: {"token": str, "config": {...}, "task_source": str | null}; out: {"token", "pid"}
-once it can work, else {"token", "error": str}. Then lines {"prompts": [{...}], "completions":
+when it is ready, else {"token", "error": str}. Then lines {"prompts": [{...}], "completions":
 [[index of prompt, text, finished, token], ...]}, each answered by one line {"token", "parts":
 {function: float}} or {"token", "status": str, "error": str} per completion. What user code prints
 goes to standard error. SIGUSR1 writes the current stack there.
 
-What user code can do to the answers: standard input and output are not the channel, the channel is
-inherited by no program that user code starts, and what is written into it without the token of the
-completion in hand is found out by the pool, which replaces the worker. But user code shares this
-process's memory: code that sets out to can read tokens or replace functions, just as it may
-return any reward it likes. task.py is therefore trusted to judge; text that a model wrote and that
-task.py runs is not, and belongs in a program of its own (subprocess), never into exec or eval.
+Answers are protected from accidents: standard input and output are not the channel, programs that
+user code starts do not inherit the channel, and if something is written into it without the token
+of the present completion, the pool detects that and replaces the worker. They are not protected
+from intent: user code shares this process's memory, so it can read tokens or replace functions,
+just as it may return any reward. So task.py is trusted. Code that a model wrote is not: task.py
+must run it in a program of its own (subprocess), never by exec or eval.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from llamarl.task_file import where
 from llamarl.types import Prompt, ScoreStatus
 
 MAX_TRACEBACK_CHARS = 8000
-OWN_FILES = {__file__, task.__file__, task_file.__file__}  # whose lines say nothing about user code
-# First number, and how many: above those that a loop which closes low descriptors reaches.
+OWN_FILES = {__file__, task.__file__, task_file.__file__}  # left out of tracebacks
+# First number and count, above what a loop that closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)
 
 
 def main() -> None:
-    """Serve until the input ends; threads that user code has left running do not delay the end."""
+    """Serve until the input ends, then exit at once, even if user code has left threads running."""
     supervise(int(sys.argv[1]))
     try:
         _serve()
@@ -92,7 +92,7 @@ def _serve() -> None:
 
 
 def _move(descriptor: int, mode: int) -> int:
-    """Give one of the two pipes of the channel another number, and its own to /dev/null."""
+    """Move one of the channel's two pipes to another descriptor; its own becomes /dev/null."""
     first, count = CHANNEL_DESCRIPTORS
     low = first + secrets.randbelow(count)
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, low)
