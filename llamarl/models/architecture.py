@@ -1,9 +1,9 @@
-"""The architecture of a checkpoint: what its config.json says.
+"""The architecture of a checkpoint, as its config.json describes it.
 
-Owns: reading config.json (old and new spellings of the rotary settings) and refusing what the
-decoder would compute otherwise than the checkpoint was trained. Does not own: what a family implies
-(`families.py`), weights (`hf.py`) or the computation (`transformer.py`). Invariant: an Architecture
-that exists is computed exactly; nothing unsupported is ignored.
+Owns: reading config.json (old and new spellings of the rotary settings) and refusing settings that
+the decoder would compute differently. Does not own: what a family implies (`families.py`), weights
+(`hf.py`) or the computation (`transformer.py`). Invariant: an Architecture that exists is computed
+exactly; no unsupported setting is ignored.
 """
 
 from __future__ import annotations
@@ -132,22 +132,14 @@ class _Fields:
     def size(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or not 1 <= value <= MAX_SIZES[key]
-        ):
+        if type(value) is not int or not 1 <= value <= MAX_SIZES[key]:
             raise self.error(key, f"be a whole number from 1 to {MAX_SIZES[key]}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value <= MAX_NUMBER
-        ):
+        if type(value) not in (int, float) or not 0 < value <= MAX_NUMBER:
             raise self.error(key, f"be a number above 0 and at most {MAX_NUMBER:g}", value)
         return float(value)
 
@@ -158,7 +150,7 @@ class _Fields:
         return bool(value)
 
     def given(self, value: str | bool) -> bool:
-        """What a family says, or the flag that it names."""
+        """A family's fixed value, or the flag that it names."""
         return self.flag(value) if isinstance(value, str) else value
 
     def error(self, key: str, must: str, got: object) -> ValueError:
@@ -195,7 +187,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
 
     transformers 5 writes one object `rope_parameters` with the base inside; older files have
     `rope_theta` beside `rope_scaling` (whose type key may be `type`). As in transformers,
-    `rope_scaling` wins where both stand.
+    `rope_scaling` wins if both exist.
     """
     values = fields.values
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"

@@ -1,7 +1,7 @@
 """Causal attention over packed rollouts.
 
-Owns: where each packed token sits in the padded blocks that attention needs. Does not own:
-projections and rotation (`transformer.py`). Invariant: a rollout attends only to itself, and
+Owns: the padded blocks that attention runs on, and where each packed token is in them. Does not
+own: projections and rotation (`transformer.py`). Invariant: a rollout attends only to itself, and
 padding never reaches a result or a gradient.
 """
 
@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 
 SPLIT_RATIO = 2
-"""Rollouts shorter than the longest of their block by more than this go to the next block."""
+"""A block's longest rollout is at most this many times as long as its shortest one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
     """`num_rows` rollouts padded on the right to `width` tokens.
 
-    `tokens` int64 [n]: which packed tokens it holds; `cells` int64 [n]: where they sit in the
-    block's num_rows * width cells. Both None if the block is the packed tokens as they stand.
+    `tokens` int64 [n]: which packed tokens it holds; `cells` int64 [n]: where they are among the
+    block's num_rows * width cells. Both None if the block is the packed tokens in their order.
     """
 
     num_rows: int
@@ -43,7 +43,7 @@ class Packing:
 
 
 def make_packing(lengths: Sequence[int], device: torch.device) -> Packing:
-    """Lay out rollouts of these lengths (each at least 1, in packed order)."""
+    """Positions and attention blocks of rollouts of these lengths (at least 1, in packed order)."""
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     positions = np.arange(sizes.sum()) - np.repeat(starts, sizes)
@@ -100,7 +100,7 @@ def packed_attention(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock
 ) -> torch.Tensor:
-    """Attention of one padded block: padding on the right comes after every token it could hurt."""
+    """Attention of one padded block. Padding is on the right, so the causal mask hides it."""
     q, k, v = (
         x.reshape(block.num_rows, block.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
     )
@@ -110,9 +110,9 @@ def _attend(
 
 
 class _Move(torch.autograd.Function):
-    """Rows `source` of [n, ...] to rows `target` of zeros [size, ...]; no row occurs twice.
+    """Copies rows `source` of [n, ...] to rows `target` of zeros [size, ...]; no row occurs twice.
 
-    Autograd's own backward of an index adds up duplicates, which is several times slower.
+    Autograd's backward of indexing sums duplicates, which is several times slower.
     """
 
     @staticmethod
@@ -127,9 +127,5 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         source, target = ctx.saved_tensors
         rows = grad.index_select(0, target)
-        return (
-            grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, source, rows),
-            None,
-            None,
-            None,
-        )
+        moved = grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, source, rows)
+        return moved, None, None, None

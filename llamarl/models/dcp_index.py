@@ -1,8 +1,8 @@
-"""The index of a sharded checkpoint (`.metadata`), read without running what stands in it.
+"""The index of a sharded checkpoint (`.metadata`, a pickle), read without running its code.
 
-Owns: which classes that pickle may name, and whether what it says can be. Does not own: the shards
-(torch.distributed.checkpoint reads them, as tensors alone). Invariant: nothing is called that is
-not in `_allowed`, so a folder from elsewhere is at worst refused.
+Owns: which classes the pickle may name, and the check of what it says. Does not own: the shards
+(torch.distributed.checkpoint reads them, as tensors only). Invariant: unpickling calls only what
+`_allowed` lists, so the worst that a folder of unknown origin can cause is an error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CLASSES = (
 
 
 class SavedShards(FileSystemReader):
-    """Reads a checkpoint folder that trainer ranks saved; ValueError for an index that is missing,
-    damaged or not theirs."""
+    """Reads a checkpoint folder that trainer ranks saved; ValueError if the index is missing,
+    damaged or of another origin."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         path = Path(self.path) / INDEX_FILE
@@ -39,7 +39,7 @@ class SavedShards(FileSystemReader):
             with path.open("rb") as file:
                 index = _IndexUnpickler(file).load()
             _check(index, path.parent)
-        except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
+        except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{path} must be the index of a checkpoint, got {reason}") from None
         index.storage_meta.load_id = self.load_id

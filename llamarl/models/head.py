@@ -1,9 +1,9 @@
 """The output head: hidden states to log-probs and entropy of the next token.
 
 Owns: the only place of the trainer where logits exist, a chunk of tokens at a time, in forward and
-in backward. Does not own: which tokens count (the loss). Invariant: logits and softmax are
-float32 whatever the compute dtype (bfloat16 logits would move log-probs by hundredths), and at
-most CHUNK_ELEMENTS logits are alive.
+in backward. Does not own: which tokens count (the loss). Invariant: logits and softmax are float32
+with any compute dtype (bfloat16 logits would move log-probs by hundredths), and at most
+CHUNK_ELEMENTS logits are in memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
-"""Logits computed at once: 64 MiB in float32, on a GPU 512 MiB, because each chunk reads the whole
-head: 1,024 tokens of a vocabulary of 128,256, not 128. A forecast on the meta device adds an entry
-for that."""
-TILE_TOKENS = 128  # a chunk is a multiple of so many tokens, of which matrix products are made
+"""Logits computed at once: 64 MiB in float32; on a GPU 512 MiB, because each chunk reads the whole
+head: with a vocabulary of 128,256 that is 1,024 tokens instead of 128. The planner adds an entry
+for the meta device."""
+TILE_TOKENS = 128  # a chunk is a multiple of the tile that GPU kernels of matrix products work on
 
 
 class TokenStats(NamedTuple):
@@ -39,8 +39,8 @@ def token_stats(
     `hidden` [N, H]; `weight` [V, H]; `targets` int64 [N]; temperature above 0. Differentiable in
     `hidden` and `weight`; logits are computed again in the backward pass.
 
-    With a `group` of T ranks, `weight` [V / T, H] is this rank's run of the vocabulary and all
-    else is the same on all ranks; the gradient of `hidden` is then this rank's summand of it.
+    With a `group` of T ranks, `weight` [V / T, H] is this rank's range of the vocabulary and
+    everything else is equal on all ranks; the gradient of `hidden` is then this rank's addend.
     """
     return TokenStats(*_TokenStats.apply(hidden, weight, targets, float(temperature), group))
 
@@ -118,7 +118,7 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 def _find(
     targets: torch.Tensor, num_held: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(where each target is among this rank's logits, 1.0 if it is there at all), both [N]."""
+    """(index of each target among this rank's logits, 1.0 if this rank holds it), both [N]."""
     index = targets if group is None else targets - dist.get_rank(group) * num_held
     is_held = (index >= 0) & (index < num_held)
     return index.clamp(0, num_held - 1), is_held.float()
@@ -136,9 +136,9 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> t
     """float32 [n, V]."""
     if hidden.dtype == torch.float32:
         logits = hidden @ weight.t()
-    elif hidden.device.type != "cpu":  # CUDA, and meta where memory is forecast
+    elif hidden.device.type != "cpu":  # CUDA, and meta in the planner
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:  # no such kernel on CPUs, where a float32 product is no slower
+    else:  # CPUs have no such kernel, but a float32 product is no slower there
         logits = hidden.float() @ weight.float().t()
     if temperature != 1.0:
         logits /= temperature

@@ -30,7 +30,7 @@ from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import INDEX_FILE, locate, parameter_shapes
 from llamarl.models.safetensors_file import FileBox, read_boxes
 
-MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written when all its tensors are there
+MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
 MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -41,16 +41,15 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates",
 )
-"""What an export takes over, beside config.json: from the checkpoint, and from the tokenizer."""
+"""What an export copies, beside config.json: from the checkpoint, and from the tokenizer."""
 
 
 @torch.no_grad()
 def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Copy the checkpoint's weights into `tensors` (all parameters, by name), casting each.
 
-    A DTensor gets its rank's shard, and only that part of the file is read, a few megabytes at a
-    time. Raises ValueError like `check_checkpoint`, if `tensors` does not fit, or if a
-    weight is not finite.
+    A DTensor gets its rank's shard. Raises ValueError like `check_checkpoint`, if `tensors` does
+    not fit, or if a weight is not finite.
     """
     architecture = read_architecture(folder)
     expected = parameter_shapes(architecture)
@@ -58,7 +57,7 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     for name in sorted(expected.keys() | shapes.keys()):
         if shapes.get(name) != expected.get(name):
             raise ValueError(
-                f"{name} of the model must have the shape that {folder} says, "
+                f"{name} of the model must have the shape that it has in {folder}, "
                 f"{expected.get(name)}, got {shapes.get(name)}"
             )
     read_boxes(locate(Path(folder), architecture), lambda name: [_local_box(tensors[name])])
@@ -83,17 +82,18 @@ def save(
 ) -> None:
     """Write all parameters in `dtype` as a checkpoint that transformers loads.
 
-    `tensors` may come in any order; in the order of the layers, forwards or backwards, no more
-    than one file's are held. config.json (with `dtype`) is that of `source_folder`, the tokenizer's
+    `tensors` may be in any order; in the order of the layers, forwards or backwards, no more than
+    one file's are held. config.json (with `dtype`) is that of `source_folder`, the tokenizer's
     files are those of `tokenizer_folder` (None: the same). Files hold at most `max_shard_bytes` of
-    tensors, or one larger tensor; a manifest lists them all. A folder that stands at `folder` is
-    replaced only when the new one is complete. Raises ValueError for an unknown name or a wrong
-    shape, RuntimeError if a parameter never came, OSError if the disk is full.
+    tensors, or one larger tensor; a manifest lists them all. An existing `folder` is replaced only
+    when the new one is complete. Raises ValueError for an unknown name or a wrong shape,
+    RuntimeError if a parameter is missing, OSError if the disk is full.
     """
     source = Path(source_folder)
     shapes = parameter_shapes(read_architecture(source))
     with _replacing(Path(folder)) as unfinished:
-        _check_space(unfinished, sum(map(math.prod, shapes.values())) * dtype.itemsize)
+        num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+        check_space(unfinished.parent, num_bytes, "the weights need")
         _copy_files(source, MODEL_FILES, unfinished)
         _copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
         _write_config(source, unfinished, dtype)
@@ -129,7 +129,7 @@ def _write_weights(
         if len(held[file]) == len(split.filename_to_tensors[file]):
             _write_file(folder / file, held.pop(file))
     if missing:
-        raise RuntimeError(f"{folder} lacks {sorted(missing)}: nothing wrote them")
+        raise RuntimeError(f"tensors to save must be all parameters, got none of {sorted(missing)}")
 
 
 def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -160,11 +160,12 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_space(folder: Path, num_bytes: int) -> None:
+def check_space(folder: str | Path, num_bytes: int, needs: str) -> None:
+    """OSError (ENOSPC) unless the disk of `folder` has room for `num_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes:
-        message = f"{os.strerror(errno.ENOSPC)}: the weights need {num_bytes} bytes"
-        raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free", str(folder.parent))
+        message = f"{os.strerror(errno.ENOSPC)}: {needs} {num_bytes} bytes, {free_bytes} are free"
+        raise OSError(errno.ENOSPC, message, str(folder))
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """The parallel form of the decoder.
 
-Owns: the device mesh, which rank holds what of each parameter, and how FSDP2, tensor and sequence
-parallel, activation checkpointing and compilation are laid over the modules. Does not own: the
-process group (`process_group.py`), the head's sums over the vocabulary (`head.py`) or the
-optimizer. Invariant: gradients are the exact sum over ranks with rows of their own, reduced in
-float32; nothing divides them here.
+Owns: the device mesh, the placement of each parameter, and how FSDP2, tensor and sequence parallel,
+activation checkpointing and compilation are applied to the modules. Does not own: the process group
+(`process_group.py`), the head's sums over the vocabulary (`head.py`) or the optimizer. Invariant:
+gradients are the exact sum over data-parallel ranks, reduced in float32 and not divided.
 
-Ranks count through the mesh with `tensor` fastest, so that the ranks of one tensor-parallel group
-are neighbours (one host), then `shard`, then `replicate`.
+Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of one tensor-parallel
+group are neighbours (one host), then `shard`, then `replicate`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MESH_DIMENSIONS = ("replicate", "shard", "tensor")
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """The mesh's dimensions, slowest first; `shard` always, the others if they have ranks."""
+    """The mesh's dimensions, slowest first: `shard`, and the others if larger than 1."""
     sizes = (config.replicate, config.num_shard_ranks, config.tensor_parallel)
     shape = dict(zip(MESH_DIMENSIONS, sizes, strict=True))
     return {name: size for name, size in shape.items() if size > 1 or name == "shard"}
@@ -46,10 +45,10 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def parameter_placements(
     architecture: Architecture, config: TrainerConfig
 ) -> dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]:
-    """Parameter name -> (mesh shape, one placement per mesh dimension), without any process.
+    """Parameter name -> (mesh shape, one placement per mesh dimension); needs no process group.
 
-    Rank r has the coordinate r of a row-major count through the mesh. The placements are those of
-    weights, gradients and moments alike.
+    Rank r is at the r-th coordinate of the mesh in row-major order. Weights, gradients and moments
+    have the same placements.
     """
     shape = mesh_shape(config)
     found: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {}
@@ -59,7 +58,7 @@ def parameter_placements(
         is_cut_twice = "tensor" in shape and tensor == Shard(0)
         placements: dict[str, Placement] = {
             "replicate": Replicate(),
-            # Rows go to tensor ranks first, though the mesh counts them last: FSDP cuts the rest.
+            # Tensor parallel splits rows first, though its dimension is last; FSDP splits the rest.
             "shard": (
                 _StridedShard(0, split_factor=config.tensor_parallel) if is_cut_twice else Shard(0)
             ),
@@ -76,11 +75,11 @@ def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> Transformer:
-    """Lay the parallel form over `model`, in place; returns it.
+    """Make `model` parallel, in place; returns it.
 
     Parameters (of any dtype, or still on the meta device) become DTensors placed as
     `parameter_placements` says; forward and backward run in `config.compute_dtype`. A mesh of one
-    rank takes the same path.
+    rank is no special case.
     """
     assert mesh.mesh_dim_names is not None
     if "tensor" in mesh.mesh_dim_names:
@@ -141,7 +140,7 @@ def _compile(layer: Layer, backend: str) -> None:
 
 
 def _shard(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
-    """FSDP2 over `shard`, copies over `replicate`: a group per layer, one for what is left."""
+    """FSDP2 over `shard`, copies over `replicate`: one unit per layer and one for the rest."""
     is_replicated = "replicate" in (mesh.mesh_dim_names or ())
     data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
     # Inputs are not cast: token ids are integers, and the rotation tables stay float32.
@@ -159,12 +158,12 @@ def _shard(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if config.reshard_after == "step":  # whoever changes the weights calls `reshard`
+            if config.reshard_after == "step":  # then a change of the weights calls `reshard`
                 module.set_reshard_after_backward(False)
 
 
 def reshard(model: Transformer) -> None:
-    """Free the gathered weights, so that the next pass gathers what the shards hold by then."""
+    """Free the gathered weights, so that the next pass gathers the shards' present values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -174,7 +173,7 @@ def reshard(model: Transformer) -> None:
 def gather(tensor: DTensor) -> torch.Tensor:
     """The whole of a sharded parameter, gradient or moment, on every rank."""
     placements = list(tensor.placements)
-    for dimension in range(len(placements)):  # FSDP cut last, so its pieces join first
+    for dimension in range(len(placements)):  # FSDP split last, so its shards are joined first
         placements[dimension] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local().detach()

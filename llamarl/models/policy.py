@@ -8,9 +8,7 @@ model.
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,13 +60,10 @@ class Policy:
         hf.load_into(self.parameters, checkpoint)
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
 
-    def movable(self, kind: str) -> list[torch.Tensor]:
-        """This rank's memory of one kind: "weights", or "state" (gradients and moments).
-
-        It may leave the device between two passes; copies of the weights that a pass keeps for the
-        next one are freed here.
-        """
-        if kind == "weights":
+    def movable(self, tag: str) -> list[torch.Tensor]:
+        """This rank's memory of one tag, "weights" or "state" (gradients and moments), which may
+        leave the device between two passes. Gathered weights that a pass left are freed here."""
+        if tag == "weights":
             reshard(self.model)
             return [parameter.to_local().detach() for parameter in self.parameters.values()]
         state: list[torch.Tensor | None] = []
@@ -77,7 +72,7 @@ class Policy:
         return [tensor.to_local() for tensor in state if isinstance(tensor, DTensor)]
 
     def finish_inference(self) -> None:
-        """Free the weights that passes without a backward gathered, unless they serve the step."""
+        """Free the weights gathered by passes without a backward, unless the step reuses them."""
         if not self._gathers_once:
             reshard(self.model)
 
@@ -108,19 +103,16 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: str, version: int) -> None:
-        """Write weights, moments, RNG and `version`, each rank its shards, into `folder`, and what
-        the manifest must say of them.
+        """Write weights, moments, RNG and `version` into `folder`, each rank its shards and its
+        part of the manifest.
 
-        OSError if the disk is full, before anything is written where that can be known.
+        OSError if the disk is full: before anything is written, unless it fills up meanwhile.
         """
         state = self._state()
         state["version"].fill_(version)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < num_bytes:
-            message = f"{os.strerror(errno.ENOSPC)}: a checkpoint needs {num_bytes} bytes"
-            raise OSError(errno.ENOSPC, f"{message}, {free_bytes} are free; checkpoint", folder)
-        with _clear_save(folder):
+        hf.check_space(folder, num_bytes, "a checkpoint needs")
+        with _plain_errors(folder, is_saving=True):
             dcp.save(state, checkpoint_id=folder)
         rank = dist.get_rank()
         manifest.write_part(Path(folder), rank, Path(folder).glob(f"__{rank}_*"))
@@ -128,13 +120,13 @@ class Policy:
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under any number of ranks; returns the version.
 
-        ValueError if `folder` is no checkpoint or one of another model or optimizer.
+        ValueError if `folder` is no checkpoint, or is one of another model or optimizer.
         """
         shards = SavedShards(folder)
         state = self._state()
         _check_same(state, shards)
         reshard(self.model)
-        with _clear_load(folder):
+        with _plain_errors(folder, is_saving=False):
             dcp.load(state, storage_reader=shards)
         torch.set_rng_state(state["rng"])
         return int(state["version"])
@@ -182,7 +174,7 @@ def _num_copies(tensor: DTensor) -> int:
 
 
 def _check_same(state: dict[str, torch.Tensor], shards: SavedShards) -> None:
-    """ValueError unless `shards` are of the same tensors: a load would pass over those it lacks."""
+    """ValueError unless `shards` hold the same tensors: a load would skip those it lacks."""
     shapes = shards.shapes()
     for name in sorted(state.keys() | shapes.keys()):
         expected = tuple(state[name].shape) if name in state else None
@@ -194,13 +186,19 @@ def _check_same(state: dict[str, torch.Tensor], shards: SavedShards) -> None:
 
 
 @contextmanager
-def _clear_save(folder: str) -> Iterator[None]:
-    """Turn torch's collected failures (a BaseException of many lines) into one plain error."""
+def _plain_errors(folder: str, is_saving: bool) -> Iterator[None]:
+    """Turn torch's collected failures (a BaseException of many lines) into one plain error: a
+    ValueError for a damaged checkpoint, an OSError or RuntimeError for a failed save."""
     try:
         yield
     except CheckpointException as error:
-        rank, cause = _first_failure(error)
-        # On a disk that fills up meanwhile torch's zip writer hides the reason, so say how full.
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if not is_saving:
+            raise ValueError(
+                f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
+                f"loaded: {str(cause) or type(cause).__name__}"
+            ) from error
+        # On a disk that fills up meanwhile torch's zip writer hides the reason: report free space.
         free_bytes = shutil.disk_usage(folder).free
         message = (
             f"checkpoint could not be written by rank {rank}: {cause} ({free_bytes} bytes are "
@@ -211,26 +209,8 @@ def _clear_save(folder: str) -> Iterator[None]:
         raise RuntimeError(message) from error
 
 
-@contextmanager
-def _clear_load(folder: str) -> Iterator[None]:
-    """The same for a damaged checkpoint, which is the user's to replace."""
-    try:
-        yield
-    except CheckpointException as error:
-        _, cause = _first_failure(error)
-        raise ValueError(
-            f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
-            f"loaded: {str(cause) or type(cause).__name__}"
-        ) from error
-
-
-def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return rank, cause
-
-
 def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:
-    """AdamW or plain SGD, its state allocated now: a lack of memory shows at the start.
+    """AdamW or plain SGD, its state allocated now, so that a lack of memory shows at the start.
 
     Only matrices decay: a norm's scale or a bias pulled towards 0 changes what the model computes
     without making it any simpler.

@@ -1,7 +1,7 @@
 """Safetensors files: their headers and boxes of their tensors, read by the safetensors library.
 
 Owns: errors that name the file and what to do. Does not own: which tensors a model needs
-(`inventory.py`). Invariant: importing this and reading a header load no torch, because the
+(`inventory.py`). Invariant: importing this and reading a header do not import torch, because the
 controller's process checks checkpoints before any other process starts.
 
 The library maps a file into memory. Of a file of 201 MB a rank that needs 25 MB reads its columns
@@ -25,7 +25,7 @@ FileBox = tuple[Sequence[int], "torch.Tensor"]
 
 
 class TensorEntry(NamedTuple):
-    """What a header says of one tensor; `dtype` in the format's spelling."""
+    """A tensor's entry in a header; `dtype` in the format's spelling."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -39,10 +39,11 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Transformer(nn.Module):
-    """One decoder; build it under `torch.device("meta")` and load weights into it, or train anew.
+    """One decoder. Build it under `torch.device("meta")` and load weights, or train from scratch.
 
-    `lm_head` is absent if the architecture ties it to the embedding. `num_tensor_ranks` is set
-    where tensor parallel splits the model: then each layer holds an equal share of the tokens.
+    `lm_head` is None if the architecture ties it to the embedding. `num_tensor_ranks` is set when
+    tensor parallel splits the model: between layers each rank then holds an equal share of the
+    tokens.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -72,7 +73,7 @@ class Transformer(nn.Module):
         weight = self.head_weight
         if self.num_tensor_ranks == 1:
             return token_stats(hidden, weight, targets, temperature)
-        from torch.distributed.tensor import DTensor  # half a second that a generator need not wait
+        from torch.distributed.tensor import DTensor  # takes half a second, which a generator saves
 
         assert isinstance(weight, DTensor)
         group = weight.device_mesh.get_group()
@@ -90,11 +91,11 @@ class Transformer(nn.Module):
 
         num_tokens = len(token_ids)
         num_added = -num_tokens % self.num_tensor_ranks
-        if num_added:  # a rollout of its own, which nobody attends to and whose states are cut off
+        if num_added:  # as a rollout of its own, whose states are dropped
             token_ids, lengths = F.pad(token_ids, (0, num_added)), (*lengths, num_added)
         hidden = self.model(token_ids, make_packing(lengths, token_ids.device))
         assert isinstance(hidden, DTensor)
-        # In the head each rank's gradient is that of its part of the vocabulary: they add up.
+        # In the head each rank's gradient is that of its part of the vocabulary: they are summed.
         return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]
 
     def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -127,8 +128,8 @@ class DecoderStack(nn.Module):
         return self.norm(x)
 
     def _rotation(self, packing: Packing) -> Rotation:
-        """Rows of the tables, which grow on demand: they are no buffers, so they survive a model
-        that was built on the meta device."""
+        """Rows of the tables, which grow on demand. They are not buffers, because those would stay
+        empty in a model that was built on the meta device."""
         device = packing.positions.device
         tables = self._tables
         if tables is None or tables[0].device != device or len(tables[0]) < packing.num_positions:
@@ -142,9 +143,9 @@ class DecoderStack(nn.Module):
 class Layer(nn.Module):
     """One decoder layer.
 
-    `checkpointing` says what its backward pass computes again (see TrainerConfig); the switch sits
-    inside the module, below FSDP's hooks, so recomputing gathers no weights. `run` is the
-    computation, which may be replaced by a compiled one.
+    `checkpointing` says what its backward pass recomputes (see TrainerConfig). It is applied inside
+    the module, below FSDP's hooks, so recomputing gathers no weights. `run` is the computation,
+    which may be replaced by a compiled one.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -247,8 +248,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rope_tables(architecture: Architecture, num_positions: int) -> Rotation:
     """cos and sin of position times frequency: float32 [num_positions, head_dim / 2], on the CPU.
 
-    The float32 steps are those of transformers, because at position 100,000 one rounding of a
-    frequency already turns a head by a thousandth.
+    Its float32 operations are those of transformers, because at position 100,000 one rounding of a
+    frequency already rotates a head by a thousandth.
     """
     frequencies = _frequencies(architecture)
     positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
@@ -257,7 +258,8 @@ def rope_tables(architecture: Architecture, num_positions: int) -> Rotation:
 
 
 def _frequencies(architecture: Architecture) -> torch.Tensor:
-    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), stretched if set."""
+    """Radians per position, float32 [head_dim / 2]: theta^(-2i / head_dim), scaled if
+    configured."""
     pairs = torch.arange(0, architecture.head_dim, 2, device="cpu").float()
     frequencies = 1.0 / architecture.rope_theta ** (pairs / architecture.head_dim)
     scaling = architecture.rope_scaling

@@ -130,7 +130,7 @@ def add_gradient(model: Transformer, rows: tuple[int, ...]) -> None:
 
 
 def share_out(num_data_ranks: int) -> list[list[tuple[int, ...]]]:
-    """[micro-batch][data rank] rows: never work for all, in the end for nobody."""
+    """[micro-batch][data rank] rows: some ranks always lack work, in the end all of them."""
     per_step = min(num_data_ranks, 2)
     empty: tuple[int, ...] = ()
     shared = [[empty] * num_data_ranks for _ in range(len(ROWS) // per_step + 1)]

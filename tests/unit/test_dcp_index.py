@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: read as data, whoever wrote it."""
+"""The index of a sharded checkpoint is read as data, whatever its origin."""
 
 from __future__ import annotations
 
