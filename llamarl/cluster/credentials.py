@@ -128,7 +128,7 @@ def configure_monarch(config: ClusterConfig) -> None:
     ValueError if the hosts' addresses do not fit the other fields.
     """
     if not config.hosts:
-        must = f"name the {config.size} hosts of cluster.num_hosts (`llamarl launch` starts them)"
+        must = f"name the {config.size} hosts of cluster.num_hosts (`llamarl launch` fills them in)"
         return require(config.size == 1, "cluster.hosts", must, [])
     addresses = [Address.parse(text, "cluster.hosts") for text in config.hosts]
     is_each_once = len(set(addresses)) == len(addresses)
