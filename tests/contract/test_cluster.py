@@ -50,7 +50,7 @@ def notes(error: BaseException) -> str:
     return "\n".join(error.__notes__)
 
 
-def test_every_rank_is_told_its_place(run) -> None:
+def test_every_rank_gets_its_place(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         group, single = await asyncio.gather(
             cluster.spawn("trainer", Probe, {}, 2), cluster.spawn("generator-1", Probe, {})

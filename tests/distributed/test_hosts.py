@@ -47,7 +47,7 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """Three daemons; the third has other sources than we."""
+    """Three daemons; the third has other sources than this process."""
 
     certificates: Path
     addresses: list[str]
@@ -176,7 +176,7 @@ def test_a_host_that_does_not_answer_is_named_with_the_seconds(hosts: Hosts) -> 
         )
 
 
-def test_a_name_that_our_certificate_is_not_for_is_no_name_of_ours(hosts: Hosts) -> None:
+def test_a_name_that_our_certificate_is_not_for_is_not_used(hosts: Hosts) -> None:
     ours = credentials(hosts.certificates, hosts.certificates)
     assert ours.refusal("127.0.0.1") == ""
     assert "not valid for 'localhost'" in ours.refusal("localhost")

@@ -44,7 +44,7 @@ def test_a_multirun_keeps_its_own_folders() -> None:
     assert words[-4:] == ["-m", "seed=1,2", "run_dir=r", "checkpoint.resume=auto"]
 
 
-def test_a_disk_that_is_nearly_large_enough_is_told_in_figures_that_differ(
+def test_a_disk_that_is_nearly_large_enough_is_shown_in_figures_that_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = SimpleNamespace(architecture=read_architecture(CHECKPOINT))

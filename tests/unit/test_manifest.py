@@ -82,7 +82,7 @@ def test_a_manifest_must_list_what_is_needed(folder: Path) -> None:
         verify(folder, "controller.json")
 
 
-def test_a_folder_without_a_manifest_is_passed_over_only_where_that_is_allowed(
+def test_a_folder_without_a_manifest_is_accepted_only_where_that_is_allowed(
     folder: Path,
 ) -> None:
     (folder / MANIFEST_FILE).unlink()

@@ -222,7 +222,7 @@ def test_a_reader_continues_where_it_stopped_and_leaves_unfinished_lines(tmp_pat
     assert [(s.name, s.start_ns) for s in reader.read()] == [("step", 6 * S)]
 
 
-def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tmp_path):
+def test_recent_shares_cover_the_last_ten_seconds_and_each_wait_counts_once(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50), ("batch", "wait", 50, 52)])
     write_spans(tmp_path, "trainer-1", [("batch", "wait", 48, 52)])
     times = RecentSpans(tmp_path, since_ns=0)
@@ -238,12 +238,12 @@ def test_live_shares_cover_the_last_ten_seconds_and_live_waits_each_wait_once(tm
     assert list(times._processes["trainer-0"]) == [("wait", "batch")], "what is past is forgotten"
 
 
-def test_live_shares_leave_out_an_earlier_session(tmp_path):
+def test_recent_shares_leave_out_an_earlier_session(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50)])
     assert RecentSpans(tmp_path).shares() == {}
 
 
-def test_live_waits_read_no_more_than_so_many_files_of_an_executor(tmp_path):
+def test_recent_waits_are_read_from_a_limited_number_of_files_per_executor(tmp_path):
     for index in range(3 * MAX_FILES):
         write_spans(tmp_path, f"generator-{index}", [("requests", "wait", 0, 1 + index % 2)])
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 0, 5)])

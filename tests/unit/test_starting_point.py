@@ -1,4 +1,4 @@
-"""Where a run begins: a checkpoint's state is believed only if a run could have saved it."""
+"""Where a run begins: a checkpoint's state is accepted only if a run could have saved it."""
 
 from __future__ import annotations
 
