@@ -59,27 +59,25 @@ def close_unfinished(
     `first_seen` keeps between calls when each inode was seen first (seconds, monotonic).
     """
     now_s = time.monotonic()
-    num_closed, candidates, open_inodes = 0, [], set()
+    received: dict[int, int] = {}
     for inode, connection in _connections(port):
         with connection:
-            open_inodes.add(inode)
-            age_s = now_s - first_seen.setdefault(inode, now_s)
-            received = _num_received(connection)
-            if age_s > limit_s and received < MIN_BYTES:
-                _close(connection)
-                num_closed += 1
-            elif age_s > limit_s and received < MAX_BYTES:
-                candidates.append((-age_s, inode))
-    surplus = len(open_inodes) - num_closed - max_connections
-    chosen = {inode for _, inode in sorted(candidates)[: max(0, surplus)]}
+            first_seen.setdefault(inode, now_s)
+            received[inode] = _num_received(connection)
+    for inode in first_seen.keys() - received:
+        del first_seen[inode]
+    old = sorted(
+        (seen_s, inode) for inode, seen_s in first_seen.items() if now_s - seen_s > limit_s
+    )
+    chosen = {inode for _, inode in old if received[inode] < MIN_BYTES}
+    surplus = max(0, len(received) - len(chosen) - max_connections)
+    maybe = [inode for _, inode in old if MIN_BYTES <= received[inode] < MAX_BYTES]
+    chosen.update(maybe[:surplus])
     for inode, connection in _connections(port) if chosen else ():
         with connection:
             if inode in chosen:
                 _close(connection)
-                num_closed += 1
-    for inode in first_seen.keys() - open_inodes:
-        del first_seen[inode]
-    return num_closed
+    return len(chosen)
 
 
 def _connections(port: int) -> Iterator[tuple[int, socket.socket]]:
