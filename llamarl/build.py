@@ -230,7 +230,7 @@ def _publisher(
 ) -> Publisher:
     assert executors.trainer is not None
     weights = config.weights
-    if config.placement.colocated:  # no replica may still be written to when its turn has come
+    if config.placement.colocated:  # no write may outlast the sync phase
         weights = replace(weights, straggler_timeout_s=weights.timeout_s)
 
     def committed(replica: int, version: int) -> None:

@@ -35,7 +35,7 @@ from llamarl.cluster import Cluster, ExecutorGroup, GroupLost, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.config.rank_assignment import assign
-from llamarl.data.tokenizer import Tokenizer
+from llamarl.data.tokenizer import TextDecoder
 from llamarl.loop.controller import Controller
 from llamarl.loop.evaluation import evaluate_alone
 from llamarl.loop.ledger import Ledger, loop_stages
@@ -166,7 +166,7 @@ async def _until_end(
 
 
 async def _read_completions(
-    storage: Storage, tokenizer: Tokenizer, row_ids: list[int]
+    storage: Storage, tokenizer: TextDecoder, row_ids: list[int]
 ) -> dict[int, str]:
     """The text of a few rows that are still in storage."""
     if not row_ids:
@@ -263,7 +263,7 @@ def _check_writable(flag: str, path: str | None) -> None:
 def _write(flag: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
-    except OSError as error:  # what the folder's permissions did not tell
+    except OSError as error:  # its permissions may be right all the same
         raise ValueError(f"{flag} must name a file that can be written, got {error}") from error
 
 

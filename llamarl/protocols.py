@@ -3,10 +3,10 @@
 Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what
 runs behind it (`executors/`). Invariant: at most six methods each, all asynchronous.
 
-One executor may be several ranks. Methods of Generator, Collector, Trainer, Scorer, Reference,
-Storage and Offloadable answer once for the whole executor. Sender and Receiver, the two ends of a
-weight publish, answer with a list, one entry per rank. A generator is a Receiver, and a Sender too:
-it passes on what it received to the other replicas of its host.
+An executor may have several ranks. The methods of WeightSource and WeightTarget return a list with
+one entry per rank, all others one result for the whole executor. A trainer is a WeightSource; a
+generator is a WeightTarget and a WeightSource, for it passes weights on to other replicas of its
+host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Generator(Protocol):
     async def collect(self) -> list[RolloutInfo]:
         """Rows that stopped since the last call, in the order they stopped.
 
-        Waits until all rollouts of some prompt have stopped, or one was cut; but at most the
-        replica's heartbeat interval: an empty list means alive and nothing to tell. The arrays of
-        a returned row are already in storage.
+        Waits until all rollouts of some prompt have stopped, or one was cut, but at most for the
+        replica's heartbeat interval: an empty list only says that it is alive. The arrays of a
+        returned row are in storage already.
         """
 
     async def abort_requests(self, row_ids: list[int]) -> None:
@@ -38,11 +38,12 @@ class Generator(Protocol):
 
 
 class Collector(Protocol):
-    """Hears from many replicas for the dispatcher, which then gets few messages for all of them."""
+    """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
 
     async def collect(self) -> list[tuple[int, list[RolloutInfo] | Exception]]:
-        """What replicas told since the last call: (replica, rows that stopped there), or what its
-        `collect` raised; that replica is asked no more. Waits for the first news."""
+        """What replicas returned since the last call: (replica, rows that stopped there), or the
+        exception that its `collect` raised, after which the replica is not asked again. Waits for
+        at least one."""
 
 
 class Trainer(Protocol):
@@ -65,7 +66,7 @@ class Trainer(Protocol):
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response tokens, under the present
-        version; changes nothing."""
+        version. Changes nothing."""
 
 
 class Scorer(Protocol):
@@ -93,41 +94,41 @@ class Storage(Protocol):
     ) -> None:
         """Write whole cells; overwriting a cell is allowed only for a partial rollout.
 
-        `attempts` (of a generator's rollouts, `Request.attempt`): a row that was retired as lost
-        since its attempt began is passed over, for another replica writes it.
+        `attempts` are a generator's `Request.attempt`: a row that was retired as lost since its
+        attempt began is skipped, for another replica writes it.
         """
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """Archive these rows with their fate (trained at which version, or dropped and why), free
-        them. The fate "lost" ends an attempt: the rows are written again, under the next one."""
+        """Archive these rows with their outcome (trained at which version, dropped and why, ...)
+        and free them. The outcome "lost" ends an attempt: the next one writes the rows again."""
 
 
 class Offloadable(Protocol):
-    """An executor that shares its device with another and leaves it while the other works.
+    """An executor whose memory leaves the device while another executor uses that.
 
-    `kinds` name what is moved: a trainer has "weights" and "state" (gradients and optimizer
-    state), a generator "weights" and "kv".
+    `tags` name memory: a trainer has "weights" and "state" (gradients and optimizer state), a
+    generator "weights" and "kv".
     """
 
     async def offload(self, tags: list[str]) -> None:
-        """Move these kinds off the device; a generator stops decoding at a step boundary first.
+        """Move these off the device; a generator first stops decoding at a step boundary.
 
-        Without effect for a kind that has left already.
+        Without effect for what is off the device already.
         """
 
     async def prefetch(self, tags: list[str]) -> None:
-        """Start bringing these kinds nearer (page cache, pinned memory); returns at once."""
+        """Start reading these into the page cache; returns at once."""
 
     async def onload(self, tags: list[str]) -> None:
-        """Bring these kinds back, bit for bit, at the same addresses where anything refers to
-        them; a generator with all kinds back goes on decoding."""
+        """Bring these back bit for bit, at the same addresses where anything refers to them; a
+        generator with all its memory back goes on decoding."""
 
 
 class WeightSource(Protocol):
-    """The source of a publish; every method answers once per rank."""
+    """The source of a publish; every method returns one result per rank."""
 
     async def source_layout(self) -> list[RankLayout]:
         """Where each rank keeps its boxes of the parameters."""
@@ -139,14 +140,14 @@ class WeightSource(Protocol):
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         """Write one bucket of `version` into the staging memory of one replica (a handle per rank).
 
-        Returns the fingerprints of what was written, by parameter, for all its ranks together: an
-        element that several generator ranks hold counts once for each. Raises StaleVersion if
-        `version` is no longer there to be read, TargetLost if the replica cannot be reached.
+        Returns the fingerprints of what was written, by parameter, for all the replica's ranks
+        together: an element that several of them hold counts once for each. StaleVersion if
+        `version` can no longer be read, TargetLost if the replica cannot be reached.
         """
 
 
 class WeightTarget(Protocol):
-    """One generator replica's side of a publish; every method answers once per rank."""
+    """A generator replica's side of a publish; every method returns one result per rank."""
 
     async def target_layout(self) -> list[RankLayout]:
         """Where each rank wants its boxes of the parameters."""

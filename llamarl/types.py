@@ -7,15 +7,17 @@ torch, so a process that only moves metadata never loads it.
 Glossary
     Prompt      one question of the data set, tokenized.
     Rollout     one completion of a prompt: token ids, generator log-probs, weight versions as
-                spans, sampling parameters, finish reason. Its arrays are one row of storage.
-    RolloutInfo
-                what the controller knows of a rollout: ids, lengths, spans; no arrays.
+                spans, sampling parameters, finish reason. `row_id` names it everywhere, for its
+                arrays are one row of storage. It is asked for by a Request; in a generator it is
+                a QueuedRequest, a PartialOutput, a RequestOutput; its arrays travel and are stored
+                as Columns; the controller has its RolloutInfo (lengths, spans), a Batch its
+                BatchRollout (with the advantage), a trainer rank its part of a MicroBatch.
     outcome     what became of a rollout: trained, dropped, evaluated, lost, ...
     Group       the n rollouts of one prompt, scored together.
     admitted, settled, consumed
                 the states of a group: its rollouts were requested; they are scored and worth
                 training on (else the group is dropped); it was handed to the trainer.
-    Batch       the rows of an optimizer step, or of a part of it, and their place on ranks and
+    Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.
     version     optimizer steps completed. One optimizer step per batch.
@@ -187,6 +189,18 @@ class VersionSpan:
     num_tokens: int
 
 
+def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
+    """Runs of equal versions in `versions` int [T]."""
+    if not len(versions):
+        return ()
+    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(versions)]
+    return tuple(
+        VersionSpan(version=int(versions[start]), num_tokens=end - start)
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
 @_light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
@@ -250,7 +264,7 @@ class Group:
     prompt: Prompt
     row_ids: tuple[int, ...]
     min_version: int
-    rows: dict[int, RolloutInfo] = field(default_factory=dict)
+    rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
 
@@ -289,7 +303,7 @@ class ScoredGroup:
 
 @_light
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRow:
+class BatchRollout:
     """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
 
     `advantage` is the group-relative advantage, equal for all tokens of the rollout.
@@ -312,7 +326,7 @@ class Batch:
     """
 
     version: int
-    rows: tuple[BatchRow, ...]
+    rows: tuple[BatchRollout, ...]
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from weights_bench.model import model_of
 
-from llamarl.executors.offload import Offloader, trim
+from llamarl.executors.offloader import Offloader, trim
 from llamarl.metrics.span_file import SpanReader, span_files
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"

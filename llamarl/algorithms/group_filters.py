@@ -71,7 +71,7 @@ def filter_group(
     the functions of task.py that the recipe names. TaskError if one of them fails or returns an
     invalid value.
     """
-    rollouts = tuple(group.rows[row_id] for row_id in group.row_ids)
+    rollouts = tuple(group.rollouts[row_id] for row_id in group.row_ids)
     scores = tuple(group.scores[row_id] for row_id in group.row_ids)
     num_tokens = [rollout.num_tokens for rollout in rollouts]
     rewards = shaped_rewards([score.reward for score in scores], num_tokens, max_tokens, config)

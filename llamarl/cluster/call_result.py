@@ -7,6 +7,7 @@ because an exception that does not would kill the process that sends it.
 
 import pickle
 import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +40,20 @@ def merged(results: list[CallResult]) -> list[CallResult]:
     return [first]
 
 
+def endpoint(executor: object, method: str) -> Callable[..., Awaitable[Any]]:
+    """The executor's own method of this name, or that of the one of its `parts` which has it."""
+    if not hasattr(executor, method):
+        owners = [part for part in getattr(executor, "parts", ()) if hasattr(part, method)]
+        executor = owners[0] if owners else executor
+    found: Callable[..., Awaitable[Any]] = getattr(executor, method)
+    return found
+
+
 async def attempt(executor: object, where: str, rank: int, call: Call) -> CallResult:
     """Run `call` on `executor`; `where` names the process in notes."""
     method, args, kwargs = call
     try:
-        return CallResult(rank, await getattr(executor, method)(*args, **kwargs))
+        return CallResult(rank, await endpoint(executor, method)(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - sent to the caller, whatever it is
         return failure(error, where, rank)
 

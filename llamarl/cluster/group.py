@@ -56,9 +56,10 @@ class Calls:
 class ExecutorGroup(Protocol):
     """The ranks of one executor.
 
-    `call_one` and `call_all` have the executor's methods: calling one runs it on all ranks at once;
-    `await group.call_one.method(...)` returns rank 0's result, `await group.call_all.method(...)`
-    the list by rank (of a MergeableResult one for all). Both can be passed to other executors in
+    `call_one` and `call_all` have the methods of the executor and of its `parts` (objects that it
+    consists of). Calling one runs it on all ranks at once; `await group.call_one.method(...)`
+    returns rank 0's result, `await group.call_all.method(...)` the list by rank (of a
+    MergeableResult one for all). Both can be passed to other executors in
     `spawn`'s spec or in any call; those then call peer to peer. Calls run concurrently;
     cancelling one does not cancel the remote work.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from llamarl.types import Batch, BatchRow, Group
+from llamarl.types import Batch, BatchRollout, Group
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 """`assignment[rank][micro_batch]` lists positions in the batch's rows."""
@@ -29,11 +29,11 @@ def make_batch(
     Tokens written by a version below `oldest_version` get zero loss weight.
     """
     rows = tuple(
-        BatchRow(
+        BatchRollout(
             row_id=row_id,
             group_id=group.group_id,
-            num_prompt_tokens=group.rows[row_id].num_prompt_tokens,
-            num_tokens=group.rows[row_id].num_tokens,
+            num_prompt_tokens=group.rollouts[row_id].num_prompt_tokens,
+            num_tokens=group.rollouts[row_id].num_tokens,
             advantage=advantage,
             oldest_version=oldest_version,
         )

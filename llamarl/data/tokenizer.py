@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": "user", "content": "..."}."""
+
+
+class TextDecoder(Protocol):
+    """What the controller needs of a tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a completion."""
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text of these ids."""
 
 
 class Tokenizer:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Command:
     """Something to run on the thread; `key` says which call it is (see `lockstep.py`)."""
 
-    key: str
+    key: object
     call: Callable[[], Any]
     future: Future[Any]
 
@@ -48,7 +48,11 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, call: Callable[[], T], key: str = "") -> T:
+    def begin(self, work: Callable[[], bool]) -> None:
+        """Run `work` from now on; to be called on the thread."""
+        self._work = work
+
+    async def run(self, call: Callable[[], T], key: object = "") -> T:
         """Run `call` on the thread, after the commands before it; its exceptions come back."""
         future: Future[T] = Future()
         self._commands.put(Command(key, call, future))
@@ -91,7 +95,7 @@ class ComputeThread:
             return False
         try:
             return self._work()
-        except BaseException as error:  # noqa: BLE001 - a dead engine must tell its executor
+        except BaseException as error:  # noqa: BLE001 - `on_error` gets whatever ended the work
             self._stop_work(error)
             return False
 
@@ -106,5 +110,5 @@ def _run(command: Command) -> None:
         return
     try:
         command.future.set_result(command.call())
-    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+    except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
         command.future.set_exception(error)

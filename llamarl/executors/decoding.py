@@ -1,56 +1,70 @@
 """What a generator does on its compute thread.
 
-Owns: the engine between its steps: what stops it from stepping, what has stopped, its spans. Does
-not own: the thread, storage, or the memory that a publish writes. Invariant: the engine steps only
-while all its memory is in place and its weights are of one version.
+Owns: the engine between its steps: what keeps it from stepping, and its spans. Does not own: the
+thread, storage, or the memory that a publish writes. Invariant: the engine steps only while all its
+memory is on the device and its weights are of one version.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from llamarl.executors.offload import Offloader
+from llamarl.executors.compute import ComputeThread
+from llamarl.executors.engine_output import EngineOutput
+from llamarl.executors.offloader import Offloader
 from llamarl.executors.standstill import Standstill
-from llamarl.generation.protocol import Engine, PartialOutput, RequestOutput
+from llamarl.generation.protocol import Engine, PartialOutput
 from llamarl.metrics.span import Spans
 from llamarl.types import Request
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
-TAGS = ("weights", "kv")
+T = TypeVar("T")
 
 
 class Decoding:
-    """Runs an engine; all methods belong on the compute thread. `finish` gets what stopped."""
+    """Runs an engine; what stops goes to `output`. Only `run`, `check`, `fail` and `prefetch` may
+    be called off the compute thread."""
+
+    tags: tuple[str, ...] = ("weights", "kv")
 
     def __init__(
         self,
         engine: Engine,
         weight_buffer: WeightBuffer,
-        offload: Offloader,
+        offloader: Offloader,
         spans: Spans,
-        finish: Callable[[list[RequestOutput]], None],
+        output: EngineOutput,
+        thread: ComputeThread,
     ) -> None:
         self.engine = engine
+        self.check, self.fail = output.check, output.fail
         self._weight_buffer = weight_buffer
-        self._offloader = offload
+        self._offloader = offloader
         self._spans = spans
-        self._finish = finish
+        self._output = output
+        self._thread = thread
         self._standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
         )
 
     @property
     def is_mixed(self) -> bool:
-        """Some buckets of a version are in place, others not yet."""
+        """Some buckets of a version are committed, others not yet."""
         return self._standstill.is_mixed
 
     def end_idle(self) -> None:
         """Record what was waited for until now."""
         self._standstill.end()
+
+    async def run(self, call: Callable[[], T], key: object) -> T:
+        """Run `call` on the thread between two steps, on all ranks between the same two; `key`
+        tells the ranks which call it is. Raises the engine's error."""
+        self.check()
+        return await self._thread.run(call, key)
 
     def work(self) -> bool:
         """One step; False if there is nothing to do until the next command."""
@@ -67,7 +81,7 @@ class Decoding:
         if num_tokens:
             self._record("decode", start_ns, num_tokens)
         if finished:
-            self._finish(finished)
+            self._output.put(finished)
         return True
 
     def submit(self, requests: Sequence[Request], written: dict[int, PartialOutput]) -> None:
@@ -76,10 +90,11 @@ class Decoding:
             self.engine.submit(request, written.get(request.row_id))
 
     def commit(self, version: int, bucket: int, processed: tuple[Tensor, Any] | None) -> int:
-        """Take over a part, with the last one the version; returns the number of running rollouts.
+        """Take over a bucket, with the last one the version; returns the number of running
+        rollouts.
 
-        `prepared` is memory and what the engine made of it beside decoding; it is used if that is
-        the memory that became live.
+        `processed` is memory and what the engine made of it beside decoding; it is used if that
+        memory became the active one.
         """
         self._standstill.end()
         with self._spans.span("commit", version=version):
@@ -95,49 +110,47 @@ class Decoding:
             self._standstill.is_mixed = False
             return num_running
 
-    def offload(self, tag: str) -> None:
-        """Move one kind off the device; steps stop."""
+    def offload(self, tag: str) -> int:
+        """Move one tag's memory off the device and stop stepping; returns the bytes."""
         if tag in self._standstill.away:
-            return
+            return 0
         self._standstill.end()
-        start_ns = time.monotonic_ns()
-        tensors = self.engine.movable(tag)
-        if tag == "kv":
-            is_kept = self.engine.num_running > 0
-            if not is_kept:
-                self.engine.forget_prompts()
-            num_bytes = self._offloader.offload("kv", tensors, keep=is_kept)
-        else:
-            active = self._weight_buffer.active.data_ptr()
-            movable = self._weight_buffer.movable()
-            staging = [flat for flat in movable if flat.data_ptr() != active]
-            tensors += [flat for flat in movable if flat.data_ptr() == active]
-            num_bytes = self._offloader.offload("weights", tensors)
-            num_bytes += self._offloader.offload("staging", staging, keep=False)
+        num_bytes = self._offload_kv() if tag == "kv" else self._offload_weights()
         self._standstill.away.add(tag)
-        self._record_move("offload", tag, start_ns, num_bytes)
+        return num_bytes
+
+    def _offload_kv(self) -> int:
+        is_kept = self.engine.num_running > 0
+        if not is_kept:
+            self.engine.forget_prompts()
+        return self._offloader.offload("kv", self.engine.movable("kv"), keep=is_kept)
+
+    def _offload_weights(self) -> int:
+        active = self._weight_buffer.active.data_ptr()
+        movable = self._weight_buffer.movable()
+        staging = [flat for flat in movable if flat.data_ptr() != active]
+        tensors = [flat for flat in movable if flat.data_ptr() == active]
+        tensors = [*self.engine.movable("weights"), *tensors]
+        num_bytes = self._offloader.offload("weights", tensors)
+        return num_bytes + self._offloader.offload("staging", staging, keep=False)
 
     def prefetch(self, tag: str) -> None:
-        """Start reading what left."""
+        """Start reading what was offloaded."""
+        self.check()
         self._offloader.prefetch(tag)
 
-    def onload(self, tag: str) -> None:
-        """Bring one kind back; with all of them steps go on."""
+    def onload(self, tag: str) -> int:
+        """Bring one tag's memory back, with all of them step again; returns the bytes."""
         if tag not in self._standstill.away:
-            return
+            return 0
         self._standstill.end()
-        start_ns = time.monotonic_ns()
         num_bytes = self._offloader.onload(tag)
         if tag == "weights":
             num_bytes += self._offloader.onload("staging")
         self._standstill.away.discard(tag)
-        self._record_move("onload", tag, start_ns, num_bytes)
+        return num_bytes
 
     def _record(self, name: str, start_ns: int, num_tokens: int) -> int:
         end_ns = time.monotonic_ns()
         self._spans.record(name, start_ns, end_ns, tokens=num_tokens, version=self.engine.version)
         return end_ns
-
-    def _record_move(self, name: str, tag: str, start_ns: int, num_bytes: int) -> None:
-        end_ns = time.monotonic_ns()
-        self._spans.record(name, start_ns, end_ns, "mark", tag=tag, bytes=num_bytes)

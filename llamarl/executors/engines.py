@@ -1,8 +1,4 @@
-"""Which engine a generator runs.
-
-Owns: the choice. Does not own: what engines do (`generation/`). Invariant: vLLM is imported only if
-it is chosen.
-"""
+"""Which engine a generator runs. vLLM is imported only if it is chosen."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ def make_engine(
     rendezvous: str,
     run_id: str,
 ) -> Engine:
-    """The engine of one rank; waits for the others, at the file `rendezvous`, if there are any.
+    """The engine of one rank; several ranks meet at the file `rendezvous`.
 
     ValueError if it cannot run this checkpoint or config here.
     """

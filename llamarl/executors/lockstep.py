@@ -3,10 +3,10 @@
 Owns: which commands run before which step. Does not own: what they do. Invariant: every rank runs
 the same commands, in the same order, between the same two steps, whenever the calls reached it.
 
-Every rank gets every call, at any time. Between two steps rank 0 tells the others by a broadcast
-which of the calls that it got are to run now; they wait until they got these too. Calls are known
-by a key made of their content; of equal calls it does not matter which is which. Rank 0 without
-work sleeps on its queue, the others in the broadcast.
+Every rank gets every call, at any time. Between two steps rank 0 broadcasts the keys of the calls
+that run now; the other ranks wait until they have these calls too. A key is made of a call's
+content; of equal calls it does not matter which is which. Without work rank 0 waits on its queue,
+the others in the broadcast.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ T = TypeVar("T")
 KEYS_PER_ROUND = 14
 STEP, STOP = 0, 1  # what a round's broadcast ends with
 CALL_S = 60.0  # a call that reached rank 0 reaches the others within this, or never will
-IDLE = timedelta(days=365)  # rank 0 may have nothing to do; a dead one is noticed at once
+IDLE = timedelta(days=365)  # rank 0 may have no work for long; its death ends a broadcast
 
 
 class Lockstep(ComputeThread):
     """A compute thread in step with those of the other ranks, once `join` has run on it.
 
     Before, it is a plain one. `work` must do the same on all ranks, and return the same. When a
-    rank fails or dies, the next round fails on the others: `on_error` hears of it, and every call
-    raises from then on.
+    rank fails or dies, the next round fails on the others: `on_error` gets the error, and every
+    call raises it from then on.
     """
 
     def __init__(
         self,
         name: str,
-        work: Callable[[], bool],
-        on_error: Callable[[BaseException], None],
+        work: Callable[[], bool] | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
         *,
         rank: int,
         num_ranks: int,
@@ -61,12 +61,13 @@ class Lockstep(ComputeThread):
         super().__init__(name, work, on_error)
 
     def join(self, rendezvous: str) -> None:
-        """Meet the other ranks at the file `rendezvous`, which no others use; run it here."""
+        """Meet the other ranks at the file `rendezvous`, which no others use; call it on the
+        thread."""
         store = meet(rendezvous, self._rank, self._num_ranks, JOIN)
         cpu = torch.device("cpu")
         self._group = form_group(cpu, store, self._rank, self._num_ranks, JOIN)
 
-    async def run(self, call: Callable[[], T], key: str = "") -> T:
+    async def run(self, call: Callable[[], T], key: object = "") -> T:
         """Run `call`, which all ranks get, between the same two steps on all of them.
 
         It runs even if the caller is cancelled: it does on the other ranks.
@@ -86,7 +87,7 @@ class Lockstep(ComputeThread):
             if self._error is not None:
                 raise self._error
             return self._lead(has_work) if self._rank == 0 else self._follow()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the order is lost
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the ranks are out of step
             self._break(error)
             return [], False
 
@@ -150,7 +151,7 @@ class Lockstep(ComputeThread):
         self._error = error
 
     def _break(self, error: BaseException) -> None:
-        """Let this rank's calls, and the other ranks' next rounds, fail."""
+        """Fail this rank's calls, and the other ranks' next rounds."""
         if self._work is not None:
             self._stop_work(error)
         self._error = error
@@ -173,6 +174,7 @@ class Lockstep(ComputeThread):
             last.future.set_exception(error)
 
 
-def _digest(key: str) -> int:
+def _digest(key: object) -> int:
     """63 bits of a key, equal in all processes."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,320 +1,90 @@
-"""Memory of the idle side: out of the way while another executor has the device, and back.
-
-Owns: where left tensors' bytes lie meanwhile, and how their pages are given back to the kernel.
-Does not own: which tensors (the executors) or when (`colocation.py`). Invariant: whoever holds a
-left tensor holds it still: CPU memory keeps its address, CUDA memory its storage object, and bytes
-that were kept come back as they were. A `offload` that fails has moved nothing.
-
-CPU memory: the bytes go to a file by `pwrite`, then its whole pages are dropped by `madvise`:
-private memory by MADV_DONTNEED, shared anonymous files (memfd) by MADV_REMOVE, which frees them for
-every process that maps them. What the page cache keeps of the file the kernel may drop when memory
-is short; it is no process's memory. The files have no names any more once they are open, so nothing
-is left behind, whoever is killed.
-"""
+"""The part of an executor that leaves a shared device and comes back."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-CHUNK_BYTES = 1 << 26  # of one read or write: as fast as larger ones, and the bounce buffer's size
-READ_AHEAD_BYTES = 1 << 17  # what Linux reads ahead on devices that ask for nothing else
-HUGE_PAGE_BYTES = 1 << 21
-MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
-
-_libc = ctypes.CDLL(None, use_errno=True)
+from llamarl.executors.weight_source import SourcePart
+from llamarl.executors.weight_target import TargetPart
+from llamarl.metrics.span import Spans
 
 
-@dataclass(slots=True)
-class _Left:
-    """What `offload` remembers of one name; `tensors` keeps the memory from being freed."""
+class TaggedMemory(Protocol):
+    """What an executor keeps on the device, by tag; a tag that is off the device already, or on
+    it, moves 0 bytes."""
 
-    tensors: list[Tensor]
-    ranges: list[tuple[int, int]]
-    storages: list[tuple[torch.UntypedStorage, int]]
-    pinned: list[Tensor]
-    num_bytes: int
-    is_kept: bool
+    tags: tuple[str, ...]
+
+    def offload(self, tag: str) -> int:
+        """Move it off the device; returns the bytes."""
+
+    def prefetch(self, tag: str) -> None:
+        """Start bringing it nearer; returns at once."""
+
+    def onload(self, tag: str) -> int:
+        """Move it back; returns the bytes."""
 
 
-class Offloader:
-    """Moves named sets of tensors of one executor rank out of memory and back.
+class OffloadPart:
+    """protocols.Offloadable for one rank.
 
-    `mode`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned
-    host memory) or "none" (nothing ever moves). `label` is unique in the folder, such as
-    `trainer-0`. ValueError if `folder` is missing or lies in memory. Not
-    thread-safe.
+    `run(call, key)` runs a move on the compute thread when its turn comes. While the weights are
+    away `source` has nothing to read; a publish that `target` takes part in ends before they leave.
     """
 
-    def __init__(self, mode: str, folder: str, label: str) -> None:
-        if mode == "file":
-            _require_disk(folder)
-        self._mode = mode
-        self._folder = folder
-        self._label = label
-        self._files: dict[str, int] = {}
-        self._left: dict[str, _Left] = {}
-        self._readers: list[threading.Thread] = []
+    def __init__(
+        self,
+        memory: TaggedMemory,
+        run: Callable[[Callable[[], None], Any], Awaitable[None]],
+        spans: Spans,
+        source: SourcePart,
+        target: TargetPart | None = None,
+    ) -> None:
+        self._memory, self._run, self._spans = memory, run, spans
+        self._source, self._target = source, target
 
-    def offload(self, name: str, tensors: Iterable[Tensor], keep: bool = True) -> int:
-        """Save what these tensors hold and free their memory; returns the bytes.
+    async def offload(self, tags: list[str]) -> None:
+        """Move these off the device; a generator stops decoding."""
+        for tag in self._known(tags):
+            if tag == "weights" and self._target is not None:
+                await self._target.suspend()
+            await self._run(partial(self._offload, tag), ("offload", tag))
 
-        Tensors that share memory are moved once. Nobody may read or write them until `onload`.
-        `keep` False saves nothing: they come back as zeros. Without effect if `name` has left
-        already. ValueError if the disk is too full.
-        """
-        if self._mode == "none" or name in self._left:
-            return 0
-        tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
-        on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        if on_cpu and self._mode == "pinned":
-            raise ValueError("placement.offload must be file or none for CPU memory, got pinned")
-        ranges = _ranges(on_cpu)
-        storages = _storages([tensor for tensor in tensors if tensor.device.type != "cpu"])
-        num_bytes = sum(stop - start for start, stop in ranges)
-        num_bytes += sum(size for _, size in storages)
-        shared = _shared_memory()
-        drops = [(start, stop, _advice(start, stop, shared)) for start, stop in ranges]
-        left = _Left(tensors, ranges, storages, [], num_bytes, keep)
-        if keep:
-            self._save(name, left)
-        for start, stop, advice in drops:
-            _drop(start, stop, advice)
-        for storage, _ in storages:
-            storage.resize_(0)
-        if storages:
-            torch.cuda.empty_cache()  # the allocator would keep it from the other process
-        trim()
-        self._left[name] = left
-        return num_bytes
+    async def prefetch(self, tags: list[str]) -> None:
+        """Start bringing these nearer; returns at once."""
+        for tag in self._known(tags):
+            self._memory.prefetch(tag)
 
-    def prefetch(self, name: str) -> None:
-        """Start reading the file into the page cache; returns at once. Device memory is not
-        touched: it still is another's."""
-        left = self._left.get(name)
-        if left is not None and left.is_kept and name in self._files:
-            self._readers = [reader for reader in self._readers if reader.is_alive()]
-            reader = threading.Thread(target=self._read_ahead, args=(name, left), daemon=True)
-            self._readers.append(reader)
-            reader.start()
+    async def onload(self, tags: list[str]) -> None:
+        """Bring these back; a generator with all of them goes on decoding."""
+        for tag in self._known(tags):
+            await self._run(partial(self._onload, tag), ("onload", tag))
+            if tag == "weights" and self._target is not None:
+                self._target.resume()
 
-    def onload(self, name: str) -> int:
-        """Bring the tensors back; returns the bytes, 0 if `name` has not left."""
-        left = self._left.get(name)
-        if left is None:
-            return 0
-        for storage, size in left.storages:
-            storage.resize_(size)
-        if left.is_kept:
-            self._load(name, left)
-        elif left.storages:
-            for flat in _flat(left.storages):
-                flat.zero_()
-        del self._left[name]
-        return left.num_bytes
+    def _known(self, tags: list[str]) -> list[str]:
+        """`tags`; ValueError if one is unknown."""
+        for tag in tags:
+            if tag not in self._memory.tags:
+                known = ", ".join(self._memory.tags)
+                raise ValueError(f"tags must be among {known}, got {tag!r}")
+        return tags
 
-    def has_left(self, name: str) -> bool:
-        """True from `offload` to `onload`."""
-        return name in self._left
+    def _offload(self, tag: str) -> None:
+        if tag == "weights":
+            self._source.withdraw()
+        self._move("offload", tag, self._memory.offload)
 
-    def close(self) -> None:
-        """Give back the disk space."""
-        self._left.clear()  # which ends the readers
-        for reader in self._readers:
-            reader.join()
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+    def _onload(self, tag: str) -> None:
+        self._move("onload", tag, self._memory.onload)
+        if tag == "weights":
+            self._source.restore()
 
-    def _read_ahead(self, name: str, left: _Left) -> None:
-        """The kernel reads no more per call than a device's read-ahead, so many calls are made."""
-        for place in range(0, left.num_bytes, READ_AHEAD_BYTES):
-            if self._left.get(name) is not left:
-                return
-            os.posix_fadvise(self._files[name], place, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-
-    def _save(self, name: str, left: _Left) -> None:
-        if self._mode == "pinned":
-            for flat in _flat(left.storages):
-                host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-                host.copy_(flat, non_blocking=True)
-                left.pinned.append(host)
-            # Not the whole device: that would break a capture that another thread is making.
-            torch.cuda.current_stream().synchronize()
-            return
-        fd = self._file(name, left.num_bytes)
-        place = 0
-        for start, stop in left.ranges:
-            place = _transfer(os.pwritev, fd, place, start, stop)
-        for part, bounce in _bounced(left.storages):
-            bounce.copy_(part)
-            first = bounce.data_ptr()
-            place = _transfer(os.pwritev, fd, place, first, first + bounce.numel())
-
-    def _load(self, name: str, left: _Left) -> None:
-        if self._mode == "pinned":
-            for flat, host in zip(_flat(left.storages), left.pinned, strict=True):
-                flat.copy_(host, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
-            return
-        fd = self._files[name]
-        place = 0
-        for start, stop in left.ranges:
-            _ask_for_huge_pages(start, stop)
-            place = _transfer(os.preadv, fd, place, start, stop)
-        for part, bounce in _bounced(left.storages):
-            first = bounce.data_ptr()
-            place = _transfer(os.preadv, fd, place, first, first + bounce.numel())
-            part.copy_(bounce)
-
-    def _file(self, name: str, num_bytes: int) -> int:
-        """The file of `name`, its blocks reserved: a full disk shows before anything has moved."""
-        if name not in self._files:
-            path = Path(self._folder) / f"{self._label}-{name}.bin"
-            self._files[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-            path.unlink()
-        fd = self._files[name]
-        if num_bytes > os.fstat(fd).st_size:
-            try:
-                os.posix_fallocate(fd, 0, num_bytes)
-            except OSError as error:
-                os.ftruncate(fd, 0)  # give back what was reserved on the way
-                disk = os.statvfs(self._folder)
-                raise ValueError(
-                    f"placement.offload_folder must hold {num_bytes} bytes for {self._label}'s "
-                    f"{name}, got {disk.f_bavail * disk.f_frsize} free in {self._folder}: "
-                    f"{error.strerror}"
-                ) from error
-        return fd
-
-
-def trim() -> None:
-    """Give memory that was freed back to the kernel; glibc keeps it otherwise."""
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)
-
-
-def _require_disk(folder: str) -> None:
-    """ValueError unless `folder` is a folder whose files do not lie in memory."""
-    if not os.path.isdir(folder):
-        raise ValueError(f"placement.offload_folder must be a folder, got {folder}")
-    answer = (ctypes.c_ulong * 32)()  # struct statfs, which is shorter; it begins with the type
-    if _libc.statfs(os.fsencode(folder), answer):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)
-    filesystem = MEMORY_FILESYSTEMS.get(answer[0])
-    if filesystem is not None:
-        raise ValueError(
-            f"placement.offload_folder must be on a real filesystem, got {folder} on {filesystem}, "
-            "which is memory itself"
-        )
-
-
-def _ranges(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Address ranges [start, stop) that the tensors span, in order; overlapping ones are merged."""
-    spans = []
-    for tensor in tensors:
-        last = sum(
-            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        start = tensor.data_ptr()
-        spans.append((start, start + (last + 1) * tensor.element_size()))
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and start < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def _storages(tensors: Sequence[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """(storage, bytes) of device tensors, each once."""
-    found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = (storage, storage.nbytes())
-    return list(found.values())
-
-
-def _flat(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[Tensor]:
-    for storage, _ in storages:
-        yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _bounced(
-    storages: Sequence[tuple[torch.UntypedStorage, int]],
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of device memory, each with as much of one pinned host buffer."""
-    if not storages:
-        return
-    bounce = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-    for flat in _flat(storages):
-        for part in flat.split(CHUNK_BYTES):
-            yield part, bounce[: part.numel()]
-
-
-def _transfer(move: Callable[..., int], fd: int, place: int, start: int, stop: int) -> int:
-    """Write or read the memory [start, stop) at file offset `place`; returns the place after it."""
-    while start < stop:
-        size = min(CHUNK_BYTES, stop - start)
-        done = move(fd, [(ctypes.c_char * size).from_address(start)], place)
-        if done == 0:
-            raise OSError(f"offload file ended at byte {place}")
-        start, place = start + done, place + done
-    return place
-
-
-def _shared_memory() -> list[tuple[int, int, str]]:
-    """(start, stop, path) of this process's shared mappings."""
-    found = []
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, permissions, _, _, _, *path = line.split(maxsplit=5)
-            if permissions[3] == "s":
-                start, stop = (int(text, 16) for text in span.split("-"))
-                found.append((start, stop, "".join(path).strip()))
-    return found
-
-
-def _advice(start: int, stop: int, shared: Sequence[tuple[int, int, str]]) -> int:
-    """How `madvise` frees the pages of this range. ValueError if they belong to a real file, in
-    which it would punch a hole."""
-    for first, last, path in shared:
-        if first < stop and start < last:
-            if not path.startswith(("/memfd:", "/dev/zero")):
-                raise ValueError(f"shared memory must be anonymous to be offloaded, got {path}")
-            return mmap.MADV_REMOVE
-    return mmap.MADV_DONTNEED
-
-
-def _ask_for_huge_pages(start: int, stop: int) -> None:
-    """Let the range be faulted in by large pages, which takes a quarter of the time; whether the
-    kernel does so is its own affair, so its answer is not looked at."""
-    first, last = _whole_pages(start, stop)
-    if last - first >= HUGE_PAGE_BYTES:
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
-
-
-def _whole_pages(start: int, stop: int) -> tuple[int, int]:
-    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-
-
-def _drop(start: int, stop: int, advice: int) -> None:
-    """Free the whole pages inside [start, stop), and zero what remains of it at the ends."""
-    first, last = _whole_pages(start, stop)
-    if first >= last:
-        ctypes.memset(start, 0, stop - start)
-        return
-    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice):
-        error = ctypes.get_errno()
-        raise OSError(error, f"madvise({advice}) of {last - first} bytes: {os.strerror(error)}")
-    ctypes.memset(start, 0, first - start)
-    ctypes.memset(last, 0, stop - last)
+    def _move(self, name: str, tag: str, move: Callable[[str], int]) -> None:
+        start_ns = time.monotonic_ns()
+        if num_bytes := move(tag):
+            end_ns = time.monotonic_ns()
+            self._spans.record(name, start_ns, end_ns, "mark", tag=tag, bytes=num_bytes)

@@ -25,7 +25,7 @@ from llamarl.types import (
     REF_LOGPROBS,
     SAMPLING,
     TOKEN_VERSIONS,
-    BatchRow,
+    BatchRollout,
     Columns,
     FinishReason,
     finish_reason,
@@ -33,7 +33,7 @@ from llamarl.types import (
 
 
 class Passes:
-    """Runs `policy` at sampling `temperature`; `tally` sums the statistics of the present step."""
+    """Runs `policy` at sampling `temperature`; `loss_metrics` sums the statistics of a step."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Passes:
         self._temperature = temperature
 
     def accumulate(
-        self, step: int, rows: Sequence[BatchRow], columns: Columns, sizes: Sequence[int]
+        self, step: int, rows: Sequence[BatchRollout], columns: Columns, sizes: Sequence[int]
     ) -> list[np.ndarray]:
         """Forward and backward of this rank's micro-batches: `rows` cut into runs of `sizes`.
 
@@ -83,7 +83,7 @@ class Passes:
         return found
 
     def _forward_backward(
-        self, step: int, rows: Sequence[BatchRow], columns: Columns, indices: range
+        self, step: int, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> list[np.ndarray]:
         """Add one micro-batch to the gradients; returns log pi of its rollouts."""
         packed = micro_batch(columns, indices, self._device)
@@ -123,7 +123,7 @@ class Passes:
         return [part.numpy() for part in values.split(list(packed.response_lengths))]
 
     def _token_weights(
-        self, rows: Sequence[BatchRow], columns: Columns, indices: range
+        self, rows: Sequence[BatchRollout], columns: Columns, indices: range
     ) -> torch.Tensor:
         """float32 [T]: 0 for tokens that are too stale, or truncated and to be masked."""
         masks = []

@@ -21,7 +21,7 @@ from llamarl.types import (
     FinishReason,
     Request,
     RolloutInfo,
-    VersionSpan,
+    version_spans,
 )
 
 
@@ -48,8 +48,8 @@ async def write_finished(storage: Storage, finished: list[RequestOutput]) -> Non
     )
 
 
-def row_of(finished: RequestOutput, replica: int) -> RolloutInfo:
-    """What the controller hears of it."""
+def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
+    """What the controller gets of it."""
     return RolloutInfo(
         row_id=finished.request.row_id,
         num_prompt_tokens=len(finished.request.prompt_ids),
@@ -57,18 +57,6 @@ def row_of(finished: RequestOutput, replica: int) -> RolloutInfo:
         spans=version_spans(finished.written.versions),
         finish_reason=finished.reason,
         replica=replica,
-    )
-
-
-def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions in `versions` int [T]."""
-    if not len(versions):
-        return ()
-    starts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(versions)]
-    return tuple(
-        VersionSpan(version=int(versions[start]), num_tokens=end - start)
-        for start, end in zip(starts, ends, strict=True)
     )
 
 

@@ -2,8 +2,8 @@
 
 Owns: the arrays, and one archive line per retired rollout. Does not own: which rows exist or who
 may take them (the ledger). Invariant: a cell is written once, except that a partial rollout may be
-written again; of a rollout that was lost, what an earlier attempt still writes is passed over, so
-that a replica given up too early harms nothing; a retired row's memory is given back.
+written again; what an earlier attempt still writes of a rollout that was lost is skipped, so a
+replica that was given up too early does no harm; a retired row's memory is freed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from llamarl.executors.rollout_columns import version_spans
 from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import PackedColumns
 from llamarl.metrics.span import Spans
@@ -35,6 +34,7 @@ from llamarl.types import (
     FinishReason,
     Outcome,
     finish_reason,
+    version_spans,
 )
 
 log = logging.getLogger(__name__)
@@ -79,10 +79,10 @@ class StorageExecutor:
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
     ) -> None:
-        """Write whole cells, all or none, but pass over rows lost since their attempt began.
+        """Write whole cells, all or none, but skip rows lost since their attempt began.
 
         RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT);
-        ValueError if an array is not 1-D of its column's dtype, or counts do not match.
+        ValueError if an array is not 1-D of its column's dtype.
         """
         with self._spans.span("write_rows", rows=len(row_ids)):
             stale: set[int] = set()
@@ -90,7 +90,7 @@ class StorageExecutor:
                 pairs = zip(row_ids, attempts, strict=True)
                 stale = {row_id for row_id, attempt in pairs if attempt < self._attempts[row_id]}
             if stale:
-                log.info("passed over %d rows, which were started again elsewhere", len(stale))
+                log.info("skipped %d rows, which were started again elsewhere", len(stale))
             self._check(row_ids, columns, stale)
             for position, row_id in enumerate(row_ids):
                 if row_id in stale:
@@ -141,10 +141,6 @@ class StorageExecutor:
         if len(set(row_ids)) != len(row_ids):
             raise ValueError(f"row ids of one write must differ, got {row_ids}")
         for name, cells in columns.items():
-            if len(cells) != len(row_ids):
-                raise ValueError(
-                    f"column {name} must have one array per row ({len(row_ids)}), got {len(cells)}"
-                )
             dtype = DTYPES.get(name)
             for row_id, cell in zip(row_ids, cells, strict=True):
                 if cell.ndim != 1 or cell.dtype != (dtype or cell.dtype):

@@ -1,7 +1,7 @@
 """The client of the store: one Storage over several storage units.
 
-Owns: which unit holds a row, and the form in which columns travel. Does not own: arrays (they
-live in the units). Invariant: rows come back in the order they were asked for, and the bytes of a
+Owns: which unit holds a row, and the form in which columns travel. Does not own: arrays, which
+are in the units. Invariant: rows come back in the order they were asked for, and the bytes of a
 message are those of its arrays plus a few per row: no padding, no pickled object per row.
 """
 
@@ -96,7 +96,7 @@ class Store:
         return columns
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """Archive these rows with their fate, free them."""
+        """Archive these rows with their outcome and free them."""
         await asyncio.gather(
             *(
                 self._units[unit].retire([row_ids[place] for place in places], outcome)

@@ -1,9 +1,9 @@
 """Who has the device when.
 
-Owns: the order of turns, and what leaves and enters the device at each. Does not own: how memory is
-moved (`executors/`) or what is done in a turn (the controller). Invariant: if generators and
-trainer share a device, only one side is complete on it; both have weights there only during a
-sync phase, which copies them.
+Owns: the order of phases, and what is offloaded and onloaded at each. Does not own: how memory is
+moved (`executors/`) or what is done in a phase (the controller). Invariant: if generators and
+trainer share a device, only one side has all its memory there; both have their weights there only
+in a sync phase, which copies them.
 
     begin -> sync phase -> train -> sync phase -> train -> ... -> sync phase -> train (the export)
 """
@@ -41,17 +41,17 @@ class Colocation(Protocol):
     """What the controller knows of where executors are."""
 
     async def begin(self) -> None:
-        """Called once all executors have started, before the first turn."""
+        """Called once all executors have started, before the first phase."""
 
     def phase(self, phase: Phase, when: When | None = None) -> AbstractAsyncContextManager[None]:
         """Run the body as `phase`; `when` waits until the generators can spare their device."""
 
     async def recall(self) -> None:
-        """Give the trainer the device, out of turn, so that a run that ends can be saved."""
+        """Give the trainer the device at once, so that a run that ends early can be saved."""
 
 
 class Disaggregated:
-    """Generators and trainer have devices of their own: nobody ever waits for a turn."""
+    """Generators and trainer have devices of their own: no phase waits for another."""
 
     async def begin(self) -> None:
         """Nothing to make room for."""
@@ -68,8 +68,8 @@ class Disaggregated:
 class Colocated:
     """Generators and trainer share a device and alternate on it.
 
-    The generators work until a train turn's `when` returns, then from the end of the next sync
-    phase. A generator that is lost on the way is passed over; NoGenerator once none is left.
+    The generators work until the `when` of a train phase returns, then from the end of the next
+    sync phase. A lost generator takes part no more; NoGenerator once all are lost.
     """
 
     def __init__(
@@ -83,14 +83,15 @@ class Colocated:
         self._since_ns = time.monotonic_ns()
 
     async def begin(self) -> None:
-        """The device starts with the generators: what the trainer loaded leaves it."""
+        """The generators have the device first: what the trainer loaded is offloaded."""
         await self._trainer.offload(["state", "weights"])
         self._since_ns = time.monotonic_ns()
 
     @asynccontextmanager
     async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
-        """The body, once the turn before has ended, `when` has returned and the sides have changed
-        places. Turns alternate, whoever asks first; one that fails ends the run."""
+        """The body, once the phase before has ended, `when` has returned and the sides have changed
+        places. Phases alternate, in whatever order they are asked for; one that fails ends the
+        run."""
         place = list(Phase).index(phase)
         async with self._ended:
             await self._ended.wait_for(lambda: self._num_phases % len(Phase) == place)
@@ -101,7 +102,7 @@ class Colocated:
             self._ended.notify_all()
 
     async def recall(self) -> None:
-        """The generators make room if they can: one may be lost, or amid a publish."""
+        """The generators offload if they can: one may be lost, or amid a publish."""
         offloads = [
             asyncio.ensure_future(each.offload(["kv", "weights"]))
             for each in self._generators.values()
@@ -127,8 +128,8 @@ class Colocated:
 
     @asynccontextmanager
     async def _sync(self) -> AsyncIterator[None]:
-        """Both sides' weights, nothing else. At the first one the generators are still complete and
-        the trainer is away; at all others it is the other way round."""
+        """Both sides' weights, nothing else. The generators have the device before the first one,
+        the trainer before all others."""
         with self._switch(Phase.SYNC):
             await self._trainer.offload(["state"])
             await self._each(lambda generator: generator.offload(["kv"]))
@@ -141,13 +142,13 @@ class Colocated:
             await self._each(lambda generator: generator.onload(["kv"]))
 
     async def _each(self, ask: Callable[[Offloadable], Coroutine[Any, Any, None]]) -> None:
-        """Ask all generators at once; those that are lost are asked no more."""
+        """Ask all generators at once; lost ones are not asked again."""
         replicas = list(self._generators)
         calls = (ask(self._generators[replica]) for replica in replicas)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, GroupLost):
-                log.warning("generator %d takes no more turns: %s", replica, outcome)
+                log.warning("generator %d takes part in no more phases: %s", replica, outcome)
                 del self._generators[replica]
                 if not self._generators:
                     raise NoGenerator("every generator replica is lost") from outcome
@@ -168,6 +169,6 @@ class Colocated:
 
 
 def _look_at(offload: asyncio.Future[None]) -> None:
-    """Mark an exception as seen: a lost generator has made room all the same."""
+    """Mark an exception as seen: a lost generator holds no device memory."""
     if not offload.cancelled():
         offload.exception()

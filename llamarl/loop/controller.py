@@ -78,7 +78,7 @@ class Controller:
                     cut.append(replace(self.ledger.entries[row.row_id].request, resume=True))
                 else:
                     stopped.append(row)  # written, or given up
-            self.ledger.learn_rows(stopped)
+            self.ledger.learn_rollouts(stopped)
             await self.roles.generator.submit(cut)
 
     async def _score_stage(self) -> None:

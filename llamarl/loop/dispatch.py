@@ -1,14 +1,13 @@
 """Which replica gets which request.
 
-Owns: the live replicas, what runs on each, and what happens to a dead one's work. Does not own: the
+Owns: the live replicas, what runs on each, and what becomes of a lost one's work. Does not own: the
 bound (`gate.py`) or the weights. Invariant: every request submitted comes out of `collect`
 exactly once, or `collect` raises; a lost replica's requests start again elsewhere, once its
-processes have ended. Should they hang for longer than STOP_S, or a message of theirs still be under
-way, then storage takes nothing from them: what starts again has a higher `Request.attempt`.
+processes have ended. If they hang for longer than STOP_S, or a message of theirs is under way,
+storage takes nothing from them: what starts again has a higher `Request.attempt`.
 
-Replicas are asked one by one which rollouts stopped; or, where there are hundreds, collectors ask
-them, and the dispatcher hears from those. It is itself a Generator, so the controller sees one
-however many there are.
+The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
+It is itself a Generator, so the controller sees one however many replicas there are.
 """
 
 from __future__ import annotations
@@ -71,16 +70,16 @@ class Dispatch:
         watches: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
         stops: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
     ) -> None:
-        """`collectors` hear from all `generators`; `watches` then raise once a replica is lost.
-        `stops` end a replica's processes."""
+        """If there are `collectors`, they collect from all `generators`, and `watches` raise once a
+        replica is lost. `stops` end a replica's processes."""
         self.replicas = {index: Replica(generator) for index, generator in generators.items()}
         self._storage = storage
         self._collectors = collectors
         self._watches = watches or {}
         self._stops = stops or {}
         self._rows: asyncio.Queue[list[RolloutInfo] | BaseException] = asyncio.Queue()
-        self._listeners: dict[int, asyncio.Task[None]] = {}  # by replica
-        self._hearing: list[asyncio.Task[None]] = []  # one of each collector
+        self._collecting: dict[int, asyncio.Task[None]] = {}  # by replica
+        self._collector_tasks: list[asyncio.Task[None]] = []
         self._restarts: set[asyncio.Task[None]] = set()
         self._keepers: set[int] = set()  # replicas that keep their version for an evaluation
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
@@ -104,7 +103,7 @@ class Dispatch:
             for request in group:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
-        calls = (self._hand_over(self.replicas[i], i, share) for i, share in shares.items())
+        calls = (self._send(self.replicas[i], i, share) for i, share in shares.items())
         await asyncio.gather(*calls)
 
     async def submit_to(self, index: int, requests: list[Request]) -> None:
@@ -113,23 +112,23 @@ class Dispatch:
             replica = self.replicas[index]
             for request in requests:
                 replica.hold(request)
-            await self._hand_over(replica, index, requests)
+            await self._send(replica, index, requests)
 
     def _renewed(self, request: Request) -> Request:
         """The request under its present attempt."""
         attempt = self._attempts[request.row_id]
         return request if request.attempt == attempt else replace(request, attempt=attempt)
 
-    async def _hand_over(self, replica: Replica, index: int, requests: list[Request]) -> None:
+    async def _send(self, replica: Replica, index: int, requests: list[Request]) -> None:
         """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
-        if not self._hearing:
-            self._hearing = [
-                asyncio.create_task(self._hear_from(each)) for each in self._collectors
+        if not self._collector_tasks:
+            self._collector_tasks = [
+                asyncio.create_task(self._read_collector(each)) for each in self._collectors
             ]
         if self.replicas.get(index) is not replica:
             return  # lost since they were given to it, so they start elsewhere
-        if index not in self._listeners:
-            self._listeners[index] = asyncio.create_task(self._listen(index))
+        if index not in self._collecting:
+            self._collecting[index] = asyncio.create_task(self._follow(index))
         await self._ask(replica, index, replica.generator.submit(requests))
 
     async def _ask(self, replica: Replica, index: int, call: Awaitable[None]) -> None:
@@ -168,12 +167,12 @@ class Dispatch:
         self._give_up([self._unplaced.pop(i) for i in sorted(wanted & self._unplaced.keys())])
 
     def committed(self, replica: int, version: int) -> None:
-        """A publish made `version` live on `replica`."""
+        """`replica` has committed `version`."""
         if replica in self.replicas:
             self.replicas[replica].version = version
 
     def hold(self, replicas: set[int]) -> None:
-        """These keep their version, and no others."""
+        """These replicas, and no others, keep their version."""
         self._keepers = replicas
 
     def lost(self, index: int, why: Exception) -> None:
@@ -186,17 +185,17 @@ class Dispatch:
         replica = self.replicas.pop(index, None)
         if replica is None:
             return
-        listener = self._listeners.pop(index, None)
-        if listener is not None and listener is not asyncio.current_task():
-            listener.cancel()
+        task = self._collecting.pop(index, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
         now = "start again elsewhere" if self.replicas else "are lost too: it was the last one"
         log.warning("generator %d: its %d rollouts %s: %s", index, len(replica.running), now, why)
         self._unplaced |= replica.running
         self._restarts.add(asyncio.create_task(self._restart(index, list(replica.running))))
 
     async def close(self) -> None:
-        """Stop listening to the replicas."""
-        tasks = [*self._listeners.values(), *self._hearing, *self._restarts]
+        """Stop collecting."""
+        tasks = [*self._collecting.values(), *self._collector_tasks, *self._restarts]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -222,35 +221,35 @@ class Dispatch:
         is_far = num_behind > (index not in self._keepers)
         return is_far, replica.load * (1 + BEHIND_SHARE * num_behind), index
 
-    async def _listen(self, index: int) -> None:
-        """Hear from a replica until it is lost; if a collector does, only of its loss."""
+    async def _follow(self, index: int) -> None:
+        """Collect from a replica until it is lost; if a collector does, only wait for its loss."""
         replica = self.replicas[index]
         try:
             if self._collectors:
                 await self._watches[index]()
             while not self._collectors:
-                self._hear(index, await replica.generator.collect())
+                self._release(index, await replica.generator.collect())
         except GroupLost as error:
             self.lost(index, error)
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
-    async def _hear_from(self, collector: Collector) -> None:
+    async def _read_collector(self, collector: Collector) -> None:
         try:
             while True:
-                for index, news in await collector.collect():
-                    if isinstance(news, GroupLost):
-                        self.lost(index, news)
-                    elif not isinstance(news, Exception):
-                        self._hear(index, news)
+                for index, report in await collector.collect():
+                    if isinstance(report, GroupLost):
+                        self.lost(index, report)
+                    elif not isinstance(report, Exception):
+                        self._release(index, report)
                     elif index in self.replicas:  # else it was being stopped
-                        raise news
+                        raise report
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
-    def _hear(self, index: int, rows: list[RolloutInfo]) -> None:
-        """Rows stopped on a replica. One that was given up may still tell of some, through its
-        collector: they have started again."""
+    def _release(self, index: int, rows: list[RolloutInfo]) -> None:
+        """Pass on rows that stopped on a replica, but none that a given-up one reports late through
+        its collector: they have started again."""
         replica = self.replicas.get(index)
         known = [row for row in rows if replica and replica.release(row.row_id)]
         if known:
@@ -262,7 +261,7 @@ class Dispatch:
                 stopping = asyncio.ensure_future(self._stops[index]())
                 await asyncio.wait({stopping}, timeout=STOP_S)
                 if not stopping.done():
-                    log.warning("generator %d does not end: nothing is taken from it", index)
+                    log.warning("generator %d does not end: storage takes nothing from it", index)
             lost = [row_id for row_id in row_ids if row_id in self._unplaced]
             # What the lost replica stored but never announced must not meet the new arrays.
             await self._storage.retire(lost, {"outcome": "lost", "replica": index})

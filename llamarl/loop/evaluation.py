@@ -38,7 +38,7 @@ async def evaluate_alone(
 
     async def collect() -> None:
         while True:
-            ledger.learn_rows(await generator.collect())
+            ledger.learn_rollouts(await generator.collect())
 
     async def score() -> None:
         while True:
@@ -96,10 +96,10 @@ class Evaluator:
         return self._begun < 0 or has_passed or version == last
 
     async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
-        """Evaluate `version`, which the caller keeps live; `row_ids` has one entry per prompt.
+        """Evaluate `version`, which the caller keeps active; `row_ids` has one entry per prompt.
 
-        Prompts whose generator is lost, and none is left that keeps the version, are left out; None
-        if all are. RuntimeError if a token of another version slipped in or every reward failed.
+        Prompts that no generator with this version was left to answer are not counted; None if that
+        is all of them. RuntimeError if a token has another version or every reward failed.
         """
         self._begun = version
         requests = [
@@ -132,7 +132,7 @@ class Evaluator:
 
     def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
         asked = [self._ledger.entries[row_id] for row_id in row_ids]
-        entries = [entry for entry in asked if entry.row is not None]
+        entries = [entry for entry in asked if entry.rollout is not None]
         if len(entries) < len(asked):
             num_lost = len(asked) - len(entries)
             log.warning(
@@ -143,7 +143,7 @@ class Evaluator:
             )
         if not entries:
             return None
-        rows = [entry.row for entry in entries if entry.row is not None]
+        rows = [entry.rollout for entry in entries if entry.rollout is not None]
         scores = [entry.score for entry in entries if entry.score is not None]
         foreign = {span.version for row in rows for span in row.spans} - {version}
         if foreign:

@@ -18,7 +18,7 @@ Limiting the number of open groups without the order is not enough: one slow gro
 overtaken for ever.
 
 With `late="mask"` a group that is not ready is overtaken, so u may exceed v + q // P; its tokens
-older than u - S then get zero loss weight (`BatchRow.oldest_version`), and the bound holds per
+older than u - S then get zero loss weight (`BatchRollout.oldest_version`), and the bound holds per
 trained token again. S = 0 makes the loop synchronous: no replica starts a group before it serves
 the version of the step before.
 
@@ -67,7 +67,7 @@ class Gate:
         self._max_drops_in_row = max_drops_in_row
         self._prompts = prompts
         self._spans = spans
-        self.solved = ""  # once nothing is left to learn: how many groups said so
+        self.solved = ""  # which groups show that nothing is left to learn
         self.next_group_id = next_group_id
         self.next_row_id = next_row_id
         self._waiting: dict[int, Group] = {}  # admitted, not consumed; insertion order
@@ -101,7 +101,7 @@ class Gate:
         }
 
     def allocate_rows(self, count: int) -> tuple[int, ...]:
-        """Row ids never handed out before (evaluation takes its rows here too)."""
+        """Row ids that were never used before, also for evaluations and checks."""
         first, self.next_row_id = self.next_row_id, self.next_row_id + count
         return tuple(range(first, first + count))
 
@@ -118,7 +118,7 @@ class Gate:
             return [self._open(next(self._prompts)) for _ in range(self.capacity - self._num_open)]
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
-        """The group is scored and trainable: it may be consumed when its turn comes."""
+        """The group is scored and trainable: it may be consumed, in its order."""
         group.advantages = advantages
         async with self._changed:
             self._settled.add(group.group_id)
@@ -146,7 +146,7 @@ class Gate:
             )
 
     def _find_solved(self) -> str:
-        """How many groups say that nothing is left to learn, "" while more may come.
+        """Which groups show that nothing is left to learn, "" while more may be learnt.
 
         That is as many solved groups in a row as there are prompts, and as may be open (some are
         older than others); or `max_drops_in_row` drops in a row, most of them for being solved.

@@ -39,7 +39,7 @@ class LedgerEntry:
     request: Request
     prompt: Prompt
     group: Group | None = None
-    row: RolloutInfo | None = None
+    rollout: RolloutInfo | None = None
     score: Score | None = None
     ready: set[str] = field(default_factory=set)
 
@@ -102,24 +102,22 @@ class Ledger:
             self.add(request, group.prompt, group)
         return requests
 
-    def learn_rows(self, rows: Sequence[RolloutInfo]) -> None:
-        """These rollouts are written, so their RESPONSE_IDS are ready; or they are given up
-        (ABORTED): an evaluation's then count as failed, nothing waits for the others."""
-        aborted = [row for row in rows if row.finish_reason is FinishReason.ABORTED]
-        rows = [row for row in rows if row.finish_reason is not FinishReason.ABORTED]
-        self.learn_scores(
-            [
-                Score(row_id=row.row_id, status=ScoreStatus.RAISED, error="its generator was lost")
-                for row in aborted
-                if self.entries[row.row_id].request.purpose is Purpose.EVALUATE
-            ]
-        )
-        for row in rows:
-            entry = self.entries[row.row_id]
-            entry.row = row
-            if entry.group is not None:
-                entry.group.rows[row.row_id] = row
-        self.mark([row.row_id for row in rows], RESPONSE_IDS)
+    def learn_rollouts(self, rollouts: Sequence[RolloutInfo]) -> None:
+        """These stopped: their RESPONSE_IDS are ready. Of those that were aborted nothing will be;
+        an evaluation's count as failed."""
+        written, failed = [], []
+        for rollout in rollouts:
+            entry, row_id = self.entries[rollout.row_id], rollout.row_id
+            if rollout.finish_reason is not FinishReason.ABORTED:
+                written.append(row_id)
+                entry.rollout = rollout
+                if entry.group is not None:
+                    entry.group.rollouts[row_id] = rollout
+            elif entry.request.purpose is Purpose.EVALUATE:
+                error = "its generator was lost"
+                failed.append(Score(row_id=row_id, status=ScoreStatus.RAISED, error=error))
+        self.learn_scores(failed)
+        self.mark(written, RESPONSE_IDS)
 
     def learn_scores(self, scores: Sequence[Score]) -> None:
         """These rollouts are scored; a failed score makes REWARD ready too, though there may be no

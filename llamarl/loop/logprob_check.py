@@ -1,9 +1,9 @@
 """Log-prob checks: does a generator really write with the policy that was published to it?
 
-Owns: one short rollout per publish and replica (of many replicas: of some in turn), the comparison
-of its log-probs with the trainer's, and what difference is tolerated. Does not own: the publish, or
+Owns: one short rollout per publish and replica (of many replicas: of some), the comparison of its
+log-probs with the trainer's, and what difference is tolerated. Does not own: the publish, or
 the fingerprints that prove which bytes arrived. Invariant: a row is compared only if all its tokens
-were written by the very version that the trainer holds; nobody ever waits for one.
+were written by the version that the trainer holds; no stage waits for one.
 
 Fingerprints see the memory that was written. A replica may still decode with something else: stale
 views, a wrong scale of quantised weights, weights changed after the commit. That shows here, in
@@ -27,8 +27,8 @@ from llamarl.protocols import Storage, Trainer
 from llamarl.types import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
 
 NUM_TOKENS = 8
-NUM_ASKED = 16  # replicas per version, in turns: the trainer reads all their rows on every rank
-NUM_START_ROWS = 16  # per replica, after its first publish; so many tell what is normal
+NUM_ASKED = 16  # replicas per version: the trainer reads all their rows on every rank
+NUM_START_ROWS = 16  # of a replica, after its first publish: they show what is normal
 
 # Two float32 programs that sum in different orders differ by about 1e-5 in a log-prob, so there one
 # row above the floor is proof. Coarser rounding (bfloat16, int8, fp8) has a long tail: the largest
@@ -97,7 +97,7 @@ class Tolerance:
 class LogprobCheck:
     """Asks each replica for a rollout after its commit, and compares those that have arrived.
 
-    `committed` belongs to the publisher's `on_flip`, after the dispatcher's. `sampling` is that of
+    The publisher calls `committed` after the dispatcher's. `sampling` is that of
     training: at another temperature, or from a cut distribution, log-probs would differ. `mode` is
     weights.logprob_check: a replica that writes with another policy ends the run (fail) or is
     warned of (warn); off asks for no rollout.
@@ -136,13 +136,13 @@ class LogprobCheck:
         self._submits: set[asyncio.Task[None]] = set()
 
     def committed(self, replica: int, version: int) -> None:
-        """Ask `replica`, where `version` is live now, for a log-prob check; for several the first
+        """Ask `replica`, which has committed `version`, for a check rollout; for several the first
         time."""
         if self._mode == "off":
             return
         num_shares = math.ceil(len(self._dispatch.replicas) / NUM_ASKED) or 1
         if replica % num_shares != version % num_shares:
-            return  # its turn is at another version
+            return  # it is asked at another version
         is_first = replica not in self._started
         self._started.add(replica)
         requests = []
@@ -164,9 +164,10 @@ class LogprobCheck:
     async def check(self, version: int) -> dict[str, float]:
         """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
 
-        Returns scalars: `canary_rows` compared, and if there were any the largest
-        `canary_difference` and, once it is known, the `canary_tolerance`. RuntimeError, or in mode
-        "warn" a warning, if a replica's rows prove that it writes with something else.
+        Returns scalars: `logprob_check_rows` compared, and if there were any the largest
+        `logprob_check_difference` and, once it is known, the `logprob_check_tolerance`.
+        RuntimeError, or in mode "warn" a warning, if a replica's rows prove that it writes with
+        other weights.
         """
         if self._mode == "off":
             return {}
@@ -189,7 +190,7 @@ class LogprobCheck:
         return scalars
 
     def _look_after_submits(self) -> None:
-        """Forget requests that are on their way no more; raise what went wrong with one."""
+        """Drop the tasks of requests that were sent; raise what went wrong with one."""
         done = {task for task in self._submits if task.done()}
         self._submits -= done
         errors = [error for error in (task.exception() for task in done) if error is not None]
@@ -198,7 +199,7 @@ class LogprobCheck:
 
     def _arrived(self) -> list[RolloutInfo]:
         entries = (self._ledger.entries[r] for r in self._ledger.rows(Purpose.CHECK))
-        return [entry.row for entry in entries if entry.row is not None]
+        return [entry.rollout for entry in entries if entry.rollout is not None]
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
         """RuntimeError or a warning if this row, after those before it, proves another policy."""

@@ -91,7 +91,7 @@ class Saver:
 
     @property
     def has_last(self) -> bool:
-        """Whether the last step is made: then nothing is left to learn, only to write down."""
+        """Whether the last step is made: what is left to do is to write."""
         return self.version >= self.last
 
     def is_due(self) -> bool:
@@ -122,7 +122,7 @@ class Saver:
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
         """Around the stages of a run. Executors that are lost once the last version is made cost an
-        evaluation or lines of the archive, not what was learnt: that is saved all the same."""
+        evaluation or lines of the archive; the version is saved nevertheless."""
         try:
             yield
         except* (GroupLost, NoGenerator) as losses:
@@ -139,7 +139,7 @@ class Saver:
             await asyncio.shield(self._protect(self._save()))
 
     async def rescue(self) -> None:
-        """Save what a run that ends early has learnt, once work under way is done.
+        """Save the version of a run that ends early, once work under way is done.
 
         Takes at most `checkpoint.save_s` and never raises: a warning says what could not be saved.
         """

@@ -84,7 +84,7 @@ def explain(reason: str, group: Group) -> str:
     if errors:
         lines = errors[-1].strip().splitlines() or ["no message"]
         return f"{words} (the last error: {lines[-1]})"
-    cut = [row.finish_reason is FinishReason.LENGTH for row in group.rows.values()]
+    cut = [row.finish_reason is FinishReason.LENGTH for row in group.rollouts.values()]
     if 2 * sum(cut) > len(cut):
         words += f" ({sum(cut)} of the last one's {len(cut)} rollouts were cut at max_tokens)"
     return words

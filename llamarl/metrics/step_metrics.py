@@ -59,12 +59,12 @@ def step_scalars(
     `sample_rows`, shown beside the answer in `answer_field` of the prompt's row.
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
-    rows = [row for group in groups for row in group.rows.values()]
+    rows = [row for group in groups for row in group.rollouts.values()]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     num_tokens = sum(row.num_tokens for row in rows)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
     scalars |= _scores([score for group in finished for score in group.scores.values()])
-    scalars |= _lengths([row for group in finished for row in group.rows.values()])
+    scalars |= _lengths([row for group in finished for row in group.rollouts.values()])
     scalars |= _staleness(staleness, rows)
     for name, value in stats.scalars.items():
         scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value
@@ -78,7 +78,7 @@ def step_scalars(
     if completions:
         texts["rollouts"] = _samples(step, groups, completions, answer_field)
     rewards = [s.reward for g in finished for s in g.scores.values() if s.has_reward]
-    lengths = [row.num_tokens for group in finished for row in group.rows.values()]
+    lengths = [row.num_tokens for group in finished for row in group.rollouts.values()]
     histograms: Histograms = {
         STALENESS_HISTOGRAM: dict(staleness.items()),
         "reward/values": count_values(rewards),
@@ -185,7 +185,7 @@ def _samples(
         for row_id, score in group.scores.items():
             if row_id in completions:
                 parts.append(
-                    f"**Step {step}, row {row_id}**: {_describe(group.rows[row_id], score)}\n\n"
+                    f"**Step {step}, row {row_id}**: {_describe(group.rollouts[row_id], score)}\n\n"
                     f"Prompt:\n\n{_code(group.prompt.text)}\n\n"
                     f"Completion:\n\n{_code(completions[row_id])}{expected}"
                 )

@@ -19,7 +19,7 @@ from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.checkpoints import manifest
 from llamarl.config import Config, VllmConfig
 from llamarl.config.check import require
-from llamarl.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from llamarl.data.tokenizer import TextDecoder, Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
@@ -52,7 +52,7 @@ class Inputs:
     checkpoint: str
     tokenizer_folder: str
     architecture: Architecture
-    tokenizer: Tokenizer
+    tokenizer: TextDecoder
     prompts: list[Prompt]
     held_out: list[Prompt]
     task_source: str | None

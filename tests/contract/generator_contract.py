@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.cluster.call_result import endpoint
 from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.errors import StaleVersion
 from llamarl.executors.generator import GeneratorExecutor
@@ -99,7 +100,7 @@ class Replica:
         is_listed = name in LISTED
 
         async def call(*args: Any) -> Any:
-            calls = [getattr(rank, name)(*args) for rank in self.ranks]
+            calls = [endpoint(rank, name)(*args) for rank in self.ranks]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             for answer in answers:
                 if isinstance(answer, BaseException):
@@ -217,7 +218,7 @@ async def send(source: Any, generator: Replica, version: int, bucket: int) -> No
     handles = await generator.prepare(version, bucket)
     for rank, handle in enumerate(handles):
         assert (handle.version, handle.bucket, handle.rank) == (version, bucket, rank)
-        assert handle.replica == generator.ranks[0]._replica
+        assert handle.replica == generator.ranks[0]._spec.replica
     if isinstance(source, Replica):
         written = await source.write(version, handles)
     else:

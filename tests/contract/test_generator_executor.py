@@ -93,10 +93,10 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
         await publish(source, generator, 1)
         held = []
         for rank in generator.ranks:
-            engine = rank._decoding.engine
+            engine = rank.made.decoding.engine
             expected = torch.zeros(engine.memory.num_elements)
             engine.load(expected, checkpoint)
-            assert torch.equal(rank._weight_buffer.active, expected)
+            assert torch.equal(rank.made.weight_buffer.active, expected)
             held.append(expected.numel())
         whole = sum(math.prod(shape) for shape in parameter_shapes(engine.architecture).values())
         assert max(held) < 0.55 * whole
@@ -108,7 +108,7 @@ def test_an_engine_error_comes_out_of_collect_with_its_traceback(
     checkpoint: str, run_dir: str
 ) -> None:
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        generator.ranks[0]._decoding.engine._decoder.weights.layers[1].down = torch.zeros(3, 3)
+        generator.ranks[0].made.decoding.engine._decoder.weights.layers[1].down = torch.zeros(3, 3)
         await generator.submit([request(0)])
         with pytest.raises(RuntimeError) as caught:
             await gather(generator, 1)
@@ -126,7 +126,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
 
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        engine, may_end = generator.ranks[0]._decoding.engine, threading.Event()
+        engine, may_end = generator.ranks[0].made.decoding.engine, threading.Event()
         process_weights, commit = engine.process_weights, engine.commit
         made: list[object] = []
         used: list[object] = []

@@ -59,13 +59,13 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
         spans=spans,
     )
     await generator.start()
-    engine, weight_buffer = generator._decoding.engine, generator._weight_buffer
+    engine, weight_buffer = generator.made.decoding.engine, generator.made.weight_buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there
     seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, weight_buffer)]}
     for row_id, num_absences in ((0, 0), (1, 2)):
         sampling = Sampling(max_tokens=60)
-        await generator.submit(
+        await generator.made.rollouts.submit(
             [Request(row_id=row_id, prompt_ids=PROMPT, sampling=sampling, seed=5)]
         )
         for _ in range(num_absences):
@@ -74,11 +74,11 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
             seen["running"].append(engine.num_running)
             weight_buffer.staging.fill_(1.0)  # as a publish does
             before = resident_bytes()
-            await generator.offload(BOTH)
+            await generator.made.offload.offload(BOTH)
             seen["shrunk"].append(before - resident_bytes())
-            await generator.onload(BOTH)
+            await generator.made.offload.onload(BOTH)
         while RESPONSE_IDS not in storage.cells[row_id]:
-            await generator.collect()
+            await generator.made.rollouts.collect()
     seen["addresses"].append(addresses(engine, weight_buffer))
     seen["tokens"] = [storage.cells[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
     await generator.close()

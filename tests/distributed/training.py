@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.checkpoints import checkpoint
+from llamarl.cluster.call_result import endpoint
 from llamarl.config import (
     EmbeddedConfig,
     PlacementConfig,
@@ -41,7 +42,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
     Batch,
-    BatchRow,
+    BatchRollout,
     FinishReason,
 )
 from llamarl.weights.layout.boxes import Route
@@ -56,7 +57,7 @@ class _Kept(logging.Handler):
         WARNINGS.append(record.getMessage())
 
 
-logging.getLogger("llamarl.executors.trainer").addHandler(_Kept())
+logging.getLogger("llamarl.executors.training").addHandler(_Kept())
 
 VOCAB = 62
 TEMPERATURE = 0.8
@@ -133,7 +134,7 @@ def make_rollouts(num_rows=13, seed=0, oldest_version=0):
             ),
         }
         rows.append(
-            BatchRow(
+            BatchRollout(
                 row_id=row_id,
                 group_id=row_id // 4,
                 num_prompt_tokens=num_prompt,
@@ -242,7 +243,7 @@ async def train(rank, num_ranks, job):
     seen = {"sockets": listening(), "version": 0, "stats": [], "gradients": []}
     if job.restore:
         seen["version"] = await executor.restore(job.restore)
-    parameters = executor.policy.parameters
+    parameters = executor.training.policy.parameters
     for number, batches in enumerate(job.steps):
         if job.save and number == len(job.steps) - 1:
             await executor.save(job.save)
@@ -258,7 +259,7 @@ async def train(rank, num_ranks, job):
         }
         seen["stats"].append(await executor.step())
     seen["warnings"] = list(WARNINGS)
-    seen["layout"] = await executor.source_layout()
+    seen["layout"] = await endpoint(executor, "source_layout")()
     seen["shards"] = {n: p.detach().to_local().numpy().copy() for n, p in parameters.items()}
     seen["weights"] = {n: gather(p).numpy().copy() for n, p in parameters.items()}
     if job.export:
@@ -304,21 +305,21 @@ async def take_turns(rank, num_ranks, job):
     """
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
-    addresses = [p.to_local().data_ptr() for p in executor.policy.parameters.values()]
+    addresses = [p.to_local().data_ptr() for p in executor.training.policy.parameters.values()]
     seen = {"shrunk": [], "left": [], "stats": [], "errors": []}
 
     async def offload(kinds):
-        seen["left"].append(sum(map(_num_bytes, map(executor.policy.movable, kinds))))
+        seen["left"].append(sum(map(_num_bytes, map(executor.training.policy.movable, kinds))))
         before = resident_bytes()
-        await executor.offload(kinds)
-        await executor.offload(kinds)  # without effect
+        await endpoint(executor, "offload")(kinds)
+        await endpoint(executor, "offload")(kinds)  # without effect
         seen["shrunk"].append(before - resident_bytes())
 
     await offload(["state", "weights"])
     for batches in job.steps:
-        await executor.prefetch(["weights", "state"])
-        await executor.onload(["weights"])
-        await executor.onload(["state"])
+        await endpoint(executor, "prefetch")(["weights", "state"])
+        await endpoint(executor, "onload")(["weights"])
+        await endpoint(executor, "onload")(["state"])
         await executor.accumulate(batches[0])
         await offload(["state", "weights"])  # gradients included
         for call, arguments in (
@@ -330,19 +331,20 @@ async def take_turns(rank, num_ranks, job):
                 await call(*arguments)
             except RuntimeError as error:
                 seen["errors"].append(type(error).__name__)
-        await executor.onload(["weights", "state"])
+        await endpoint(executor, "onload")(["weights", "state"])
         for batch in batches[1:]:
             await executor.accumulate(batch)
         await executor.infer([0])
         seen["stats"].append(await executor.step())
         await offload(["state"])
         await offload(["weights"])
-    await executor.onload(["weights", "state"])
+    await endpoint(executor, "onload")(["weights", "state"])
     seen["shards"] = {
-        n: p.detach().to_local().numpy().copy() for n, p in executor.policy.parameters.items()
+        n: p.detach().to_local().numpy().copy()
+        for n, p in executor.training.policy.parameters.items()
     }
     seen["moved"] = addresses != [
-        p.to_local().data_ptr() for p in executor.policy.parameters.values()
+        p.to_local().data_ptr() for p in executor.training.policy.parameters.values()
     ]
     await executor.close()
     return seen
@@ -363,9 +365,12 @@ def _everything(executor):
     """All that a step depends on: weights, gradients, moments, random numbers, statistics."""
     found = {}
     for kind in ("weights", "state"):
-        for number, tensor in enumerate(executor.policy.movable(kind)):
+        for number, tensor in enumerate(executor.training.policy.movable(kind)):
             found[f"{kind} {number}"] = tensor.clone()
-    return found | {"rng": torch.get_rng_state(), "tally": executor._passes.loss_metrics.vector()}
+    return found | {
+        "rng": torch.get_rng_state(),
+        "tally": executor.training.passes.loss_metrics.vector(),
+    }
 
 
 async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
@@ -396,11 +401,11 @@ async def write_beside_steps(rank, num_ranks, job):
     """
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
-    source = await executor.source_layout()
+    source = await endpoint(executor, "source_layout")()
     weight_buffer = _weight_buffer(source)
     copies = tuple(plan([source], [weight_buffer.layout()]))
     route = Route(source="trainer", replica=0, transport="shared_memory", copies=copies)
-    await executor.connect_target(0, route)
+    await endpoint(executor, "connect_target")(0, route)
     weights, written = [], {}
 
     async def step(version):
@@ -410,7 +415,7 @@ async def write_beside_steps(rank, num_ranks, job):
 
     async def write(version):
         try:
-            sums = await executor.write(version, [weight_buffer.prepare(version, 0)])
+            sums = await endpoint(executor, "write")(version, [weight_buffer.prepare(version, 0)])
             assert sums == weight_buffer.verify(version, 0)
             return weight_buffer.staging.numpy().copy()
         except StaleVersion as error:
@@ -429,12 +434,12 @@ async def write_beside_steps(rank, num_ranks, job):
     written["present"] = await write(2)
     await step(2)  # version 2 was taken
     written["too late"] = await write(2)
-    await executor.offload(["weights"])
+    await endpoint(executor, "offload")(["weights"])
     written["away"] = await write(3)
-    await executor.onload(["weights"])
+    await endpoint(executor, "onload")(["weights"])
     written["back"] = await write(3)
     weights.append(_flat(executor))
-    await executor.connect_target(0, None)
+    await endpoint(executor, "connect_target")(0, None)
     weight_buffer.close()
     await executor.close()
     return {"was_running": was_running, "weights": weights, "written": written}
@@ -459,7 +464,10 @@ def _weight_buffer(source):
 
 def _flat(executor):
     return np.concatenate(
-        [p.detach().to_local().numpy().ravel() for p in executor.policy.parameters.values()]
+        [
+            p.detach().to_local().numpy().ravel()
+            for p in executor.training.policy.parameters.values()
+        ]
     )
 
 
@@ -477,25 +485,25 @@ async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_upd
     """What a save says after a step that failed, and whether any weight had changed by then."""
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
-    update = executor.policy.update
-    before = [tensor.clone() for tensor in executor.policy.movable("weights")]
+    update = executor.training.policy.update
+    before = [tensor.clone() for tensor in executor.training.policy.movable("weights")]
 
     def broken_update(lr):
         update(lr)
         raise MemoryError("the optimizer broke")
 
     if breaks_amid_update:
-        executor.policy.update = broken_update
+        executor.training.policy.update = broken_update
     await executor.accumulate(job.steps[0][0])
     if not breaks_amid_update:
-        next(iter(executor.policy.parameters.values())).grad.fill_(float("nan"))
+        next(iter(executor.training.policy.parameters.values())).grad.fill_(float("nan"))
     failures = []
     for call in (executor.step, lambda: executor.save(folder)):
         try:
             await call()
         except Exception as error:
             failures.append(repr(error))
-    after = executor.policy.movable("weights")
+    after = executor.training.policy.movable("weights")
     has_changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     await executor.close()
     return failures, has_changed

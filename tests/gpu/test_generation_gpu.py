@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.executors.offload import Offloader
+from llamarl.executors.offloader import Offloader
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.sampling import SamplingRows, sample
 from tests.unit.test_generation_engine import (

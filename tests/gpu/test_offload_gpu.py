@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamarl.executors.offload import CHUNK_BYTES, Offloader
+from llamarl.executors.offloader import CHUNK_BYTES, Offloader
 
 pytestmark = [
     pytest.mark.gpu,

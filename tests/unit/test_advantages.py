@@ -61,7 +61,7 @@ def decide(
         prompt=Prompt(prompt_id=0, text="", token_ids=()),
         row_ids=tuple(rows),
         min_version=0,
-        rows=rows,
+        rollouts=rows,
         scores=scores,
     )
     verdict = filter_group(group, max_tokens=8, config=config)

@@ -199,7 +199,9 @@ def test_a_lost_generator_is_passed_over_and_the_last_one_ends_the_run(caplog):
         loop = Loop(1, lost_at=[lost_at, None])
         run(loop.run())
         assert loop.version == loop.num_steps
-    assert "generator 0 takes no more turns: lost executor generator-0 rank 0" in caplog.text
+    assert (
+        "generator 0 takes part in no more phases: lost executor generator-0 rank 0" in caplog.text
+    )
     with pytest.raises(RuntimeError, match="every generator replica is lost"):
         run(Loop(1, lost_at=[4, 9]).run())
 

@@ -45,7 +45,7 @@ class FakeGenerator:
                 spans=() if is_lost else (span,),
                 finish_reason=FinishReason.ABORTED if is_lost else FinishReason.STOP,
             )
-            self.ledger.learn_rows([row])
+            self.ledger.learn_rollouts([row])
             if not is_lost:
                 self.ledger.learn_scores([self.score(request.row_id)])
 

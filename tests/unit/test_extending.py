@@ -124,7 +124,7 @@ def group(rewards: list[float], num_cut: int) -> Group:
     }
     prompt = Prompt(prompt_id=0, text="", token_ids=())
     return Group(
-        group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rows=rows, scores=scores
+        group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rollouts=rows, scores=scores
     )
 
 

@@ -213,10 +213,10 @@ def test_what_is_learnt_reaches_entry_group_and_stages_a_failed_score_too() -> N
         good = Score(row_id=0, status=ScoreStatus.OK, reward=1.0)
         failed = Score(row_id=1, status=ScoreStatus.HUNG, error="too slow")
         ledger.learn_scores([failed, good])
-        ledger.learn_rows([row(0), row(1)])
-        assert group.rows == {0: row(0), 1: row(1)}
+        ledger.learn_rollouts([row(0), row(1)])
+        assert group.rollouts == {0: row(0), 1: row(1)}
         assert group.scores == {0: good, 1: failed}
-        assert (ledger.entries[1].row, ledger.entries[1].score) == (row(1), failed)
+        assert (ledger.entries[1].rollout, ledger.entries[1].score) == (row(1), failed)
         assert await ledger.take("settle") == [0, 1]
 
     asyncio.run(scenario())

@@ -54,7 +54,7 @@ class FakeDispatch:
                 finish_reason=FinishReason.LENGTH,
                 replica=index,
             )
-            self.ledger.learn_rows([row])
+            self.ledger.learn_rollouts([row])
 
 
 class FakeTrainer:
@@ -68,7 +68,7 @@ class FakeTrainer:
     async def infer(self, row_ids):
         assert row_ids, "a collective for nothing"
         self.asked.append(row_ids)
-        return [self.noise(self.ledger.entries[row_id].row.replica) for row_id in row_ids]
+        return [self.noise(self.ledger.entries[row_id].rollout.replica) for row_id in row_ids]
 
 
 class FakeStorage:

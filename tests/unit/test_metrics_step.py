@@ -74,7 +74,7 @@ def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | Non
         ),
         row_ids=tuple(row.row_id for row in rows),
         min_version=3,
-        rows={row.row_id: row for row in rows},
+        rollouts={row.row_id: row for row in rows},
         scores=scores,
     )
 

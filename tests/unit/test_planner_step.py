@@ -23,7 +23,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
-from llamarl.executors.generator import GATHER_S
+from llamarl.executors.engine_output import GATHER_S
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import Variant
 from llamarl.planner.memory.ranks import forecast_memory

@@ -226,7 +226,6 @@ def test_of_a_lost_rollout_nothing_is_taken_from_an_earlier_attempt(num_units: i
     [
         ([1], {RESPONSE_IDS: [np.zeros(2, np.int64)]}, "response_ids must be 1-D int32, got int64"),
         ([1], {REWARD: [np.array(1.0)]}, r"reward must be 1-D float64, got float64 \(\)"),
-        ([1, 2], reward(1.0), r"one array per row \(2\), got 1"),
         ([1, 1], {REWARD: [np.zeros(1), np.zeros(1)]}, "row ids of one write must differ"),
     ],
 )
@@ -237,6 +236,13 @@ def test_malformed_writes_are_refused(row_ids: list[int], columns: Columns, text
     if len(set(row_ids)) == len(row_ids):
         with pytest.raises(ValueError, match=text):
             asyncio.run(Store([storage]).write(row_ids, columns))
+    assert asyncio.run(storage.usage())["num_rows"] == 0
+
+
+def test_a_column_without_an_array_per_row_is_refused() -> None:
+    storage = unit()
+    with pytest.raises(ValueError, match=r"one array per row \(2\), got 1"):
+        asyncio.run(Store([storage]).write([1, 2], reward(1.0)))
     assert asyncio.run(storage.usage())["num_rows"] == 0
 
 

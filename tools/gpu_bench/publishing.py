@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
-from llamarl.executors.offload import Offloader
+from llamarl.executors.offloader import Offloader
 from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes

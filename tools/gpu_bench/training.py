@@ -32,7 +32,7 @@ from llamarl.types import (
     SAMPLING,
     TOKEN_VERSIONS,
     Batch,
-    BatchRow,
+    BatchRollout,
     Columns,
 )
 
@@ -120,7 +120,7 @@ async def _train(setting: Setting, config: object, checkpoint: str, vocab_size: 
 
 async def _step(setting: Setting, trainer: TrainerExecutor, version: int) -> float:
     rows = tuple(
-        BatchRow(
+        BatchRollout(
             row_id=row,
             group_id=row // 8,
             num_prompt_tokens=setting.prompt_tokens,

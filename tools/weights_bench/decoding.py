@@ -11,6 +11,7 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
+from llamarl.cluster.call_result import endpoint
 from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.specs import GeneratorSpec
@@ -73,16 +74,16 @@ class DecodingGenerator:
         for row in range(num):
             ids = tuple(draw.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS))
             requests.append(Request(row_id=row, prompt_ids=ids, sampling=sampling, seed=row))
-        await self._executor.submit(requests)
+        await self.ask("submit", requests)
         self._collecting = asyncio.create_task(self._collect())
 
     async def _collect(self) -> None:
         while True:
-            await self._executor.collect()
+            await self.ask("collect")
 
     async def ask(self, name: str, *args: Any) -> Any:
         """A method of the executor."""
-        return await getattr(self._executor, name)(*args)
+        return await endpoint(self._executor, name)(*args)
 
     async def close(self) -> None:
         self._collecting.cancel()

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from llamarl.config import Config
-from llamarl.executors.generator import GATHER_S
-from llamarl.executors.rollout_columns import version_spans
+from llamarl.executors.engine_output import GATHER_S
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
     OpenGroups,
@@ -34,7 +33,7 @@ from llamarl.planner.simulation.rollouts import Rollouts
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
-from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan
+from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
 
 NOTHING = PartialOutput()
 

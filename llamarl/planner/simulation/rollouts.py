@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from llamarl.executors.rollout_columns import read_written, version_spans, write_finished
+from llamarl.executors.rollout_columns import read_written, write_finished
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.protocols import Storage
 from llamarl.types import (
@@ -25,6 +25,7 @@ from llamarl.types import (
     RolloutInfo,
     Score,
     VersionSpan,
+    version_spans,
 )
 
 DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica that works

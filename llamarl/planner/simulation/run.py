@@ -17,7 +17,6 @@ from typing import cast
 from llamarl.build import Executors, build_controller
 from llamarl.config import Config
 from llamarl.config.run import CheckpointConfig
-from llamarl.data.tokenizer import Tokenizer
 from llamarl.loop.collaborators import RunObserver
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
@@ -118,7 +117,7 @@ def make_inputs(
         checkpoint="",
         tokenizer_folder="",
         architecture=architecture or cast(Architecture, NoTokenizer()),
-        tokenizer=cast(Tokenizer, NoTokenizer()),
+        tokenizer=NoTokenizer(),
         prompts=prompts,
         held_out=list(held_out),
         task_source=None,
@@ -167,3 +166,7 @@ class NoTokenizer:
     """Nothing is ever decoded, and rollouts end at their modelled length."""
 
     eos_token_ids: tuple[int, ...] = ()
+
+    def decode(self, token_ids: object) -> str:
+        """Never asked for."""
+        return ""

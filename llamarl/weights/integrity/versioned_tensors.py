@@ -47,6 +47,11 @@ class VersionedTensors:
         self._pending: set[int] = set()
         self._is_announced = False
 
+    @property
+    def version(self) -> int | None:
+        """The label of the present tensors; None before the first and while they change."""
+        return self._present.version
+
     def label(self, version: int, tensors: dict[str, Tensor] | None = None) -> None:
         """Label the present tensors; `tensors` take their place if given (same names, views).
 

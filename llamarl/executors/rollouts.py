@@ -1,0 +1,50 @@
+"""The part of a generator rank that writes rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from llamarl.data.tokenizer import load_tokenizer
+from llamarl.executors.decoding import Decoding
+from llamarl.executors.engine_output import EngineOutput
+from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
+from llamarl.executors.specs import GeneratorSpec
+from llamarl.types import Request, RolloutInfo
+
+
+class RolloutPart:
+    """protocols.Generator for one rank; ranks other than 0 return no rollouts."""
+
+    def __init__(self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput) -> None:
+        self._spec, self._decoding, self._output = spec, decoding, output
+
+    async def submit(self, requests: list[Request]) -> None:
+        """Queue rollouts; resumed ones are read back from storage first."""
+        engine = self._decoding.engine
+        self._decoding.check()
+        self._output.expect(requests)
+        has_stop_strings = any(request.sampling.stop_strings for request in requests)
+        if has_stop_strings and engine.decode_text is None:
+            tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
+            engine.decode_text = tokenizer.decode
+        resumed = [request for request in requests if request.resume]
+        written = await read_written(self._spec.storage, resumed) if resumed else {}
+        key = ("submit", [(request.row_id, request.resume) for request in requests])
+        await self._decoding.run(partial(self._decoding.submit, requests, written), key)
+
+    async def collect(self) -> list[RolloutInfo]:
+        """Rollouts that stopped, their columns stored; after `heartbeat_s` whatever there is.
+
+        The trainer needs whole groups, so it waits for one, and a little longer for more. An
+        exception of the engine is raised here, with its own traceback.
+        """
+        finished = await self._output.take(self._spec.config.heartbeat_s)
+        if finished:
+            await write_finished(self._spec.storage, finished)
+        return [rollout_info(item, self._spec.replica) for item in finished]
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        """Stop these rollouts; each comes out of `collect`, marked ABORTED."""
+        abort = partial(self._decoding.engine.abort_requests, row_ids)
+        await self._decoding.run(abort, ("abort_requests", row_ids))

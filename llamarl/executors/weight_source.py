@@ -1,0 +1,78 @@
+"""The part of an executor that other executors get weights from: a trainer's rank, or a
+generator's, which passes on what it received."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from torch import Tensor
+
+from llamarl.config import WeightsConfig
+from llamarl.metrics.span import Spans
+from llamarl.weights.integrity.comparison import Fingerprints
+from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.protocol import Rdma
+from llamarl.weights.transports.shared_memory import this_host
+
+
+class SourcePart:
+    """protocols.WeightSource for one rank; writes run on threads beside the compute thread.
+
+    `buffers` and `parameters` are the Writer's. The owner labels `tensors` with the version that
+    they hold. `check` raises if the executor is not fit to be asked.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        buffers: dict[str, Tensor],
+        parameters: dict[str, ParameterLayout],
+        *,
+        config: WeightsConfig,
+        rdma: Rdma | None,
+        spans: Spans,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._writer = Writer(
+            rank, this_host(), buffers, parameters, timeout_s=config.timeout_s, rdma=rdma
+        )
+        self.tensors = self._writer.tensors
+        self._spans = spans
+        self._check = check
+        self._withdrawn: int | None = None
+
+    async def source_layout(self) -> RankLayout:
+        """Where this rank keeps its boxes of the parameters."""
+        self._check()
+        return self._writer.layout()
+
+    async def connect_target(self, replica: int, route: Route | None) -> None:
+        """Keep the copies of `route` that lead from here to `replica` (None: forget the replica);
+        waits for the route's other ranks."""
+        self._check()
+        await asyncio.to_thread(self._writer.connect, replica, route)
+
+    async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
+        """Write a bucket of `version` into a replica's staging memory. StaleVersion, TargetLost."""
+        self._check()
+        with self._spans.span("write", "publish", version=version):
+            return await asyncio.to_thread(self._writer.write, version, handles)
+
+    def withdraw(self) -> None:
+        """Return once no write reads the tensors, and let none begin until `restore`."""
+        if (version := self.tensors.version) is not None:
+            self.tensors.invalidate(version)
+            self._withdrawn = version
+        self.tensors.release()
+
+    def restore(self) -> None:
+        """The tensors hold what they held when they were withdrawn."""
+        if self._withdrawn is not None:
+            self.tensors.label(self._withdrawn)
+            self._withdrawn = None
+
+    def close(self) -> None:
+        """Drop all routes."""
+        self._writer.close()
