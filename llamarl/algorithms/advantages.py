@@ -5,8 +5,6 @@ not own: which groups are trained on (`group_filters.py`). Invariant: pure and f
 because the controller process runs it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

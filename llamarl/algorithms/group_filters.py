@@ -5,8 +5,6 @@ own: baselines (`advantages.py`) or the counts of drops. Invariant: no argument 
 torch, because the controller process runs it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

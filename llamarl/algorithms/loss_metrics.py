@@ -5,8 +5,6 @@ Invariant: ranks exchange only sums and one maximum, so the result does not depe
 packed.
 """
 
-from __future__ import annotations
-
 import torch
 
 from llamarl.algorithms.policy_loss import LossOutputs

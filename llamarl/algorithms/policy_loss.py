@@ -10,8 +10,6 @@ reference's, ratio r = pi / mu, A the advantage, sg() is stop-gradient. Every lo
 sampling temperature.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The learning rate over a run: a pure function of the step, so a resumed run needs no state."""
 
-from __future__ import annotations
-
 import math
 
 from llamarl.config import TrainerConfig

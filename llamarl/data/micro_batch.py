@@ -4,8 +4,6 @@ Owns: the step from stored columns to tensors. Does not own: which rollouts shar
 (`packing.py`). Invariant: token ids are copied from storage, never produced again from text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -5,8 +5,6 @@ costs. Invariant: pure, and every rank gets the same number of micro-batches (th
 sharded parameters would deadlock otherwise); the gradient does not depend on the assignment.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ resume. Does not own: how often a prompt is used or when (the gate). Invariant: 
 position is a pure function of the file, the seed and the position.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from codecs import BOM_UTF8

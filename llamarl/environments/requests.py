@@ -4,8 +4,6 @@ Owns: the requests, their seeds, replayed lengths. Does not own: the dispatch to
 Invariant: pure functions; the same group after a resume asks for the same rollouts.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

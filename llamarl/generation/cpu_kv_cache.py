@@ -11,8 +11,6 @@ is the sum of the rows of one head weighted by its probabilities. Keys lie trans
 BLOCK positions: a block's scores are the sum of its head_dim rows weighted by the query.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

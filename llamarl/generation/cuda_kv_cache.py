@@ -10,8 +10,6 @@ key-value head become the query positions of one attention: fused kernels then r
 per key-value head, however many query heads share it, and need no support for grouped heads.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

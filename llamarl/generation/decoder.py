@@ -13,8 +13,6 @@ sum their contributions to the residual stream, twice per layer and once for the
 gather logits.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -9,8 +9,6 @@ A rollout in a slot has all tokens but its last in the KV cache; a decode step f
 So starting, resuming and recomputing are one operation: prefill everything but the last token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ slots in order, padded to few sizes, so that a step is one of few shapes and eac
 once as a CUDA graph. Results of the rows in between that hold no rollout are not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -15,8 +15,6 @@ with float32, 8 to 64 rows). q, k and v lie side by side, and so do gate and up:
 transposing are only offsets and strides of the layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields

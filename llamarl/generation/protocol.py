@@ -5,8 +5,6 @@ Owns: the interface. Does not own: threads, storage, or the memory that a publis
 and, except `process_weights`, called from the compute thread between two steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

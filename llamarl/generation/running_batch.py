@@ -5,8 +5,6 @@ keys and values (`cpu_kv_cache.py`) or the choice of a slot (`scheduler.py`). In
 step runs a constant number of array operations, never a loop over rollouts.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -8,8 +8,6 @@ Log-probs are those of the distribution drawn from: after temperature, top-k and
 renormalised. Temperature 0 takes the likeliest token and reports its log-prob at temperature 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ training, else first in, first out, except that a rollout whose `min_version` is
 without holding up those behind it.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

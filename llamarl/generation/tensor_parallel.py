@@ -4,8 +4,6 @@ What `sum` and `gather` return is equal on all ranks, bit for bit, so all of the
 tokens.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

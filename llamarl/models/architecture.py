@@ -6,8 +6,6 @@ the decoder would compute differently. Does not own: what a family implies (`fam
 exactly; no unsupported setting is ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

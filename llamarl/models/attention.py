@@ -5,8 +5,6 @@ own: projections and rotation (`transformer.py`). Invariant: a rollout attends o
 padding never reaches a result or a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

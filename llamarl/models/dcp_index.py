@@ -5,8 +5,6 @@ Owns: which classes the pickle may name, and the check of what it says. Does not
 `_allowed` lists, so the worst that a folder of unknown origin can cause is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from pickle import Unpickler

@@ -7,8 +7,6 @@ other module depends on the family; trainer, embedded engine, reshard plan and p
 these tables. Free of torch, because the controller's process checks checkpoints.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -6,8 +6,6 @@ with any compute dtype (bfloat16 logits would move log-probs by hundredths), and
 CHUNK_ELEMENTS logits are in memory.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ Invariant: reading takes no memory beside the target, writing that of one file; 
 final name is complete.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -6,8 +6,6 @@ made of (`families.py`) or weights (`hf.py`). Invariant: torch-free, because the
 process checks checkpoints before any other process starts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from llamarl.config import EmbeddedConfig, GeneratorConfig, TrainerConfig

@@ -9,8 +9,6 @@ Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of 
 group are neighbours (one host), then `shard`, then `replicate`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -6,8 +6,6 @@ tensors for the whole run, so a publish may read them between two steps; no rank
 model.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator

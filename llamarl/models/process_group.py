@@ -9,8 +9,6 @@ Settings of a host come in environment variables, which `cluster/` sets for each
 them the run has a single host, as with `cluster=inline`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

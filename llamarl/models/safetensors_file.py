@@ -9,8 +9,6 @@ from a cold disk in 0.26 s and its rows in 0.18 s; one pread per row of the box 
 0.12 s. The kernel may read the whole file for that, into a cache that the ranks of a host share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple

@@ -6,8 +6,6 @@ parameters have the names and shapes of the Hugging Face layout, so no file or w
 needs a map of names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -22,8 +22,6 @@ What holds for every table in these files, against TRL 1.10 (GRPOTrainer, RLOOTr
                  TRL keeps them; verl drops them only with filter_groups.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

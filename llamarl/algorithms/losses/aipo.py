@@ -11,8 +11,6 @@ differentiating min(r, rho) A itself would give it none. rho bounds the weight f
 so a dual clip would have no effect.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.algorithms.loss_inputs import LossInputs, LossTerms

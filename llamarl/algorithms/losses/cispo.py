@@ -9,8 +9,6 @@ here      low 1, which bounds nothing, as in the paper; high 4, the bound that S
           step, where the paper averages over those of each group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.algorithms.loss_inputs import LossInputs, LossTerms

@@ -29,8 +29,6 @@ batch: nothing would be clipped. So the bounds are just above the noise instead;
 whose tokens moved by 2 % on average. A run warns if its first step clips (`loss_metrics.py`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llamarl.algorithms.loss_inputs import LossInputs, LossTerms

@@ -13,8 +13,6 @@ As in the papers there is no ratio, so stale tokens bias the gradient: use
 staleness.max_staleness=0, or a loss with a ratio.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llamarl.algorithms.loss_inputs import LossInputs, LossTerms

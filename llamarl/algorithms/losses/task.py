@@ -4,8 +4,6 @@ It runs in the trainer's processes, on its device. The file is the user's own co
 rights of the process; see docs/extending/loss.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

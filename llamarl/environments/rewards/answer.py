@@ -3,8 +3,6 @@
 A missing or unusable expected answer raises; it never makes a completion wrong.
 """
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

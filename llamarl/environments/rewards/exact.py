@@ -1,7 +1,5 @@
 """`exact`: the answer that a pattern finds in the completion equals the expected one."""
 
-from __future__ import annotations
-
 import re
 
 from llamarl.config import RewardConfig

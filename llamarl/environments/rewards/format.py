@@ -1,7 +1,5 @@
 """`format`: the completion has the required form, right or wrong."""
 
-from __future__ import annotations
-
 import re
 
 from llamarl.config import RewardConfig

@@ -5,8 +5,6 @@ functions, one file each. Invariant: only what the section names is imported (ma
 a second, and task.py runs only in the pool's processes).
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable, Sequence

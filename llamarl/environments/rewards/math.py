@@ -2,8 +2,6 @@
 math-verify. 0 means that the answers differ or the completion has none; every other problem raises.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import lru_cache
 from typing import Any

@@ -10,8 +10,6 @@ it, so that thread must live as long as the pool; and a blocking thread measures
 worker however busy the event loop is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import queue

@@ -5,8 +5,6 @@ Invariant: no call blocks longer than its `limit_s`, whatever the process does; 
 not repeat the token of its request is refused and its process ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -11,8 +11,6 @@ another service starts on request (a container daemon), nor what is left of code
 the supervisor itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

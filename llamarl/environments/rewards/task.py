@@ -5,8 +5,6 @@ prompt without special tokens; the result is any finite number, 1 meaning full m
 every process of the reward pool.
 """
 
-from __future__ import annotations
-
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.functions import Reward
 from llamarl.task_file import execute

@@ -18,8 +18,6 @@ just as it may return any reward. So task.py is trusted. Code that a model wrote
 must run it in a program of its own (subprocess), never by exec or eval.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import json

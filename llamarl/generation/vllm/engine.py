@@ -14,8 +14,6 @@ from it at each commit (staged), and then the engine keeps no view of that memor
 are two sets of weights: active and staging, or vLLM's own and the one that a publish fills.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Whether the one supported version of vLLM is installed. Imports neither vLLM nor torch, because
 the controller's process checks it before any other process starts."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 VERSION = "0.32.0"

@@ -5,8 +5,6 @@ or the machine shows (`settings.py`). Invariant: imports neither vLLM nor torch,
 controller's process checks the limits before any other process starts.
 """
 
-from __future__ import annotations
-
 import math
 
 from llamarl.config import VllmConfig

@@ -9,8 +9,6 @@ instead of executed. So q, k and v get their rows of the fused parameter, and a 
 its slices, without a table of names: a publish writes exactly what vLLM would load.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Owns: the translation of requests. Does not own: vLLM's core (`engine.py`). Inva
 rollout holds all its tokens, so none is read back from vLLM.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any

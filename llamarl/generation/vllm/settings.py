@@ -5,8 +5,6 @@ requests (`engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: impo
 not import vLLM, whose environment must be set before that.
 """
 
-from __future__ import annotations
-
 import gc
 import glob
 import hashlib

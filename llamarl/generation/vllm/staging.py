@@ -8,8 +8,6 @@ The work is done by vLLM's own reload code, which keeps each layer's parameters 
 ("loading form", without storage) beside those that it made of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
