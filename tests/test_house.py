@@ -98,6 +98,61 @@ def test_imports_point_down(path: Path) -> None:
         assert RANK[there] < RANK[here], f"{here} imports {there}, which stands above or beside it"
 
 
+def imported_files(path: Path) -> set[Path]:
+    """Files of the package that this one imports, at once or later."""
+    found = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llamarl."):
+            folder = ROOT / (node.module or "").replace(".", "/")
+            inner = {folder / f"{alias.name}.py" for alias in node.names} & TREES.keys()
+            found |= inner or {folder.with_suffix(".py"), folder / "__init__.py"} & TREES.keys()
+    return found
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """Names that lead back to the first of them; none if there is no circle."""
+    done: set[str] = set()
+
+    def follow(way: list[str]) -> list[str]:
+        if way[-1] in way[:-1]:
+            return way[way.index(way[-1]) :]
+        for name in sorted(arrows.get(way[-1], set()) - done):
+            if found := follow([*way, name]):
+                return found
+        done.add(way[-1])
+        return []
+
+    return next((found for name in sorted(arrows) if (found := follow([name]))), [])
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {str(path): {str(each) for each in imported_files(path)} for path in FILES}
+    assert circle(files | {"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not circle(files)
+
+
+@pytest.mark.parametrize("name", sorted(WINGS))
+def test_no_wings_of_a_room_import_each_other_in_a_circle(name: str) -> None:
+    def wing(path: Path) -> str:
+        return path.relative_to(PACKAGE / name).parts[0]
+
+    arrows: dict[str, set[str]] = {}
+    for path in (PACKAGE / name).rglob("*.py"):
+        there = {wing(each) for each in imported_files(path) if room(each) == name}
+        arrows.setdefault(wing(path), set()).update(there - {wing(path)})
+    assert len(arrows) > 3
+    assert not circle(arrows)
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
 def test_executors_never_import_each_other() -> None:
     executors = {"generator", "trainer", "scorer", "reference", "storage"}
     for path in (PACKAGE / "executors").glob("*.py"):

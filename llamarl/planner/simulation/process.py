@@ -44,7 +44,7 @@ class Faults:
     wrong_from: float = math.inf
 
 
-class Calls:
+class ProcessCalls:
     """The methods of an executor, each passed to `call` with its name."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -68,7 +68,7 @@ class SimulatedProcess:
         self.pids: list[int] = []
         self.num_calls: Counter[str] = Counter()
         self.is_stopped = False
-        self.call_one = self.call_all = executor if faults is None else Calls(self._call)
+        self.call_one = self.call_all = executor if faults is None else ProcessCalls(self._call)
         self._faults, self._cores = faults or Faults(), cores or Cores()
         self._random = random.Random(name)
         self._answers: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}  # of calls under way
