@@ -10,7 +10,7 @@ is the more the more processes there are. The rest, pickling and unpickling the 
 answers, is done and timed.
 
 Then the real controller (stages, gate, dispatch, ledger, packing, publisher, log-prob check, run
-logger) runs with modelled executors on a virtual clock. Time stands still for what the executors
+logger) runs with simulated executors on a virtual clock. Time stands still for what the executors
 compute, and goes on for what the controller computes and for its messages: that is when they have
 to wait.
 

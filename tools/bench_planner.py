@@ -1,11 +1,11 @@
-"""How well the planner's simulation tells step times: against replays, and against live runs.
+"""How well the planner's simulation predicts step times: against replays, and against live runs.
 
     python tools/bench_planner.py --json FILE
 
 Costs are read off a run's spans, but for what its controller and messages take, which is chosen so
 that the run's own step comes out.
 
-Replay: the controller runs in real time with modelled executors that sleep for durations read off
+Replay: the controller runs in real time with simulated executors that sleep for durations read off
 a finished run, and is compared with the same on a virtual clock (`max_error_replay`): once with all
 of them in the controller's process, once with each in its own, where messages are real and the
 forecast has what the shortest call took. Live: costs are read off one run of the quickstart recipe,
@@ -98,7 +98,7 @@ def load(overrides: tuple[str, ...]) -> Config:
 
 
 def cores(most: int) -> list[int]:
-    """The processors that a run with at most so many uses."""
+    """The processors that a run with at most this many uses."""
     allowed = sorted(os.sched_getaffinity(0))
     return allowed[: most or len(allowed)]
 

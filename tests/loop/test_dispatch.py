@@ -46,7 +46,7 @@ class Play:
     num_collectors: int
     ends: bool
     asked: dict[int, Request] = field(default_factory=dict)
-    told: Counter[int] = field(default_factory=Counter)
+    stops: Counter[int] = field(default_factory=Counter)
     stopped: dict[int, RolloutInfo] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
 
@@ -149,7 +149,7 @@ class Play:
                     cut = replace(self.asked[row.row_id], resume=True)
                     await self.dispatch.submit([cut])
                 else:
-                    self.told[row.row_id] += 1
+                    self.stops[row.row_id] += 1
                     self.stopped[row.row_id] = row
 
 
@@ -170,7 +170,7 @@ def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(
                 assert len(ids) == row.num_tokens == 5
 
     run(main())
-    assert play.told == Counter(dict.fromkeys(play.asked, 1))
+    assert play.stops == Counter(dict.fromkeys(play.asked, 1))
 
 
 def test_losing_the_last_replica_is_told_by_collect(caplog: pytest.LogCaptureFixture) -> None:

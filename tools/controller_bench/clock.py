@@ -1,8 +1,8 @@
 """A virtual clock on which the controller's own work takes the time that it really takes.
 
 Owns: whose callbacks cost time, and since when the loop has been busy. Does not own: what messages
-cost (`messages.py`). Invariant: what modelled executors compute costs nothing; every other callback
-takes its CPU time, and what was charged in it, during which nothing else happens.
+cost (`messages.py`). Invariant: what simulated executors compute costs nothing; every other
+callback takes its CPU time, and what was charged in it, during which nothing else happens.
 """
 
 from __future__ import annotations

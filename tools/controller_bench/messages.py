@@ -51,7 +51,7 @@ class MessageCosts:
 
 
 class Actor:
-    """Answers with what it was last told to keep."""
+    """Answers with what it was last given to keep."""
 
     def __init__(self, spec: Any, *, rank: int, num_ranks: int, spans: Any) -> None:
         self._kept: Any = None

@@ -174,7 +174,7 @@ def _sized(method: str, result: Any, args: tuple[Any, ...]) -> Any:
 
 
 class Idle:
-    """Nobody's waiting is looked at."""
+    """Of an executor whose waiting is not counted."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -238,7 +238,7 @@ class IdleReplica(Idle):
 
 
 class IdleScorer(Idle):
-    """Remembers when scores were told."""
+    """Remembers when each rollout was scored."""
 
     def __init__(self, load: Load, scored_s: dict[int, float]) -> None:
         super().__init__(load)

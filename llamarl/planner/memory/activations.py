@@ -1,11 +1,11 @@
 """What a forward and backward of one micro-batch keep in memory besides parameters.
 
 Owns: the measurement, on the meta device, of the real model with two layers. Does not own:
-FSDP's gathered weights and gradients (`memory.py`). Invariant: nothing is computed and nothing is
+FSDP's gathered weights and gradients (`trainer.py`). Invariant: nothing is computed and nothing is
 sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
 checkpointing's caches).
 
-Every tensor that an operation makes is watched from its birth to its death. What is alive after the
+Every tensor that an operation makes is followed until it is freed. What is alive after the
 second layer and was not after the first is what each further layer keeps. Tensor-parallel ranks run
 the real parallel code over a process group that sends nothing.
 
@@ -16,7 +16,7 @@ Rules for what the meta device cannot know:
   length for every head. The kernel that `attention_kernel` names runs on the meta device too.
 - Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
 - Padding. Attention pads rollouts of one block to its longest (models/attention.py), so memory
-  depends on their lengths. The worst packing is reckoned: twice as many cells as tokens.
+  depends on their lengths. The worst packing counts: twice as many cells as tokens.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _extrapolate(half_bytes: int, whole_bytes: int, num_tokens: int) -> int:
 
 
 def _activations(config: Config, architecture: Architecture, num_tokens: int) -> Activations:
-    """Of a micro-batch of so many tokens."""
+    """Of a micro-batch of this many tokens."""
     trainer = config.trainer
     longest = config.generator.max_model_len - 1  # the last token is not fed
     kernel = attention_kernel(config, architecture)
@@ -231,7 +231,7 @@ def _measure(
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing
             layer.self_attn.attend = partial(_attend, kernel)
-        for parameter in model.parameters():  # whole gradients are FSDP's affair
+        for parameter in model.parameters():  # `trainer.py` counts whole gradients
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
         watch = Watch(model.parameters(), META)
         peaks: list[int] = []
@@ -285,7 +285,7 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 @contextmanager
 def _chunks_of(device: str) -> Iterator[None]:
-    """The head on the meta device computes as many logits at once as on this kind of device."""
+    """Let the head on the meta device compute as many logits at once as on this kind of device."""
     head.CHUNK_ELEMENTS["meta"] = head.CHUNK_ELEMENTS[device]
     try:
         yield
@@ -295,7 +295,7 @@ def _chunks_of(device: str) -> Iterator[None]:
 
 @contextmanager
 def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of so many tensor-parallel ranks, of which this process is the first and only one."""
+    """A mesh of `num_ranks` tensor-parallel ranks, of which only the first exists: this process."""
     if num_ranks == 1:
         yield None
         return

@@ -1,8 +1,8 @@
 """Whether a recipe fits, asked before a run starts.
 
-Owns: the refusal, and a bound for small runs. Does not own: the forecast (`memory.py`). Invariant:
-torch is imported only if the bound cannot tell that all fits: the process of the controller asks,
-and of a small run on CPUs it never needs torch.
+Owns: the refusal, and a bound for small runs. Does not own: the forecast (`ranks.py`). Invariant:
+torch is imported only if the bound leaves it open whether all fits, so the controller's process
+never loads it for a small run on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 2**30
 def check_fit(config: Config, architecture: Architecture) -> None:
     """ValueError, in one line with numbers and what to change, if the recipe does not fit.
 
-    On CUDA against `cluster.gpu` (ValueError too if nobody knows it), on CPUs against what this
+    On CUDA against `cluster.gpu` (ValueError too if that is unknown), on CPUs against what this
     machine has left, where all executors of a host count together.
     """
     if "cuda" in (config.trainer.device, config.generator.device):

@@ -2,9 +2,9 @@
 
 Owns: layouts of trainer and generator ranks as they will be, and their sizes. Does not own: how a
 model is cut (`models/parallelize.py`, `generation/parameters.py`) or what else lies in memory
-(`memory.py`). Invariant: boxes come from torch's own computation on the real placements, and equal
-those that running ranks report (`weights/shards.py`, an engine's weight buffer), but for the host's
-name.
+(`ranks.py`). Invariant: boxes come from torch's own computation on the real placements, and equal
+those that running ranks report (`weights/layout/shards.py`, an engine's weight buffer), but for the
+host's name.
 
 Where all layers look alike, callers ask for an architecture of one layer.
 
@@ -61,7 +61,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
 def generator_layouts(
     config: Config, architecture: Architecture, replica: int = 0
 ) -> list[RankLayout]:
-    """The layout of each rank of one replica, in order of rank, as one part."""
+    """The layout of each rank of one replica, in order of rank, as one bucket."""
     devices = assign(config)[f"generator-{replica}"]
     return [
         _rank_layout(rank, device, parameters, (tuple(parameters),))

@@ -1,10 +1,10 @@
 """How much memory every rank needs, by kind.
 
 Owns: who is in memory together when, the fullest rank of every executor, the advice. Does not own:
-what a trainer or a generator needs by itself (`trainer_memory.py`, `generator_memory.py`).
+what a trainer or a generator needs by itself (`trainer.py`, `generator.py`).
 Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
 
-Disaggregated, each rank has its device. Colocated with offloading there are three turns, of which
+Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
 each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
 Without offloading everything is there at once. The reference shares the trainer's device always.
 
@@ -51,7 +51,7 @@ def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecas
 
 
 def fits(config: Config, architecture: Architecture) -> bool:
-    """Only whether all fits: for whoever tries many recipes. ValueError like `forecast_memory`."""
+    """Only whether all fits, for a search over many recipes. ValueError like `forecast_memory`."""
     return all(rank.fits for rank in _ranks(config, architecture))
 
 
@@ -77,7 +77,7 @@ def _ranks(config: Config, architecture: Architecture) -> Iterator[RankMemory]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Phase:
-    """What one rank of each side has in memory during a turn."""
+    """What one rank of each side has in memory during a phase."""
 
     name: str
     trainer: Kinds

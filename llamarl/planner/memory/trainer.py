@@ -1,11 +1,11 @@
 """What one trainer rank has in memory, moment by moment.
 
 Owns: state, FSDP's buffers and activations of the fullest rank, and those of the reference beside
-it. Does not own: sharing a device with others (`memory.py`). Invariant: kinds mirror
+it. Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror
 `models/policy.py`, FSDP2 and `versioned_tensors.py`; rank 0, whose shards are never shorter
 than others', is the fullest.
 
-How FSDP2's buffers are reckoned, per group of parameters (each layer, and one of embedding, norm
+How FSDP2's buffers are counted, per group of parameters (each layer, and one of embedding, norm
 and head, which stays gathered from forward to backward):
 
 - gathered in the compute dtype: with reshard_after=forward the group at work and the next one,
@@ -41,7 +41,7 @@ Kinds = dict[str, int]
 @dataclass(frozen=True, kw_only=True)
 class TrainerMemory:
     """Bytes by kind: `weights` and `state` (gradients and optimizer), which leave when another has
-    the device; `moments` of a turn, each with everything; `reference`, which stays."""
+    the device; `moments` of a phase, each with everything; `reference`, which stays."""
 
     weights: int
     state: Kinds
@@ -58,7 +58,7 @@ def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemor
         num_steps = len(parameter_shapes(architecture))  # one float32 each, besides two moments
         state["optimizer"] = 2 * weights + MASTER_BYTES * num_steps
     lasting = {"weights": weights, **state}
-    if not config.placement.colocated:  # else nobody is late: a sync phase waits for all
+    if not config.placement.colocated:  # else a sync phase waits for all targets, so none is late
         lasting["snapshot"] = weights
     if not TRANSPORTS[config.weights.transport].is_mapped:
         lasting["transfer"] = 2 * config.weights.bucket_bytes

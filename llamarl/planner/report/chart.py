@@ -23,8 +23,8 @@ LETTER = 6.7  # pixels a letter of 11 px takes at most, on average over a label
 ROUNDING_S = 1e-6
 MAX_ALIKE = 4  # executors of one kind in the timeline; the others do what these do
 
-# Okabe and Ito's colours, which the colour-blind tell apart too, then lighter and darker ones, so
-# ordered that neighbours differ; dark or white letters stand on each, whichever can be read.
+# Okabe and Ito's colours, which the colour-blind can distinguish too, then lighter and darker ones,
+# so ordered that neighbours differ; dark or white letters stand on each, whichever can be read.
 COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#56b4e9", "#999999",
     "#8f4a74", "#a36f00", "#00664b", "#f7c9a9", "#1b2a49", "#b7e1a1", "#5e4fa2", "#d9d9d9",

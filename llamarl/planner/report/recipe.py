@@ -1,7 +1,7 @@
 """The forecast of one recipe, put together.
 
 Owns: which questions `llamarl plan` asks, and the figures it writes as JSON. Does not own: any
-answer (`memory.py`, `publisher.py`, `simulation.py`, `variants.py`, `split.py`). Invariant: starts
+answer (`memory/`, `simulation/`). Invariant: starts
 no process, and reads nothing but the architecture and, if asked to, a finished run's folder.
 """
 
@@ -39,7 +39,7 @@ def forecast_recipe(
 
     Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
     only one whose times are known. `sweep` tries other splits of the processes between trainer and
-    generators. ValueError if the ranks do not fit onto the hosts, or the run tells too little.
+    generators. ValueError if the ranks do not fit onto the hosts, or the run lacks what is needed.
     """
     taken = {device for places in rank_assignment.assign(config).values() for device in places}
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
@@ -124,7 +124,8 @@ def figures(forecast: Forecast) -> dict[str, Any]:
 
 
 def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:
-    """Costs and workload of the run; what no span tells is chosen to make its own step come out."""
+    """Costs and workload of the run; what no span shows is chosen so that its own step comes
+    out."""
     own = run_config(run_dir, config)
     trace = read_trace(run_dir, own.sampling.rollouts_per_prompt)
     return fit_overhead(trace, replace(own, plan=_workload(own, trace)), architecture)

@@ -33,7 +33,7 @@ FACTORS = {
     "precision": "precision",
 }
 ARGUMENT = (
-    "The argument: run in turns on the same GPUs, trainer and generators share one memory budget "
+    "The argument: alternating on the same GPUs, trainer and generators share one memory budget "
     "and one parallel degree; apart, each has its own. With GPU time a per step for the trainer "
     "and c for the generators, the trainer's best share of the GPUs is a / (a + c). LlamaRL states "
     "the result; definitions and proof are our reconstruction "

@@ -1,1 +1,1 @@
-"""Time: the real controller on a virtual clock, with modelled executors."""
+"""Time: the real controller on a virtual clock, with simulated executors."""

@@ -1,4 +1,4 @@
-"""Costs of a run that has been: what its spans and its archive tell about times and lengths.
+"""Costs of a finished run, from the times in its spans and the lengths in its archive.
 
 Owns: the fits. Does not own: the files (`metrics/span.py`, `metrics/summary.py`) or what is
 simulated with them. Invariant: a function of the run folder and the number of processors. Spans are
@@ -39,13 +39,13 @@ COMPUTING = {  # spans in which a process computes by itself, by executor
 SETTLING_STEPS = 2  # of a run's start that no figure is taken from
 OVERHEAD_STEPS = 12  # simulated at most for each value of `row_s` tried
 OVERHEAD_HALVINGS = 7  # of the range in which `row_s` is searched
-NUM_CALLS = 4  # of one publish to one replica: offer, write, fingerprint, commit
+NUM_CALLS = 4  # of one publish to one replica: prepare, write, verify, commit
 SLOWDOWNS = np.linspace(0.0, 1.5, 31)  # tried for a process beside which another one computes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a finished run tells: costs, and the rollouts that it trained on.
+    """What is known from a finished run: costs, and the rollouts that it trained on.
 
     `lengths` are response tokens, `prompt_tokens` their prompts' mean; `rewards` are by group.
     `step_s` is the mean of its steps but the first `SETTLING_STEPS`.
@@ -88,7 +88,7 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
     """Executor times of a finished run; ValueError if spans are missing.
 
     It ran on `num_cores` processors (default: those that this process may use). What spans do not
-    tell stays 0: `row_s`, what the controller and messages take (see `fit_overhead`).
+    show stays 0: `row_s`, what the controller and messages take (see `fit_overhead`).
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     spans = _settled(_read_spans(Path(run_dir) / SPANS_FOLDER))
@@ -147,7 +147,7 @@ def read_trace(
 
 
 def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Trace:
-    """The trace with `row_s`, of which no span tells: so much that a simulation of the run itself,
+    """The trace with `row_s`, which no span shows: chosen so that a simulation of the run itself,
     whose `config` this is, takes as long as the run did; 0 if it already does."""
 
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
@@ -186,7 +186,7 @@ def _steps(spans: dict[str, list[Span]]) -> list[Span]:
 
 
 def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
-    """Without the first steps, in which memory is touched and code is met for the first time."""
+    """Without the first steps, in which memory is first touched and code first runs."""
     steps = _steps(spans)
     if len(steps) <= SETTLING_STEPS:
         return spans
@@ -243,7 +243,7 @@ def _computing(process: str, spans: list[Span]) -> Intervals:
 
 
 def _slowness(others: Floats, slowdown: float, num_cores: int) -> Floats:
-    """Wall time over free time with so many others at work: the inverse of `Cores`' speed."""
+    """Wall time over free time with this many others at work: the inverse of `Cores`' speed."""
     if num_cores == 1:
         return 1 + others
     return (1 + slowdown * np.minimum(others, 1)) * np.maximum(1, (1 + others) / num_cores)
@@ -334,7 +334,7 @@ def _store_row_s(spans: dict[str, list[Span]]) -> float:
 
 def _training(accumulate: Busy, free_s: Floats, rows: list[dict[str, Any]]) -> tuple[float, float]:
     """(a, b) of seconds = a per call + b per token, prompt included: each version's calls together
-    against its rows in the archive, for which call had which rows is not told."""
+    against its rows in the archive, for spans do not say which call had which rows."""
     design, seconds = [], []
     for version in np.unique(accumulate.version):
         chosen = accumulate.version == version

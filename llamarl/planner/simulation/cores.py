@@ -1,4 +1,4 @@
-"""Processors that modelled executors compute on.
+"""Processors that simulated executors compute on.
 
 Owns: how long work takes that shares processors. Does not own: how much work there is (`costs.py`).
 Invariant: work done follows from the loop's clock alone, so it may be looked at, and cut short, at

@@ -1,4 +1,4 @@
-"""What everything takes: the seconds that modelled executors sleep for.
+"""What everything takes: the seconds that simulated executors sleep for.
 
 Owns: the record, and what of it follows from hardware. Does not own: measured costs
 (`calibration.py`) or hardware constants (`hardware.py`). Invariant: every entry is of one process
@@ -31,7 +31,7 @@ class Costs:
     host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s` (by executor and
     kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
     passes between an optimizer step and the next passes beside messages and storage; `row_s` is
-    what each rollout costs in processes that are not modelled.
+    what each rollout costs in processes that are not simulated. `save_s` is a checkpoint.
     """
 
     decode_step_s: float = 0.0

@@ -2,10 +2,10 @@
 
 Owns: when a fraction does, and what is in it. Does not own: times or the simulation. Invariant:
 whatever one replica, one trainer rank and one host get to do stays as it is; a step then takes as
-long, and so many times fewer tokens are trained in it.
+long, and k times fewer tokens are trained in it.
 
 One k-th of the replicas, the trainer's data ranks and the groups of a step, with costs of the
-whole cluster. What is not the same: lengths are drawn anew, and the slowest of fewer replicas and
+whole cluster. What is not the same: lengths are drawn again, and the slowest of fewer replicas and
 ranks is a little faster. At 4096 GPUs with 65,536 rollouts a step (k = 16) a synchronous step came
 out 1.7 % shorter than that of the whole, one with max_staleness 4 0.2 %.
 """

@@ -1,15 +1,15 @@
 """What one publish moves, and how long that takes.
 
 Owns: bytes per rank and per network card, and seconds from them. Does not own: which copies there
-are (`weights/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come from real
-plans; seconds come from bytes and named constants alone.
+are (`weights/layout/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come
+from real plans; seconds come from bytes and named constants alone.
 
-As in `weights/publisher.py` the trainer feeds the first replica of each host (or each replica that
-spans hosts), and that one, once it has the version, the others of its host. Replicas look alike, so
-one plan serves them all; it is made for one layer, and for what is outside the layers, and the
-first is counted once per layer: copies never join across parameters. (What several ranks hold, as
-the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full plan evens
-out over all layers, so that its busiest rank may send a little less.)
+As in `weights/sync/publisher.py` the trainer feeds the first replica of each host (or each replica
+that spans hosts), and that one, once it has the version, the others of its host. Replicas look
+alike, so one plan serves them all; it is made for one layer, and for what is outside the layers,
+and the first is counted once per layer: copies never join across parameters. (What several ranks
+hold, as the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full
+plan evens out over all layers, so that its busiest rank may send a little less.)
 
 Every GPU has a network card and links to the other GPUs of its host; ranks without a GPU share
 their host's. Copies between two hosts need a card at both ends; those within a host the links,
@@ -46,7 +46,7 @@ MESSAGE_S = 20e-6
 sheet says it; it matters only where messages are small."""
 
 PHASE_S = 10e-3
-"""One of offer, write, fingerprint and commit: a call from the controller to all ranks and back.
+"""One of prepare, write, verify and commit: a call from the controller to all ranks and back.
 Our estimate for a busy event loop."""
 
 NUM_PHASES = 4
@@ -55,7 +55,8 @@ NUM_READINGS = 2
 """How often a version is read where it waits: for fingerprints, and to be taken over."""
 
 CORE_FINGERPRINT_BYTES_PER_S = 1e9
-"""One CPU core taking fingerprints of bfloat16: measured with `weights/fingerprint.py`."""
+"""One CPU core taking fingerprints of bfloat16: measured with
+`weights/integrity/fingerprint.py`."""
 
 LAYER = "model.layers.0."
 

@@ -106,7 +106,7 @@ class SimulatedReplica(Receiving):
         self._has_news.clear()
         await self._cores.work(self._costs.store_row_s * len(stopped))
         await self._rollouts.put(stopped, self._wrong_from)
-        if stopped and self._costs.row_s:  # in other processes: nobody here waits for it
+        if stopped and self._costs.row_s:  # in other processes, for which no executor waits
             self._cores.start(self._costs.row_s * len(stopped), lambda: None)
         return [row for _, row in stopped]
 

@@ -1,7 +1,7 @@
 """Costs from hardware: bytes over bandwidths and arithmetic over peaks.
 
 Owns: which bytes and which arithmetic each piece of work takes. Does not own: constants of hardware
-(`hardware.py`), bytes of a publish (`publisher.py`) or memory (`memory.py`). Invariant: everything
+(`hardware.py`), bytes of a publish (`publish.py`) or memory (`memory/`). Invariant: everything
 runs at EFFICIENCY of its published peak, and every collective by one law of the network
 (`_collective_rate`); traffic that FSDP2 prefetches hides behind arithmetic, that of tensor
 parallelism does not.
@@ -50,7 +50,7 @@ def hardware_costs(
     config: Config, architecture: Architecture, publish: PublishForecast | None = None
 ) -> Costs:
     """What `config` takes on its GPUs. `publish` is its forecast, made here if it is not given;
-    replicas with more ranks than key-value heads, which only comparisons have, are reckoned to get
+    replicas with more ranks than key-value heads, which only comparisons have, are taken to get
     their weights over their cards."""
     return Costs(
         **_generator(config, architecture),

@@ -128,14 +128,14 @@ def make_inputs(
 
 def settling_steps(config: Config, num_steps: int) -> int:
     """Steps before the steady state: until the gate's whole run-ahead has passed through. What is
-    left is a multiple of it where that is possible, for steps may end in bursts of so many."""
+    left is a multiple of it where that is possible, for steps may end in bursts of that many."""
     run_ahead = config.staleness.max_staleness + 1
     left = num_steps - run_ahead - 1
     return num_steps - max(left // run_ahead * run_ahead, 2)
 
 
 def fewest_steps(config: Config) -> int:
-    """So many that, once settled, one whole burst is left: for comparisons."""
+    """Enough that, once settled, one whole burst is left: for comparisons."""
     return 2 * (config.staleness.max_staleness + 1) + 1
 
 
@@ -163,7 +163,7 @@ def forecast(timeline: SimulatedTimeline, skipped: int) -> StepForecast:
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """Nothing is ever decoded, and rollouts end at their modelled length."""
+    """Nothing is ever decoded, and rollouts end at their simulated length."""
 
     eos_token_ids: tuple[int, ...] = ()
 

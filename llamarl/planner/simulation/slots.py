@@ -1,7 +1,7 @@
-"""The rollouts that one modelled replica decodes together, and how far they get.
+"""The rollouts that one simulated replica decodes together, and how far they get.
 
 Owns: who runs, in the order of ending, and the tokens in their KV caches. Does not own: the clock
-or what is told of an end (`replica.py`). Invariant: `steps` and `context` are those of decode steps
+or what follows an end (`replica.py`). Invariant: `steps` and `context` are those of decode steps
 that have been done; planning a stretch of them changes nothing.
 """
 
@@ -97,7 +97,7 @@ class Slots:
         return Piece(since_s + seconds, self.steps + num_steps)
 
     def advance(self, steps: int) -> Iterator[Slot]:
-        """Decode until so many steps are done in all; yields each rollout at its end."""
+        """Decode until `steps` are done in all; yields each rollout at its end."""
         while self.steps < steps:
             until = min(self._ends[0][0], steps) if self._ends else steps
             self.context += (until - self.steps) * len(self._ends)

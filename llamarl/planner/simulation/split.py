@@ -1,10 +1,10 @@
 """How many GPUs for the trainer, how many for the generators.
 
 Owns: LlamaRL's argument about memory in a form that can be computed, and the search for the best
-split of a recipe. Does not own: times (`costs.py`, `simulation.py`) or memory (`memory.py`).
+split of a recipe. Does not own: times (`costs.py`, `run.py`) or memory (`memory/`).
 Invariant: a split uses no more GPUs than the recipe.
 
-The argument: run in turns on the same GPUs, trainer and generator share one memory budget and one
+The argument: alternating on the same GPUs, trainer and generator share one memory budget and one
 model-parallel degree m; apart, each has its own. With B samples per step, G GPUs of M bytes each, W
 bytes of weights, kappa W of trainer state, A bytes of activations and K bytes of keys and values
 per sample, eta_t(b) and eta_g(b) seconds per sample of one group of m ranks at batch b:

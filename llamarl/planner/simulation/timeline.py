@@ -1,4 +1,4 @@
-"""What modelled executors did, from when to when, on the loop's clock.
+"""What simulated executors did, from when to when, on the loop's clock.
 
 Owns: the bars and what is added up from them. Does not own: when anything happens. Invariant: bars
 of one executor do not overlap within a category, so shares are within 0 and 1.
@@ -55,9 +55,9 @@ class SimulatedTimeline:
         self.record(executor, name, start_s, loop.time(), cat)
 
     def forget_last_step(self) -> None:
-        """Tell nothing of the newest step, nor of its publish."""
-        for told in (self.step_ends_s, self.publishes_s, self.num_tokens, self.ages):
-            told.pop()
+        """Leave out the newest step and its publish."""
+        for series in (self.step_ends_s, self.publishes_s, self.num_tokens, self.ages):
+            series.pop()
 
     def shares(self, start_s: float, end_s: float) -> tuple[dict[str, float], dict[str, float]]:
         """Of this window: busy share by executor ("generator"), wait share by "executor reason"

@@ -1,7 +1,7 @@
 """The same workload run otherwise, and what each difference is worth.
 
 Owns: the configurations that a recipe is compared with, and the decomposition of its gain. Does
-not own: times (`costs.py`, `simulation.py`) or memory (`trainer_memory.py`). Invariant: every
+not own: times (`costs.py`, `run.py`) or memory (`memory/`). Invariant: every
 variant has the recipe's GPUs, rollouts and lengths, and runs in the same simulator.
 
 The baseline is the published kind: synchronous and colocated, trainer and generator in memory at
@@ -29,7 +29,7 @@ NUM_BUDGETS = 3  # micro-batch budgets tried: the recipe's, a half, a quarter
 
 
 def synchronous(config: Config) -> Config:
-    """The recipe on-policy: nobody runs ahead."""
+    """The recipe on-policy: generators do not run ahead."""
     return replace(config, staleness=replace(config.staleness, max_staleness=0))
 
 
