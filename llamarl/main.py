@@ -192,7 +192,12 @@ def _run(
     """Run a job; a multirun calls this once per combination. Hydra did not make the folders
     `existing`."""
     is_run = job in JOBS.values()
-    signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        """On SIGTERM, before there is anything to save or after all is saved."""
+        _exit(_end(number), command, run_dir)
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         config = to_config(composed)
         record = partial(record_provenance, run_dir, command, to_yaml(composed))
@@ -204,16 +209,13 @@ def _run(
             asyncio.run(work)
     except jobs.Stopped as end:
         _exit(_end(end.number), command, run_dir)
+    except KeyboardInterrupt:  # before the job answers signals itself
+        _exit(_end(signal.SIGINT), command, run_dir)
     except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
         if is_run and run_dir not in existing and _is_mistake(error):
             with contextlib.suppress(OSError):
                 os.rmdir(run_dir)  # made by Hydra, and removed if empty
         _exit(_report(error, run_dir if is_run else None), command, run_dir)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """Exit on SIGTERM, before there is anything to save or after all is saved."""
-    sys.exit(_end(number))
 
 
 def _end(number: int) -> int:
