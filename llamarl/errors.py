@@ -4,8 +4,6 @@ Owns: their types. Does not own: which of them ends a run (`loop/`), or how they
 (`main.py`). Invariant: each survives pickling, and needs neither torch nor Monarch.
 """
 
-from __future__ import annotations
-
 
 class UserCodeError(RuntimeError):
     """Code of the recipe failed; the text holds its traceback, without frames of llamarl."""

@@ -5,8 +5,6 @@ Owns: the life of a run: inputs, processes, the loop, tear-down, summary. Does n
 its processes is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

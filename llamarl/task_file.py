@@ -10,8 +10,6 @@ what is installed there, but not its neighbours in the recipe's folder. It is th
 in each of these processes it may do whatever that process may.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import linecache

@@ -1,8 +1,6 @@
 """What the controller works with besides the loop's own parts: the executors, what the
 recipe decides, and who follows the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -8,8 +8,6 @@ in a sync phase, which copies them.
     begin -> sync phase -> train -> sync phase -> train -> ... -> sync phase -> train (the export)
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

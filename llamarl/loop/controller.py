@@ -7,8 +7,6 @@ built. Invariant: stages share nothing but the gate (who may start, who is next)
     admit -> generate -> collect -> score, infer -> settle -> train -> advance, publish -> admit
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field, replace
 

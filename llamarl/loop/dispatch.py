@@ -10,8 +10,6 @@ The dispatcher asks each replica which rollouts stopped; where there are hundred
 It is itself a Generator, so the controller sees one however many replicas there are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import logging

@@ -6,8 +6,6 @@ every token of an evaluation was written by the same version, else it raises; it
 `Purpose.EVALUATE` and never reach the trainer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -29,31 +27,6 @@ from llamarl.types import (
 )
 
 log = logging.getLogger(__name__)
-
-
-async def evaluate_alone(
-    evaluator: Evaluator, generator: Generator, scorer: Scorer, ledger: Ledger
-) -> Evaluation:
-    """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
-
-    async def collect() -> None:
-        while True:
-            ledger.learn_rollouts(await generator.collect())
-
-    async def score() -> None:
-        while True:
-            row_ids = await ledger.take("score")
-            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
-            ledger.learn_scores(await scorer.score(pairs))
-
-    async with asyncio.TaskGroup() as tasks:
-        serving = [tasks.create_task(collect()), tasks.create_task(score())]
-        result = await evaluator.evaluate(0, tuple(range(len(evaluator.prompts))))
-        for task in serving:
-            task.cancel()
-    if result is None:
-        raise NoGenerator("every generator replica is lost")
-    return result
 
 
 class Evaluator:
@@ -161,3 +134,28 @@ class Evaluator:
             num_prompts=num_prompts,
             num_failed=num_prompts - len(good),
         )
+
+
+async def evaluate_alone(
+    evaluator: Evaluator, generator: Generator, scorer: Scorer, ledger: Ledger
+) -> Evaluation:
+    """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
+
+    async def collect() -> None:
+        while True:
+            ledger.learn_rollouts(await generator.collect())
+
+    async def score() -> None:
+        while True:
+            row_ids = await ledger.take("score")
+            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
+            ledger.learn_scores(await scorer.score(pairs))
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = [tasks.create_task(collect()), tasks.create_task(score())]
+        result = await evaluator.evaluate(0, tuple(range(len(evaluator.prompts))))
+        for task in serving:
+            task.cancel()
+    if result is None:
+        raise NoGenerator("every generator replica is lost")
+    return result

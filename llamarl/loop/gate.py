@@ -26,8 +26,6 @@ Groups are admitted when a version is made, not when it has been published: repl
 requests and hold them until they commit, so none waits for the controller when it does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

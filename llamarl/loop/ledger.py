@@ -8,8 +8,6 @@ The ledger lives in the controller process and is used from its event loop only;
 are the places where stages sleep.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence

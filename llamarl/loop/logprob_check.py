@@ -10,8 +10,6 @@ views, a wrong scale of quantised weights, weights changed after the commit. Tha
 what it writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -6,8 +6,6 @@ Invariant: a saved state names the trainer's version, every prompt that was draw
 trained nor dropped by then, and records that hold that version's step and all that was dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -5,14 +5,13 @@ code (`main.py`). Invariant: a job is cancelled once at most, so that nothing di
 its tear-down; only a second Ctrl-C does, and ends the process at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
 import signal
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Self
 
 from llamarl.metrics.terminal import leave_display
 
@@ -41,17 +40,12 @@ class Signals:
         self._end_after_step: Callable[[Callable[[], None]], None] | None = None
         self.ended_by: signal.Signals | None = None
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         numbers = (signal.SIGINT, signal.SIGTERM)
         self._before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
