@@ -15,7 +15,6 @@ from llamarl.errors import NoGenerator
 from llamarl.loop.ledger import Ledger
 from llamarl.protocols import Generator, Scorer, Storage
 from llamarl.types import (
-    REWARD,
     Evaluation,
     FinishReason,
     Outcome,
@@ -89,7 +88,9 @@ class Evaluator:
         for request, prompt in zip(requests, self.prompts, strict=True):
             self._ledger.add(request, prompt)
         await self._generator.submit(requests)
-        await self._ledger.wait(row_ids, REWARD)
+        unscored = set(row_ids)
+        while unscored:
+            unscored.difference_update(await self._ledger.take("evaluate"))
         result = self._result(version, row_ids)
         for correct in (True, False):
             those = [r for r in row_ids if self._is_correct(r) is correct]

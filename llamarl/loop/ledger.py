@@ -4,8 +4,8 @@ Owns: one entry per row, which of its columns are ready, and who took it. Does n
 (storage units), order of consumption (`gate.py`). Invariant: a stage gets a row at most once,
 and only when every column the stage needs is ready, whatever order columns became ready in.
 
-The ledger lives in the controller process and is used from its event loop only; `take` and `wait`
-are the places where stages sleep.
+The ledger lives in the controller process and is used from its event loop only; stages sleep in
+`take`, and nowhere else.
 """
 
 import asyncio
@@ -56,12 +56,14 @@ class Stage:
 
 
 def loop_stages(has_reference: bool) -> dict[str, Stage]:
-    """The stages of the RL loop. Scoring and the reference are independent of each other."""
+    """The stages of the RL loop. Scoring and the reference are independent of each other; an
+    evaluation's rollout may have a (failed) score without having been written."""
     written, scored = frozenset({RESPONSE_IDS}), frozenset({RESPONSE_IDS, REWARD})
-    train = frozenset({Purpose.TRAIN})
+    train, evaluate = frozenset({Purpose.TRAIN}), frozenset({Purpose.EVALUATE})
     table = {
-        "score": Stage(needs=written, purposes=train | {Purpose.EVALUATE}, pause_s=SCORE_PAUSE_S),
+        "score": Stage(needs=written, purposes=train | evaluate, pause_s=SCORE_PAUSE_S),
         "settle": Stage(needs=scored, purposes=train),
+        "evaluate": Stage(needs=frozenset({REWARD}), purposes=evaluate),
     }
     if has_reference:
         table["infer"] = Stage(needs=written, purposes=train)
@@ -82,7 +84,6 @@ class Ledger:
         self._queues: dict[str, deque[int]] = {name: deque() for name in stages}
         self._changed: dict[str, asyncio.Event] = {name: asyncio.Event() for name in stages}
         self._next_s = dict.fromkeys(stages, 0.0)  # no `take` ends before
-        self._waiters: dict[int, list[tuple[str, asyncio.Future[None]]]] = {}
 
     def rows(self, *purposes: Purpose) -> list[int]:
         """Ids of the open rows of these purposes, oldest first."""
@@ -135,7 +136,6 @@ class Ledger:
                 continue
             entry.ready.add(column)
             self._offer(row_id, entry, column)
-            self._wake(row_id, column)
 
     async def take(self, stage: str, limit: int = 256) -> list[int]:
         """Up to `limit` rows ready for `stage`, oldest readiness first; waits for at least one."""
@@ -156,22 +156,10 @@ class Ledger:
             changed.clear()
             await changed.wait()
 
-    async def wait(self, row_ids: Iterable[int], column: str) -> None:
-        """Sleep until `column` of all these rows is ready."""
-        futures = []
-        for row_id in row_ids:
-            if column not in self.entries[row_id].ready:
-                future = asyncio.get_running_loop().create_future()
-                self._waiters.setdefault(row_id, []).append((column, future))
-                futures.append(future)
-        if futures:
-            await asyncio.gather(*futures)
-
     def forget(self, row_ids: Iterable[int]) -> None:
         """Close these entries; their arrays are retired by the caller."""
         for row_id in row_ids:
             del self.entries[row_id]
-            self._waiters.pop(row_id, None)
 
     def _offer(self, row_id: int, entry: LedgerEntry, column: str) -> None:
         for name, stage in self._stages.items():
@@ -182,11 +170,3 @@ class Ledger:
             ):
                 self._queues[name].append(row_id)
                 self._changed[name].set()
-
-    def _wake(self, row_id: int, column: str) -> None:
-        waiting = self._waiters.get(row_id, [])
-        for wanted, future in waiting:
-            if wanted == column and not future.done():
-                future.set_result(None)
-        if waiting:
-            self._waiters[row_id] = [pair for pair in waiting if not pair[1].done()]

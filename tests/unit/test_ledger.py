@@ -189,17 +189,15 @@ def test_evaluation_rows_are_scored_but_never_settled_or_inferred() -> None:
     asyncio.run(scenario())
 
 
-def test_wait_returns_once_the_column_of_all_rows_is_ready() -> None:
+def test_an_evaluation_gets_a_rollout_once_it_is_scored_though_it_was_never_written() -> None:
     async def scenario() -> None:
-        ledger = filled()
-        ledger.mark([0], REWARD)
-        waiting = asyncio.create_task(ledger.wait([0, 1, 2], REWARD))
-        for column, row_id in ((RESPONSE_IDS, 1), (REWARD, 1), (RESPONSE_IDS, 2)):
-            ledger.mark([row_id], column)
-            await asyncio.sleep(0.001)
-            assert not waiting.done()
-        ledger.mark([2], REWARD)
-        await asyncio.wait_for(waiting, 1)
+        ledger = filled(0)
+        for row_id in range(3):
+            ledger.add(request(row_id, Purpose.EVALUATE), PROMPT)
+        ledger.mark([0, 1], RESPONSE_IDS)
+        assert await take_all(ledger, "evaluate") == []
+        ledger.mark([1, 2], REWARD)
+        assert await take_all(ledger, "evaluate") == [1, 2]
 
     asyncio.run(scenario())
 
