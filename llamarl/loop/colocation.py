@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from llamarl.errors import GroupLost, NoGenerator
 from llamarl.metrics.span import Spans
@@ -35,35 +35,27 @@ class Phase(StrEnum):
     """Whatever the trainer computes."""
 
 
-class Colocation(Protocol):
-    """What the controller knows of where executors are."""
+class Colocation:
+    """What the controller knows of where executors are. Without more, no phase waits."""
 
     async def begin(self) -> None:
         """Called once all executors have started, before the first phase."""
 
-    def phase(self, phase: Phase, when: When | None = None) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
         """Run the body as `phase`; `when` waits until the generators can spare their device."""
+        yield
 
     async def recall(self) -> None:
         """Give the trainer the device at once, so that a run that ends early can be saved."""
 
 
-class Disaggregated:
-    """Generators and trainer have devices of their own: no phase waits for another."""
-
-    async def begin(self) -> None:
-        """Nothing to make room for."""
-
-    @asynccontextmanager
-    async def phase(self, phase: Phase, when: When | None = None) -> AsyncIterator[None]:
-        """The body at once; `when` is not asked."""
-        yield
-
-    async def recall(self) -> None:
-        """The trainer has its device."""
+class Disaggregated(Colocation):
+    """Generators and trainer have devices of their own: a phase is its body, and no `when` is
+    asked."""
 
 
-class Colocated:
+class Colocated(Colocation):
     """Generators and trainer share a device and alternate on it.
 
     The generators work until the `when` of a train phase returns, then from the end of the next

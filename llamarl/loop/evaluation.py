@@ -9,6 +9,7 @@ every token of an evaluation was written by the same version, else it raises; it
 import asyncio
 import logging
 import math
+from dataclasses import dataclass
 
 from llamarl.environments.requests import rollout_seed
 from llamarl.errors import NoGenerator
@@ -28,6 +29,7 @@ from llamarl.types import (
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
 class Evaluator:
     """Asks for one rollout per held-out prompt and waits until all are scored.
 
@@ -35,35 +37,26 @@ class Evaluator:
     as run all prompts at once, `rows_per_replica` each.
     """
 
-    def __init__(
-        self,
-        *,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        seed: int,
-        generator: Generator,
-        ledger: Ledger,
-        storage: Storage,
-        every_steps: int = 0,
-        version: int = -1,
-        rows_per_replica: int = 1,
-    ) -> None:
-        self.prompts = prompts
-        self.version = self._begun = version
-        self.num_replicas = math.ceil(len(prompts) / rows_per_replica)
-        self._every_steps = every_steps
-        self._sampling = sampling
-        self._seed = seed
-        self._generator = generator
-        self._ledger = ledger
-        self._storage = storage
+    prompts: list[Prompt]
+    sampling: Sampling
+    seed: int
+    generator: Generator
+    ledger: Ledger
+    storage: Storage
+    every_steps: int = 0
+    version: int = -1
+    rows_per_replica: int = 1
+
+    def __post_init__(self) -> None:
+        self.num_replicas = math.ceil(len(self.prompts) / self.rows_per_replica)
+        self._begun = self.version
 
     def is_due(self, version: int, last: int) -> bool:
         """Whether to evaluate `version`: the first and the last one are, and one every
         `every_steps` (0: none between), but none twice, and none without prompts."""
         if not self.prompts or version <= self._begun:
             return False
-        every = self._every_steps
+        every = self.every_steps
         has_passed = every > 0 and version // every > self._begun // every
         return self._begun < 0 or has_passed or version == last
 
@@ -78,34 +71,34 @@ class Evaluator:
             Request(
                 row_id=row_id,
                 prompt_ids=prompt.token_ids,
-                sampling=self._sampling,
-                seed=rollout_seed(self._seed, prompt, 0),
+                sampling=self.sampling,
+                seed=rollout_seed(self.seed, prompt, 0),
                 min_version=version,
                 purpose=Purpose.EVALUATE,
             )
             for row_id, prompt in zip(row_ids, self.prompts, strict=True)
         ]
         for request, prompt in zip(requests, self.prompts, strict=True):
-            self._ledger.add(request, prompt)
-        await self._generator.submit(requests)
+            self.ledger.add(request, prompt)
+        await self.generator.submit(requests)
         unscored = set(row_ids)
         while unscored:
-            unscored.difference_update(await self._ledger.take("evaluate"))
+            unscored.difference_update(await self.ledger.take("evaluate"))
         result = self._result(version, row_ids)
         for correct in (True, False):
             those = [r for r in row_ids if self._is_correct(r) is correct]
             outcome: Outcome = {"outcome": "evaluated", "version": version, "correct": int(correct)}
-            await self._storage.retire(those, outcome)
-        self._ledger.forget(row_ids)
+            await self.storage.retire(those, outcome)
+        self.ledger.forget(row_ids)
         self.version = version
         return result
 
     def _is_correct(self, row_id: int) -> bool:
-        score = self._ledger.entries[row_id].score
+        score = self.ledger.entries[row_id].score
         return score is not None and score.correct
 
     def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
-        asked = [self._ledger.entries[row_id] for row_id in row_ids]
+        asked = [self.ledger.entries[row_id] for row_id in row_ids]
         entries = [entry for entry in asked if entry.rollout is not None]
         if len(entries) < len(asked):
             num_lost = len(asked) - len(entries)

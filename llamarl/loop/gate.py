@@ -28,6 +28,7 @@ requests and hold them until they commit, so none waits for the controller when 
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass, field
 
 from llamarl.algorithms.group_filters import SOLVED
 from llamarl.environments.prompts import PromptStream
@@ -35,6 +36,7 @@ from llamarl.metrics.span import Spans
 from llamarl.types import Group, Prompt
 
 
+@dataclass(kw_only=True)
 class Gate:
     """Admits groups and hands them out for training.
 
@@ -43,51 +45,38 @@ class Gate:
     enter.
     """
 
-    def __init__(
-        self,
-        *,
-        max_staleness: int,
-        groups_per_step: int,
-        rollouts_per_group: int,
-        late: str,
-        max_drops_in_row: int,
-        prompts: PromptStream,
-        spans: Spans,
-        version: int = 0,
-        next_group_id: int = 0,
-        next_row_id: int = 0,
-    ) -> None:
-        self.version = version
-        self._max_staleness = max_staleness
-        self._groups_per_step = groups_per_step
-        self._rollouts_per_group = rollouts_per_group
-        self._late = late
-        self._max_drops_in_row = max_drops_in_row
-        self._prompts = prompts
-        self._spans = spans
-        self.solved = ""  # which groups show that nothing is left to learn
-        self.next_group_id = next_group_id
-        self.next_row_id = next_row_id
-        self._waiting: dict[int, Group] = {}  # admitted, not consumed; insertion order
-        self._settled: set[int] = set()
-        self._consumed: list[Group] = []  # consumed, their version not yet made
-        self._drops_in_row: Counter[str] = Counter()
-        self._changed = asyncio.Condition()
+    max_staleness: int
+    groups_per_step: int
+    rollouts_per_group: int
+    late: str
+    max_drops_in_row: int
+    prompts: PromptStream
+    spans: Spans
+    version: int = 0
+    next_group_id: int = 0
+    next_row_id: int = 0
+    solved: str = ""
+    """Which groups show that nothing is left to learn."""
+    _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
+    _settled: set[int] = field(default_factory=set)
+    _consumed: list[Group] = field(default_factory=list)  # consumed, their version not yet made
+    _drops_in_row: Counter[str] = field(default_factory=Counter)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
     def capacity(self) -> int:
         """Most groups open at once: (S+1)P."""
-        return (self._max_staleness + 1) * self._groups_per_step
+        return (self.max_staleness + 1) * self.groups_per_step
 
     def oldest_version(self, version: int) -> int:
         """The oldest version whose tokens trainer version `version` may learn from."""
-        return version - self._max_staleness
+        return version - self.max_staleness
 
     def state(self, version: int) -> dict[str, object]:
         """What a run needs that resumes at `version`, which is the gate's or the next one: the
         prompts of the groups admitted and not trained by then, in order, as [epoch, prompt_id];
         the next free ids; and where the prompts go on."""
-        num_trained = (version - self.version) * self._groups_per_step
+        num_trained = (version - self.version) * self.groups_per_step
         groups = [*self._consumed[num_trained:], *self._waiting.values()]
         groups.sort(key=lambda group: group.group_id)
         pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
@@ -95,7 +84,7 @@ class Gate:
             "pending": pending,
             "next_group_id": self.next_group_id,
             "next_row_id": self.next_row_id,
-            **self._prompts.state(),
+            **self.prompts.state(),
         }
 
     def allocate_rows(self, count: int) -> tuple[int, ...]:
@@ -109,11 +98,11 @@ class Gate:
         Prompts are drawn only now, so what was drawn is always either open or done.
         """
         async with self._changed:
-            with self._spans.span("gate", "wait"):
+            with self.spans.span("gate", "wait"):
                 await self._changed.wait_for(
                     lambda: self._num_open < self.capacity and not self.solved
                 )
-            return [self._open(next(self._prompts)) for _ in range(self.capacity - self._num_open)]
+            return [self._open(next(self.prompts)) for _ in range(self.capacity - self._num_open)]
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
         """The group is scored and trainable: it may be consumed, in its order."""
@@ -135,7 +124,7 @@ class Gate:
             self.solved = self.solved or self._find_solved()
             self._changed.notify_all()
         num_drops = self._drops_in_row.total()
-        if num_drops >= self._max_drops_in_row and not self.solved:
+        if num_drops >= self.max_drops_in_row and not self.solved:
             reasons = ", ".join(f"{n} x {why}" for why, n in self._drops_in_row.most_common())
             raise RuntimeError(
                 f"no trainable group among the last {num_drops} ({reasons}), and most of them "
@@ -150,9 +139,9 @@ class Gate:
         older than others); or `max_drops_in_row` drops in a row, most of them for being solved.
         """
         num_drops, num_solved = self._drops_in_row.total(), self._drops_in_row[SOLVED]
-        if num_solved == num_drops >= max(self._prompts.num_prompts, self.capacity):
+        if num_solved == num_drops >= max(self.prompts.num_prompts, self.capacity):
             return f"all of the last {num_drops} groups"
-        if num_drops < self._max_drops_in_row or 2 * num_solved <= num_drops:
+        if num_drops < self.max_drops_in_row or 2 * num_solved <= num_drops:
             return ""
         if num_solved == num_drops:
             return f"all of the last {num_drops} groups"
@@ -174,7 +163,7 @@ class Gate:
         would not be whole.
         """
         async with self._changed:
-            with self._spans.span("batch", "wait"):
+            with self.spans.span("batch", "wait"):
                 await self._changed.wait_for(
                     lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
                 )
@@ -191,8 +180,8 @@ class Gate:
         """The trainer has made `version`: the slots of that step's groups are free."""
         async with self._changed:
             assert version == self.version + 1, (version, self.version)
-            assert len(self._consumed) >= self._groups_per_step, "made before its batch"
-            del self._consumed[: self._groups_per_step]
+            assert len(self._consumed) >= self.groups_per_step, "made before its batch"
+            del self._consumed[: self.groups_per_step]
             self.version = version
             self._changed.notify_all()
 
@@ -201,11 +190,11 @@ class Gate:
         return len(self._waiting) + len(self._consumed)
 
     def _open(self, prompt: Prompt) -> Group:
-        step = self.version + self._num_open // self._groups_per_step  # used then at the latest
+        step = self.version + self._num_open // self.groups_per_step  # used then at the latest
         group = Group(
             group_id=self.next_group_id,
             prompt=prompt,
-            row_ids=self.allocate_rows(self._rollouts_per_group),
+            row_ids=self.allocate_rows(self.rollouts_per_group),
             min_version=max(0, self.oldest_version(step)),
         )
         self.next_group_id += 1
@@ -219,6 +208,6 @@ class Gate:
                 break
             if group.group_id in self._settled:
                 groups.append(group)
-            elif self._late == "wait":
+            elif self.late == "wait":
                 break
         return groups

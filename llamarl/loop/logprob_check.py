@@ -15,7 +15,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from llamarl.environments.requests import rollout_seed
@@ -92,6 +92,7 @@ class Tolerance:
         return LARGEST_MEDIAN if median(self._latest) > LARGEST_MEDIAN else None
 
 
+@dataclass(kw_only=True)
 class LogprobCheck:
     """Asks each replica for a rollout after its commit, and compares those that have arrived.
 
@@ -101,63 +102,51 @@ class LogprobCheck:
     warned of (warn); off asks for no rollout.
     """
 
-    def __init__(
-        self,
-        *,
-        dispatch: Dispatch,
-        ledger: Ledger,
-        storage: Storage,
-        trainer: Trainer,
-        allocate_rows: Callable[[int], Sequence[int]],
-        prompts: list[Prompt],
-        sampling: Sampling,
-        seed: int,
-        mode: str,
-    ) -> None:
-        self.tolerance = Tolerance()
-        """Of |log pi - log mu|."""
-        self.num_checked = 0
-        self.num_missed = 0
-        """Rows of another version than the trainer's when they were looked at."""
-        self._dispatch = dispatch
-        self._ledger = ledger
-        self._storage = storage
-        self._trainer = trainer
-        self._allocate_rows = allocate_rows
-        self._prompts = prompts
-        self._sampling = replace(sampling, max_tokens=min(NUM_TOKENS, sampling.max_tokens))
-        self._seed = seed
-        self._num_asked = 0
-        self._mode = mode
-        self._warned: set[int] = set()
-        self._started: set[int] = set()
-        self._submits: set[asyncio.Task[None]] = set()
+    dispatch: Dispatch
+    ledger: Ledger
+    storage: Storage
+    trainer: Trainer
+    allocate_rows: Callable[[int], Sequence[int]]
+    prompts: list[Prompt]
+    sampling: Sampling
+    seed: int
+    mode: str
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    """Of |log pi - log mu|."""
+    num_checked: int = 0
+    num_missed: int = 0
+    """Rows of another version than the trainer's when they were looked at."""
+    _num_asked: int = 0
+    _warned: set[int] = field(default_factory=set)
+    _started: set[int] = field(default_factory=set)
+    _submits: set[asyncio.Task[None]] = field(default_factory=set)
 
     def committed(self, replica: int, version: int) -> None:
         """Ask `replica`, which has committed `version`, for a check rollout; for several the first
         time."""
-        if self._mode == "off":
+        if self.mode == "off":
             return
-        num_shares = math.ceil(len(self._dispatch.replicas) / NUM_ASKED) or 1
+        num_shares = math.ceil(len(self.dispatch.replicas) / NUM_ASKED) or 1
         if replica % num_shares != version % num_shares:
             return  # it is asked at another version
+        sampling = replace(self.sampling, max_tokens=min(NUM_TOKENS, self.sampling.max_tokens))
         is_first = replica not in self._started
         self._started.add(replica)
         requests = []
-        for row_id in self._allocate_rows(NUM_START_ROWS if is_first else 1):
-            prompt = self._prompts[self._num_asked % len(self._prompts)]
+        for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1):
+            prompt = self.prompts[self._num_asked % len(self.prompts)]
             self._num_asked += 1
             request = Request(
                 row_id=row_id,
                 prompt_ids=prompt.token_ids,
-                sampling=self._sampling,
-                seed=rollout_seed(self._seed, prompt, -self._num_asked),  # no training row's
+                sampling=sampling,
+                seed=rollout_seed(self.seed, prompt, -self._num_asked),  # no training row's
                 min_version=version,
                 purpose=Purpose.CHECK,
             )
-            self._ledger.add(request, prompt)
+            self.ledger.add(request, prompt)
             requests.append(request)
-        self._submits.add(asyncio.ensure_future(self._dispatch.submit_to(replica, requests)))
+        self._submits.add(asyncio.ensure_future(self.dispatch.submit_to(replica, requests)))
 
     async def check(self, version: int) -> dict[str, float]:
         """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
@@ -167,13 +156,13 @@ class LogprobCheck:
         RuntimeError, or in mode "warn" a warning, if a replica's rows prove that it writes with
         other weights.
         """
-        if self._mode == "off":
+        if self.mode == "off":
             return {}
         self._look_after_submits()
         rows = self._arrived()
         good = [row for row in rows if {span.version for span in row.spans} == {version}]
         self.num_missed += len(rows) - len(good)
-        differences = await self._trainer.infer([row.row_id for row in good]) if good else []
+        differences = await self.trainer.infer([row.row_id for row in good]) if good else []
         for row, difference in zip(good, differences, strict=True):
             self._compare(row, version, difference)
         self.num_checked += len(good)
@@ -183,8 +172,8 @@ class LogprobCheck:
         if good and self.tolerance.value is not None:
             scalars["logprob_check_tolerance"] = self.tolerance.value
         outcome: Outcome = {"outcome": "logprob_check", "version": version}
-        await self._storage.retire([row.row_id for row in rows], outcome)
-        self._ledger.forget([row.row_id for row in rows])
+        await self.storage.retire([row.row_id for row in rows], outcome)
+        self.ledger.forget([row.row_id for row in rows])
         return scalars
 
     def _look_after_submits(self) -> None:
@@ -196,7 +185,7 @@ class LogprobCheck:
             raise errors[0]
 
     def _arrived(self) -> list[RolloutInfo]:
-        entries = (self._ledger.entries[r] for r in self._ledger.rows(Purpose.CHECK))
+        entries = (self.ledger.entries[r] for r in self.ledger.rows(Purpose.CHECK))
         return [entry.rollout for entry in entries if entry.rollout is not None]
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
@@ -204,7 +193,7 @@ class LogprobCheck:
         exceeded = self.tolerance.find_excess(row.replica, difference)
         if exceeded is None:
             self._warned.discard(row.replica)
-        elif self._mode == "fail":
+        elif self.mode == "fail":
             raise _proof(row, version, difference, exceeded)
         elif row.replica not in self._warned:
             self._warned.add(row.replica)  # once, until a row of it agrees again
