@@ -4,8 +4,6 @@ Owns: which object gets which. Does not own: what a run does with them (`jobs.py
 nothing here computes; it only says who gets what.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from dataclasses import dataclass, field, replace

@@ -50,8 +50,6 @@ Glossary
     phase       the time in which generators, or the trainer, have a device that they share.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum

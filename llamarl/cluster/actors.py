@@ -11,8 +11,6 @@ come back the same way, together (a `group.MergeableResult` as one); the first f
 once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math
@@ -55,7 +53,7 @@ class ExecutorActor(Actor):
     @concurrent_endpoint
     async def construct(
         self,
-        group: GroupActors,
+        group: "GroupActors",
         first_rank: int,
         name: str,
         factory: Factory,

@@ -1,8 +1,6 @@
 """A collector: asks many replicas which rollouts stopped, so that the controller gets few messages
 for all of them. Each replica's reports are passed on once, in their order."""
 
-from __future__ import annotations
-
 import asyncio
 
 from llamarl.executors.specs import CollectorSpec

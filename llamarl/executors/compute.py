@@ -5,8 +5,6 @@ Does not own: what is computed. Invariant: everything that touches autograd, CUD
 threads in this process runs here, one piece at a time; commands run between two work steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

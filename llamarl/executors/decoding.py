@@ -5,8 +5,6 @@ thread, storage, or the memory that a publish writes. Invariant: the engine step
 memory is on the device and its weights are of one version.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

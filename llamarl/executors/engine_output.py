@@ -4,8 +4,6 @@ Owns: the rollouts that stopped and were not collected yet, and the error that e
 Does not own: the engine. Invariant: a rollout is taken once; the first error stays.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Which engine a generator runs. vLLM is imported only if it is chosen."""
 
-from __future__ import annotations
-
 from llamarl.config import EmbeddedConfig, GeneratorConfig, VllmConfig
 from llamarl.generation.protocol import Engine
 

@@ -8,8 +8,6 @@ What changes the engine runs on the compute thread between two steps, with sever
 the same two on all of them (`lockstep.py`); all else runs beside decoding.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

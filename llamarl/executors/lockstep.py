@@ -9,8 +9,6 @@ content; of equal calls it does not matter which is which. Without work rank 0 w
 the others in the broadcast.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import queue

@@ -1,7 +1,5 @@
 """The part of an executor that leaves a shared device and comes back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial

@@ -12,8 +12,6 @@ is short; it is no process's memory. The files are unlinked once they are open, 
 behind when a process is killed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -21,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class Offloader:
         self._readers: list[threading.Thread] = []
 
     @classmethod
-    def placed(cls, placement: PlacementConfig, run_dir: str, label: str) -> Offloader:
+    def placed(cls, placement: PlacementConfig, run_dir: str, label: str) -> Self:
         """As `placement` says; without colocation nothing ever moves."""
         mode = placement.offload if placement.colocated else "none"
         return cls(mode, placement.offload_folder or run_dir, label)

@@ -6,8 +6,6 @@ which rollouts (the trainer), the loss (`algorithms/`) or what becomes of the gr
 need this one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ held in the trainer's compute dtype and laid out over as many ranks as the train
 fits wherever the trainer does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ Owns: the translation between what an engine writes and the store's columns. Doe
 Invariant: a row's spans are the runs of its token versions.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput, RequestOutput

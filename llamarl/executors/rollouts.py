@@ -1,7 +1,5 @@
 """The part of a generator rank that writes rollouts."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

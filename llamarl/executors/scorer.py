@@ -5,8 +5,6 @@ processes run it) or what a missing reward means for its group (the controller).
 has a REWARD cell exactly if its Score has a reward.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, deque

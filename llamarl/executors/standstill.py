@@ -1,7 +1,5 @@
 """Why a generator does not decode, and since when; the clock is the caller's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Generic, TypeVar
 

@@ -6,8 +6,6 @@ written again; what an earlier attempt still writes of a rollout that was lost i
 replica that was given up too early does no harm; a retired row's memory is freed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

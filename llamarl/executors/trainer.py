@@ -5,8 +5,6 @@ step computes (`training.py`). Invariant: calls are served one at a time in orde
 collectives must start in the same order on all ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ depends neither on packing nor on the number of ranks; and the weights never cha
 reads them.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

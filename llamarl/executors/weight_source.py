@@ -1,8 +1,6 @@
 """The part of an executor that other executors get weights from: a trainer's rank, or a
 generator's, which passes on what it received."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ own: the memory (`weights/sync/weight_buffer.py`) or the protocol (`weights/sync
 what comes before a commit runs on threads beside decoding; a commit runs between two decode steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

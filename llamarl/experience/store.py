@@ -5,8 +5,6 @@ are in the units. Invariant: rows come back in the order they were asked for, an
 message are those of its arrays plus a few per row: no padding, no pickled object per row.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -15,8 +15,6 @@ it one integer matrix-vector product per tile, along whichever dimension is cont
 Modulo 2^32, twice as fast, two changed signs would cancel: 2^31 times any odd number is 2^31.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -14,8 +14,6 @@ Readers are the connected replicas. A reader that has not acknowledged the prese
 pending: a step keeps a snapshot for it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,10 +11,9 @@ offset=4096, strides=(256, 1))`; rows 128:256 of it on trainer rank 1 of 2 are `
 stop=(256, 256), buffer="model...q_proj.weight", offset=0, strides=(256, 1))`.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, replace
+from typing import Self
 
 BUFFER = "weights"  # the name of a generator rank's flat weight buffer
 
@@ -89,7 +88,7 @@ class Copy:
     target_strides: tuple[int, ...]
     target_dtype: str
 
-    def slab(self, dim: int, begin: int, extent: int) -> Copy:
+    def slab(self, dim: int, begin: int, extent: int) -> Self:
         """The same from `begin` on along `dim`, `extent` long there; both may exceed its shape."""
         start = (*self.start[:dim], self.start[dim] + begin, *self.start[dim + 1 :])
         return replace(

@@ -5,8 +5,6 @@ Owns: where a parameter lies in flat memory, and the cut into buckets. Does not 
 extents in memory overlap (fused q, k, v) are in the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

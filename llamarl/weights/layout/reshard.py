@@ -10,8 +10,6 @@ Layers are alike: parameters whose boxes have the same places on all ranks share
 cut and joined once; each of them then costs only its copies.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

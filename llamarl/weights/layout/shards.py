@@ -4,8 +4,6 @@ Offsets come from torch's own computation, never from rank arithmetic: uneven an
 (FSDP2 over tensor parallel) do not follow the obvious formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -8,8 +8,6 @@ that joined first of those that are left, so when it leaves the next one succeed
 over several hosts is fed by the trainer.
 """
 
-from __future__ import annotations
-
 from llamarl.weights.layout.boxes import RankLayout
 
 Place = tuple[str | int, ...]

@@ -4,8 +4,6 @@ Owns: nothing that outlives a wait. Does not own: what an outcome means (`replic
 Invariant: every wait for another process has a limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """The figures of a publish; only commits that happened are counted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.errors import ReplicaLost

@@ -6,8 +6,6 @@ Invariant: each replica that is not lost has the newest version or is on its way
 waits for a slower one. Runs in the controller process and needs no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

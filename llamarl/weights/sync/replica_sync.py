@@ -7,8 +7,6 @@ changes only as the table in `states.py` allows.
     for each bucket: prepare -> write -> verify -> commit    or, after prepare, abort
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager

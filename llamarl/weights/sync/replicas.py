@@ -6,8 +6,6 @@ ended (`publisher.py`). Invariant: a replica that raises or stays silent is lost
 the trainer or a wrong fingerprint ends all tasks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ begun to commit reaches the new version or is gone.
 `docs/weights.md` has the picture; a test compares it with the table.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -18,8 +18,6 @@ next prepare. On the CPU all memories are shared segments, so that siblings of t
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

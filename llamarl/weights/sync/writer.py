@@ -7,8 +7,6 @@ in proportion to a parameter, and fingerprints its own values after casting, nev
 back.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 

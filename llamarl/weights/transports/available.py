@@ -3,8 +3,6 @@
 Without torch: the controller's process asks before any other process starts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")  # where a container sees its own limits

@@ -14,8 +14,6 @@ byte first: when a connection is lost, gloo fails only the waits for something t
 arrive, not those in the middle of sending or receiving.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence

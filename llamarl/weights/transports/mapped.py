@@ -5,8 +5,6 @@ sender over it. Does not own: what lies in it. Invariant: an address says by its
 so one sender serves both, and host memory may be the staging memory of a GPU.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 

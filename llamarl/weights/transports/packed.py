@@ -4,8 +4,6 @@ Owns: the messages and their order. Does not own: sending them. Invariant: both 
 messages from the same route, so a message carries values and no description of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ into the target's staging memory. Packed ones (`collective.py`, `rdma.py`) send 
 (`packed.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 

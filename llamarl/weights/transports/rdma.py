@@ -6,8 +6,6 @@ rank, so sources need no answer from the target while they write; inboxes are ho
 as the largest bucket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@ source feeds which replica (`assignment.py`), copies (`reshard.py`). Invariant: 
 CUDA IPC never leave a host, and no two routes meet at the same path.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections import Counter
