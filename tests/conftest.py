@@ -23,7 +23,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory):
-    """Runs `llamarl` commands without importing anew."""
+    """Runs `llamarl` commands in forks of a process that has done the imports."""
     from tests.e2e.forks import Forks
 
     forks = Forks(tmp_path_factory.mktemp("forks"))

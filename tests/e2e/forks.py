@@ -30,13 +30,15 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # Output that goes to a file has the default width, whatever the terminal of the tests.
+        environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**environment, "OMP_NUM_THREADS": "1"},
         )
 
     def run(self, *arguments: str, where: Path | None = None) -> subprocess.CompletedProcess[str]:
