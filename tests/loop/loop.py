@@ -28,11 +28,26 @@ from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
-from llamarl.planner.simulation.process import Faults, SimulatedProcess
 from llamarl.planner.simulation.run import make_inputs
+from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
-from llamarl.planner.simulation.workload import Workload
-from llamarl.types import TOKEN_VERSIONS, Batch, Columns, Group, Outcome, Prompt, Request
+from llamarl.planner.simulation.workload import Workload, spread
+from llamarl.types import (
+    TOKEN_VERSIONS,
+    Batch,
+    Columns,
+    Dropped,
+    Evaluation,
+    Group,
+    Outcome,
+    Prompt,
+    Request,
+    Score,
+    ScoreStatus,
+    StepStats,
+    Verdict,
+)
+from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
 from tests.unit.planner_recipes import make_recipe
 
 COSTS = Costs(
@@ -90,12 +105,40 @@ def heavy_tail(request: Request) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopWorkload(Workload):
-    """Rollouts as long as `length_of` says."""
+    """Rollouts as long as `length_of` says; reward code raises for `failed_share` of them."""
 
     length_of: Callable[[Request], int]
+    failed_share: float = 0.0
 
     def length(self, request: Request) -> int:
         return self.length_of(request)
+
+    def score(self, row_id: int, prompt: Prompt) -> Score:
+        if spread(row_id * 0.618033988749895) < self.failed_share:
+            return Score(row_id=row_id, status=ScoreStatus.RAISED, error="simulated")
+        return super().score(row_id, prompt)
+
+
+class WatchedRunLogger(SimulatedRunLogger):
+    """Keeps what it is given."""
+
+    def __init__(self, timeline: SimulatedTimeline) -> None:
+        super().__init__(timeline)
+        self.drops: list[str] = []
+        self.evaluations: list[Evaluation] = []
+        self.versions: list[int] = []
+
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        if isinstance(verdict, Dropped):
+            self.drops.append(verdict.reason)
+
+    def log_evaluation(self, evaluated: Evaluation | None) -> None:
+        if evaluated is not None:
+            self.evaluations.append(evaluated)
+
+    async def log_step(self, stats: StepStats, *details: object) -> None:
+        self.versions.append(stats.version)
+        await super().log_step(stats, *details)
 
 
 def slower(**seconds: float) -> Faults:
@@ -145,17 +188,14 @@ class Loop:
             failed_share=self.failed_share,
             length_of=self.length,
         )
-        self.timeline = SimulatedTimeline()
-        self.run_logger = SimulatedRunLogger(self.timeline)
         self.config = self._config()
-        self.executors = make_executors(
-            self.config,
-            self.costs,
-            workload,
-            self.timeline,
-            faults=self.faults,
-            storage=self.storage,
-        )
+        rollouts = StoredRollouts(self.faults)
+        setting = Setting(config=self.config, workload=workload, rollouts=rollouts)
+        self.timeline = setting.timeline
+        self.run_logger = WatchedRunLogger(self.timeline)
+        cluster = FaultyCluster(self.config, self.costs, self.faults)
+        self.executors = make_executors(setting, cluster, lambda costs, cores: self.storage)
+        rollouts.storage = self.executors.storage
         assert self.executors.trainer is not None
         self.trainer = self.executors.trainer.executor
         self.trainer.version = self.state.get("version", 0)
@@ -196,11 +236,11 @@ class Loop:
             ),
         )
 
-    def process(self, name: str) -> SimulatedProcess:
+    def process(self, name: str) -> FaultyProcess:
         """The process of this name: "generator-1", "trainer", "scorer"."""
         kind, _, number = name.partition("-")
         found = self.executors.generators[int(number)] if number else getattr(self.executors, kind)
-        return cast(SimulatedProcess, found)
+        return cast(FaultyProcess, found)
 
     async def run(self, run_dir: Path) -> None:
         controller, publisher, dispatch = build_controller(

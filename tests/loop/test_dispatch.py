@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from llamarl.build import make_dispatch
 from llamarl.errors import GroupLost
 from llamarl.planner.simulation.clock import run
-from llamarl.planner.simulation.process import LIVENESS_TIMEOUT_S, Faults
 from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
+from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import Loop
 
 NUM_REPLICAS = 3

@@ -17,8 +17,8 @@ import pytest
 from llamarl.checkpoints import checkpoint
 from llamarl.environments.prompts import PromptStream
 from llamarl.planner.simulation.clock import run
-from llamarl.planner.simulation.process import Faults
 from llamarl.types import Prompt, Score, ScoreStatus
+from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(1, i)) for i in range(1, 30)]

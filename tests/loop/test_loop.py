@@ -15,8 +15,8 @@ from llamarl.build import make_dispatch
 from llamarl.errors import GroupLost
 from llamarl.loop.dispatch import STOP_S
 from llamarl.planner.simulation.clock import run
-from llamarl.planner.simulation.process import LIVENESS_TIMEOUT_S, Faults
 from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Sampling
+from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import COSTS, Loop, slower
 
 HARD = {"drop_share": 0.2, "failed_share": 0.02}

@@ -8,9 +8,9 @@ import pytest
 
 from llamarl.checkpoints.checkpoint import latest, version_of
 from llamarl.planner.simulation.clock import run
-from llamarl.planner.simulation.process import Faults
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.types import Purpose, Request
+from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop
 
 NUM_STEPS = 4

@@ -48,11 +48,10 @@ from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import open_trackers
-from llamarl.planner.simulation.cluster import make_executors
+from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess, make_executors
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.process import SimulatedProcess
 from llamarl.planner.simulation.run import drive, make_inputs
-from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.workload import make_workload
 from llamarl.weights.integrity.comparison import Fingerprints
 
@@ -306,8 +305,8 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     """Simulate; the load of the steps after the pipeline is full."""
     config = make_config(shape)
     workload = make_workload(config, equal_share=EQUAL_SHARE)
-    timeline, load = SimulatedTimeline(), Load()
-    simulated = make_executors(config, make_costs(config, shape), workload, timeline)
+    setting, load = Setting(config=config, workload=workload), Load()
+    simulated = make_executors(setting, SimulatedCluster(config, make_costs(config, shape)))
     executors = _charged(config, simulated, costs, load)
     with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:
         spans = Spans("controller", folder)
@@ -321,7 +320,9 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
         inputs = make_inputs(workload.prompts())
         await drive(config, inputs, executors, shape.num_steps - 1, run_logger, spans)
     load.calls, load.num_bytes, load.waits = run_logger.counted
-    load.busy_shares, load.wait_shares = timeline.shares(load.end_s - load.elapsed_s, load.end_s)
+    load.busy_shares, load.wait_shares = setting.timeline.shares(
+        load.end_s - load.elapsed_s, load.end_s
+    )
     return load
 
 

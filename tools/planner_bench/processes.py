@@ -20,6 +20,7 @@ from llamarl.config import Config
 from llamarl.experience.store import Store
 from llamarl.loop.logprob_check import NUM_TOKENS
 from llamarl.models.architecture import Architecture
+from llamarl.planner.simulation.cluster import SimulatedProcess
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
@@ -28,10 +29,10 @@ from llamarl.planner.simulation.executors import (
     SimulatedStorage,
     SimulatedTrainer,
 )
-from llamarl.planner.simulation.process import SimulatedProcess
 from llamarl.planner.simulation.replica import SimulatedReplica
-from llamarl.planner.simulation.rollouts import DIFFERENCE, Rollout, RolloutRows
+from llamarl.planner.simulation.rollouts import DIFFERENCE, Rollout, Rollouts
 from llamarl.planner.simulation.run import drive, make_inputs
+from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 
@@ -48,8 +49,12 @@ class SleepingSpec:
     workload: Workload
     index: int = 0
 
+    def setting(self) -> Setting:
+        """That of the executor's process."""
+        return Setting(config=self.config, workload=self.workload)
 
-class MadeUpRollouts(RolloutRows):
+
+class MadeUpRollouts(Rollouts):
     """Those of other processes are made up: only lengths of log-prob checks are asked for."""
 
     def __init__(self, workload: Workload) -> None:
@@ -64,7 +69,7 @@ class SleepingStorage(SimulatedStorage):
     """A storage unit in its process."""
 
     def __init__(self, spec: SleepingSpec, **place: Any) -> None:
-        super().__init__(spec.costs, RolloutRows(), Cores(), SimulatedTimeline())
+        super().__init__(spec.setting(), spec.costs, Cores())
 
     async def answer(self) -> None:
         """The shortest call."""
@@ -74,26 +79,22 @@ class SleepingReplica(SimulatedReplica):
     """A replica in its process."""
 
     def __init__(self, spec: SleepingSpec, **place: Any) -> None:
-        rollouts, cores, timeline = RolloutRows(), Cores(), SimulatedTimeline()
-        made = {"hosts": (HOST,), "cores": cores, "timeline": timeline}
-        super().__init__(spec.index, spec.config, spec.costs, spec.workload, rollouts, **made)
+        super().__init__(spec.setting(), spec.costs, Cores(), index=spec.index, hosts=(HOST,))
 
 
 class SleepingTrainer(SimulatedTrainer):
     """The trainer in its process."""
 
     def __init__(self, spec: SleepingSpec, **place: Any) -> None:
-        cores, timeline = Cores(), SimulatedTimeline()
-        made = {"host": HOST, "cores": cores, "device": cores, "timeline": timeline}
-        super().__init__(spec.config, spec.costs, MadeUpRollouts(spec.workload), **made)
+        setting, cores = replace(spec.setting(), rollouts=MadeUpRollouts(spec.workload)), Cores()
+        super().__init__(setting, spec.costs, cores, hosts=(HOST,), device=cores)
 
 
 class SleepingScorer(SimulatedScorer):
     """The scorer in its process."""
 
     def __init__(self, spec: SleepingSpec, **place: Any) -> None:
-        made = {"cores": Cores(), "timeline": SimulatedTimeline()}
-        super().__init__(spec.config, spec.costs, spec.workload, RolloutRows(), **made)
+        super().__init__(spec.setting(), spec.costs, Cores())
 
 
 async def replay(

@@ -1,13 +1,13 @@
 """All executors of a recipe, simulated.
 
-Owns: which simulated executor gets which processors, rollouts and faults. Does not own: what they
-do, or the controller that drives them (`run.py`). Invariant: without faults a call goes straight to
-its executor, so a large simulation pays nothing for what never happens.
+Owns: which simulated executor gets which processors and hosts. Does not own: what they do, or the
+controller that drives them (`run.py`). Invariant: a call goes straight to its executor, so a large
+simulation pays nothing for messages that cost nothing.
 """
 
-from __future__ import annotations
-
+import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from llamarl.build import Executors, collector_specs
@@ -23,22 +23,32 @@ from llamarl.planner.simulation.executors import (
     SimulatedStorage,
     SimulatedTrainer,
 )
-from llamarl.planner.simulation.process import Faults, SimulatedProcess
 from llamarl.planner.simulation.replica import SimulatedReplica
-from llamarl.planner.simulation.rollouts import RolloutRows, Rollouts, StoredRollouts
-from llamarl.planner.simulation.timeline import SimulatedTimeline
-from llamarl.planner.simulation.workload import Workload
-from llamarl.protocols import Storage
+from llamarl.planner.simulation.setting import Setting
+
+
+class SimulatedProcess:
+    """cluster.ExecutorGroup around one executor, which answers for all its ranks. It is never
+    lost."""
+
+    def __init__(self, name: str, executor: Any) -> None:
+        self.name, self.executor = name, executor
+        self.call_one = self.call_all = executor
+        self.pids: list[int] = []
+
+    async def watch(self) -> None:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        """There is no process to end."""
 
 
 class SimulatedCluster:
-    """Makes processes for executors of `config`, on processors as `costs` says.
+    """Makes processes for executors of `config`, on processors as `costs` says."""
 
-    With `faults` (by executor name) something may happen to each; without, to none.
-    """
-
-    def __init__(self, config: Config, costs: Costs, faults: Mapping[str, Faults] | None) -> None:
-        self._costs, self._faults = costs, faults
+    def __init__(self, config: Config, costs: Costs) -> None:
+        self.costs = costs
         self._shared = Cores(costs.num_cores, costs.shared_speed) if costs.num_cores else None
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
@@ -47,73 +57,38 @@ class SimulatedCluster:
             for name, devices in rank_assignment.assign(config).items()
         }
 
-    def spawn(self, name: str, make: Callable[[Costs, Cores, Faults], Any]) -> SimulatedProcess:
-        """A process around what `make` returns for its costs, processors and faults."""
-        own = Faults() if self._faults is None else self._faults.get(name, Faults())
-        cores = self._shared or Cores()
-        executor = make(own.costs or self._costs, cores, own)
-        return SimulatedProcess(name, executor, None if self._faults is None else own, cores)
+    def spawn(self, name: str, make: Callable[[Costs, Cores], Any]) -> SimulatedProcess:
+        """A process around what `make` returns for its costs and processors."""
+        return SimulatedProcess(name, make(self.costs, self._shared or Cores()))
 
 
 def make_executors(
-    config: Config,
-    costs: Costs,
-    workload: Workload,
-    timeline: SimulatedTimeline,
-    *,
-    faults: Mapping[str, Faults] | None = None,
-    storage: Storage | None = None,
+    setting: Setting,
+    cluster: SimulatedCluster,
+    make_storage: Callable[[Costs, Cores], Any] | None = None,
 ) -> Executors:
-    """All executors of `config`. With `storage` rollouts are arrays in it."""
-    cluster = SimulatedCluster(config, costs, faults)
-    device, hosts = cluster.trainer_device, cluster.hosts
-    rollouts: Rollouts = RolloutRows()
+    """All executors of the recipe, in processes of `cluster`. `make_storage` replaces the simulated
+    storage unit."""
+    config, device, hosts = setting.config, cluster.trainer_device, cluster.hosts
 
-    def make_storage(costs: Costs, cores: Cores, _: Faults) -> Storage:
-        return storage or SimulatedStorage(costs, rollouts, cores, timeline)
-
-    def make_scorer(costs: Costs, cores: Cores, _: Faults) -> SimulatedScorer:
-        return SimulatedScorer(config, costs, workload, rollouts, cores=cores, timeline=timeline)
-
-    def make_trainer(costs: Costs, cores: Cores, _: Faults) -> SimulatedTrainer:
-        place = hosts["trainer"][0]
-        return SimulatedTrainer(
-            config, costs, rollouts, host=place, cores=cores, device=device, timeline=timeline
-        )
-
-    def make_reference(costs: Costs, cores: Cores, _: Faults) -> SimulatedReference:
-        return SimulatedReference(config, costs, rollouts, device=device, timeline=timeline)
+    def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
+        return cluster.spawn(name, partial(kind, setting, **options))
 
     def spawn_replica(index: int) -> SimulatedProcess:
         name = f"generator-{index}"
+        return spawn(name, SimulatedReplica, index=index, hosts=hosts[name])
 
-        def make(costs: Costs, cores: Cores, faults: Faults) -> SimulatedReplica:
-            return SimulatedReplica(
-                index,
-                config,
-                costs,
-                workload,
-                rollouts,
-                hosts=hosts[name],
-                cores=cores,
-                timeline=timeline,
-                wrong_from=faults.wrong_from,
-            )
-
-        return cluster.spawn(name, make)
-
-    store = Store([cluster.spawn("storage-0", make_storage).call_one])
-    rollouts = rollouts if storage is None else StoredRollouts(store)
+    storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
     generators = {i: spawn_replica(i) for i in range(config.generator.num_replicas)}
     has_reference = config.algorithm.kl_coefficient > 0
     return Executors(
         vital=[],
-        storage=store,
+        storage=Store([storage.call_one]),
         generators={**generators},
         collectors=[*_collectors(config, generators)],
-        scorer=cluster.spawn("scorer", make_scorer),
-        trainer=cluster.spawn("trainer", make_trainer),
-        reference=cluster.spawn("reference", make_reference) if has_reference else None,
+        scorer=spawn("scorer", SimulatedScorer),
+        trainer=spawn("trainer", SimulatedTrainer, hosts=hosts["trainer"][:1], device=device),
+        reference=spawn("reference", SimulatedReference, device=device) if has_reference else None,
     )
 
 

@@ -6,10 +6,7 @@ any time. What follows a job begins when the job was to end, so in real time the
 not add up.
 """
 
-from __future__ import annotations
-
 import asyncio
-import math
 from collections.abc import Callable
 
 
@@ -37,8 +34,6 @@ class Cores:
         self._num_cores = num_cores
         self._shared_speed = shared_speed
         self._jobs: dict[Job, None] = {}
-        self._is_frozen = False
-        self._thawed = asyncio.Event()
         self._due_s: float | None = None  # when the job was to end whose `then` is being called
 
     def time(self) -> float:
@@ -62,10 +57,8 @@ class Cores:
             await done.wait()
 
     async def sleep(self, seconds: float) -> None:
-        """Wait without computing, and no less than until `thaw`."""
+        """Wait without computing."""
         await asyncio.sleep(seconds)
-        while self._is_frozen:
-            await self._thawed.wait()
 
     def done_s(self, job: Job) -> float:
         """How much of it has been done by now."""
@@ -75,23 +68,6 @@ class Cores:
         """Let a running job end once `total_s` of it are done."""
         job.total_s = max(total_s, self.done_s(job))
         self._schedule(job)
-
-    def freeze(self) -> None:
-        """Stop all jobs, and those that begin from now on, until `thaw`."""
-        self._advance()
-        self._is_frozen = True
-        self._thawed.clear()
-        for job in self._jobs:
-            assert job.timer is not None
-            job.timer.cancel()
-
-    def thaw(self) -> None:
-        """Let all jobs go on."""
-        self._advance()
-        self._is_frozen = False
-        self._thawed.set()
-        for job in self._jobs:
-            self._schedule(job)
 
     def _advance(self) -> None:
         """Count what has been done, before the speed changes."""
@@ -106,7 +82,7 @@ class Cores:
         for each in self._jobs if self._num_cores else (job,):
             if each.timer is not None:
                 each.timer.cancel()
-            rest_s = max(0.0, each.total_s - self.done_s(each)) / speed if speed else math.inf
+            rest_s = max(0.0, each.total_s - self.done_s(each)) / speed
             each.timer = loop.call_at(now_s + rest_s, self._end, each)
 
     def _end(self, job: Job) -> None:
@@ -121,8 +97,6 @@ class Cores:
         self._due_s = None
 
     def _speed(self) -> float:
-        if self._is_frozen:
-            return 0.0
         num_working = sum(job.weight for job in self._jobs) if self._num_cores else 0
         if num_working <= 1:
             return 1.0

@@ -5,24 +5,19 @@ Owns: what they do in simulated time. Does not own: durations (`costs.py`) or re
 what they compute is made up.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
 from llamarl.algorithms.policy_loss import is_inert
-from llamarl.config import Config
 from llamarl.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.receiving import Layouts, travel
-from llamarl.planner.simulation.rollouts import Rollouts
+from llamarl.planner.simulation.receiving import Layouts
+from llamarl.planner.simulation.setting import Setting, SimulatedExecutor
 from llamarl.planner.simulation.timeline import SimulatedTimeline
-from llamarl.planner.simulation.workload import Workload
 from llamarl.types import (
     Batch,
     Columns,
-    Dropped,
     Evaluation,
     Group,
     Outcome,
@@ -34,14 +29,8 @@ from llamarl.types import (
 from llamarl.weights.layout.boxes import StagingHandle
 
 
-class SimulatedStorage:
+class SimulatedStorage(SimulatedExecutor):
     """protocols.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
-
-    def __init__(
-        self, costs: Costs, rollouts: Rollouts, cores: Cores, timeline: SimulatedTimeline
-    ) -> None:
-        self._costs, self._rollouts = costs, rollouts
-        self._cores, self._timeline = cores, timeline
 
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
@@ -57,32 +46,21 @@ class SimulatedStorage:
         self._rollouts.forget(row_ids)
 
     async def _serve(self, name: str, row_ids: list[int]) -> None:
-        await travel(self._costs)
+        await self._travel()
         with self._timeline.bar("storage", name):
             await self._cores.work(self._costs.store_row_s * len(row_ids))
 
 
-class SimulatedScorer:
+class SimulatedScorer(SimulatedExecutor):
     """protocols.Scorer with the workload's scores."""
 
-    def __init__(
-        self,
-        config: Config,
-        costs: Costs,
-        workload: Workload,
-        rollouts: Rollouts,
-        *,
-        cores: Cores,
-        timeline: SimulatedTimeline,
-    ) -> None:
-        self._costs, self._workload, self._rollouts = costs, workload, rollouts
-        self._cores, self._timeline = cores, timeline
-        self._num_workers = config.reward.num_workers
+    def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
+        super().__init__(setting, costs, cores)
         self._lock = asyncio.Lock()
 
     async def score(self, pairs: list[tuple[int, Prompt]]) -> list[Score]:
-        await travel(self._costs)
-        seconds = self._costs.score_row_s * len(pairs) / self._num_workers
+        await self._travel()
+        seconds = self._costs.score_row_s * len(pairs) / self._config.reward.num_workers
         async with self._lock:
             with self._timeline.bar("scorer", "score"):
                 await self._cores.work(self._costs.score_call_s + seconds)
@@ -91,30 +69,22 @@ class SimulatedScorer:
         return scores
 
 
-class SimulatedReference:
+class SimulatedReference(SimulatedExecutor):
     """protocols.Reference for all ranks, on `device`, which the trainer computes on too."""
 
-    def __init__(
-        self,
-        config: Config,
-        costs: Costs,
-        rollouts: Rollouts,
-        *,
-        device: Cores,
-        timeline: SimulatedTimeline,
-    ) -> None:
-        self._costs, self._rollouts = costs, rollouts
-        self._device, self._timeline = device, timeline
-        self._weight = config.trainer.num_ranks
+    def __init__(self, setting: Setting, costs: Costs, cores: Cores, device: Cores) -> None:
+        super().__init__(setting, costs, cores)
+        self._device = device
         self._lock = asyncio.Lock()
 
     async def infer(self, row_ids: list[int]) -> None:
-        await travel(self._costs)
+        await self._travel()
         rollouts = await self._rollouts.get(row_ids)
         lengths = [each.num_prompt_tokens + each.num_tokens for each in rollouts]
         async with self._lock:
             with self._timeline.bar("reference", "infer"):
-                await self._device.work(self._costs.infer_s(lengths), self._weight)
+                seconds = self._costs.infer_s(lengths)
+                await self._device.work(seconds, self._config.trainer.num_ranks)
 
 
 class SimulatedTrainer(Layouts):
@@ -127,19 +97,16 @@ class SimulatedTrainer(Layouts):
 
     def __init__(
         self,
-        config: Config,
+        setting: Setting,
         costs: Costs,
-        rollouts: Rollouts,
-        *,
-        host: str,
         cores: Cores,
+        *,
+        hosts: tuple[str, ...],
         device: Cores,
-        timeline: SimulatedTimeline,
     ) -> None:
-        super().__init__((host,), config)
-        self._config, self._costs, self._rollouts = config, costs, rollouts
-        self._cores, self._device, self._timeline = cores, device, timeline
-        self._weight = config.trainer.num_ranks
+        super().__init__(setting, costs, cores, hosts=hosts)
+        self._device = device
+        self._weight = self._config.trainer.num_ranks
         self._lock = asyncio.Lock()
         self._idle_since_s = 0.0
         self._num_writing = 0
@@ -152,7 +119,7 @@ class SimulatedTrainer(Layouts):
 
     async def accumulate(self, batch: Batch) -> None:
         async with self._lock:
-            await travel(self._costs)
+            await self._travel()
             assert batch.version == self.version, (batch.version, self.version)
             assert not self._away, f"trained while {self._away} are off the device"
             rollouts = await self._rollouts.get([row.row_id for row in batch.rows])
@@ -167,7 +134,7 @@ class SimulatedTrainer(Layouts):
 
     async def step(self) -> StepStats:
         async with self._lock:
-            await travel(self._costs)
+            await self._travel()
             if self._num_writing:
                 await self._compute(self._costs.snapshot_s, "snapshot")
             await self._compute(self._costs.optimizer_s, "optimizer_step")
@@ -183,9 +150,6 @@ class SimulatedTrainer(Layouts):
         version = self.version
         await self._cores.work(self._costs.save_s)
         assert (self.version, self._away) == (version, set()), "changed amid a save"
-
-    async def restore(self, folder: str) -> int:
-        return self.version
 
     async def export(self, folder: str, dtype: str) -> None:
         assert not self._away, f"exported while {self._away} are off the device"
@@ -203,7 +167,7 @@ class SimulatedTrainer(Layouts):
     # WeightSource
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
-        await travel(self._costs)
+        await self._travel()
         bucket = self._buckets[handles[0].bucket]
         self._num_writing += 1
         with self._timeline.bar(f"publish-{handles[0].replica}", "write", "publish"):
@@ -229,7 +193,7 @@ class SimulatedTrainer(Layouts):
     async def _move(self, name: str, tags: list[str]) -> None:
         seconds = sum(self._costs.moves_s.get(f"trainer {tag}", 0.0) for tag in tags)
         async with self._lock:
-            await travel(self._costs)
+            await self._travel()
             if name == "onload":
                 self._end_idle("phase")
             await self._compute(seconds, name)
@@ -262,23 +226,16 @@ class SimulatedTrainer(Layouts):
 
 
 class SimulatedRunLogger:
-    """RunObserver that keeps what it is given; steps and publishes go to the timeline."""
+    """RunObserver that notes steps and publishes in the timeline."""
 
     def __init__(self, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline
-        self.drops: list[str] = []
-        self.evaluations: list[Evaluation] = []
-        self.versions: list[int] = []
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """See RunObserver."""
-        if isinstance(verdict, Dropped):
-            self.drops.append(verdict.reason)
+        """Groups are not noted."""
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """See RunObserver."""
-        if evaluated is not None:
-            self.evaluations.append(evaluated)
+        """Evaluations are not noted."""
 
     def log_publish(self, seconds: float) -> None:
         """The publisher's own clock is the machine's, so `seconds` means nothing here."""
@@ -289,5 +246,4 @@ class SimulatedRunLogger:
 
     async def log_step(self, stats: StepStats, *details: object) -> None:
         """An optimizer step is done."""
-        self.versions.append(stats.version)
         self._timeline.step_ends_s.append(asyncio.get_running_loop().time())

@@ -6,20 +6,17 @@ on its compute thread waits for a moment between two decode steps here too; the 
 decoding.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from llamarl.config import Config
 from llamarl.errors import StaleVersion
 from llamarl.executors.standstill import Standstill
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.timeline import SimulatedTimeline
+from llamarl.planner.simulation.setting import Setting, SimulatedExecutor
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, Route, StagingHandle
 
 T = TypeVar("T")
@@ -27,15 +24,18 @@ Command = tuple[float, Callable[[], None], str]
 """Seconds on the compute thread, what is done at their end, and what they are called."""
 
 
-class Layouts:
+class Layouts(SimulatedExecutor):
     """One rank on each of `hosts`, each with the made-up parameters, one per bucket.
 
     With staging=bucket decoding stands still from the first bucket's commit on; an empty one here.
     """
 
-    def __init__(self, hosts: tuple[str, ...], config: Config) -> None:
+    def __init__(
+        self, setting: Setting, costs: Costs, cores: Cores, *, hosts: tuple[str, ...]
+    ) -> None:
+        super().__init__(setting, costs, cores)
         self._hosts = hosts
-        is_cut = config.weights.staging == "bucket"
+        is_cut = self._config.weights.staging == "bucket"
         self._buckets = ("first", "rest") if is_cut else ("rest",)
 
     async def source_layout(self) -> list[RankLayout]:
@@ -59,22 +59,20 @@ class Receiving(Layouts):
 
     def __init__(
         self,
-        index: int,
-        config: Config,
+        setting: Setting,
         costs: Costs,
-        *,
-        hosts: tuple[str, ...],
         cores: Cores,
-        timeline: SimulatedTimeline,
+        *,
+        index: int,
+        hosts: tuple[str, ...],
     ) -> None:
-        super().__init__(hosts, config)
+        super().__init__(setting, costs, cores, hosts=hosts)
         self.index, self.name, self.version = index, f"generator-{index}", -1
-        self._costs, self._cores, self._timeline = costs, cores, timeline
-        self._weight = config.generator.num_ranks
+        self._weight = self._config.generator.num_ranks
         self._commands: deque[Command] = deque()
         self._standstill = Standstill(
             cores.time,
-            lambda name, start, end: timeline.record(self.name, name, start, end, "wait"),
+            lambda name, start, end: self._timeline.record(self.name, name, start, end, "wait"),
         )
         self._is_busy = False
 
@@ -103,7 +101,7 @@ class Receiving(Layouts):
         return [None for _ in self._hosts]
 
     async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
-        await travel(self._costs)
+        await self._travel()
         assert version > self.version, (version, self.version)
         self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
         return [
@@ -120,13 +118,13 @@ class Receiving(Layouts):
         ]
 
     async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
-        await travel(self._costs)
+        await self._travel()
         if self._buckets[bucket] == "rest":
             await self._cores.work(self._costs.check_s, self._weight)
         return [{self._buckets[bucket]: version} for _ in self._hosts]
 
     async def commit(self, version: int, bucket: int) -> list[int]:
-        await travel(self._costs)
+        await self._travel()
         is_last = bucket + 1 == len(self._buckets)
 
         def commit() -> int:
@@ -169,7 +167,7 @@ class Receiving(Layouts):
                 await self._move("onload", tag, partial(self._standstill.away.discard, tag))
 
     async def _move(self, name: str, tag: str, then: Callable[[], None]) -> None:
-        await travel(self._costs)
+        await self._travel()
         seconds = self._costs.moves_s.get(f"generator {tag}", 0.0)
         await self._between_steps(seconds, then, name)
 
@@ -185,9 +183,3 @@ class Receiving(Layouts):
         self._commands.append((seconds, end, name))
         self._interrupt()
         return await done
-
-
-async def travel(costs: Costs) -> None:
-    """A call is on its way to another process."""
-    if costs.message_s:
-        await asyncio.sleep(costs.message_s)

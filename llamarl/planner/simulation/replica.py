@@ -7,14 +7,10 @@ its queue and its rules of starting are the embedded engine's, and it advances f
 never token by token.
 """
 
-from __future__ import annotations
-
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable
 
-from llamarl.config import Config
 from llamarl.executors.engine_output import GATHER_S
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
@@ -28,11 +24,9 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.receiving import Receiving, travel
-from llamarl.planner.simulation.rollouts import Rollouts
+from llamarl.planner.simulation.receiving import Receiving
+from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
-from llamarl.planner.simulation.timeline import SimulatedTimeline
-from llamarl.planner.simulation.workload import Workload
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
 
 NOTHING = PartialOutput()
@@ -42,25 +36,20 @@ class SimulatedReplica(Receiving):
     """Generator, WeightTarget, WeightSource and Offloadable of `protocols.py` for replica `index`
     on `hosts`.
 
-    Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length. From
-    version `wrong_from` on its log-probs are wrong.
+    Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length.
     """
 
     def __init__(
         self,
-        index: int,
-        config: Config,
+        setting: Setting,
         costs: Costs,
-        workload: Workload,
-        rollouts: Rollouts,
-        *,
-        hosts: tuple[str, ...],
         cores: Cores,
-        timeline: SimulatedTimeline,
-        wrong_from: float = math.inf,
+        *,
+        index: int,
+        hosts: tuple[str, ...],
     ) -> None:
-        super().__init__(index, config, costs, hosts=hosts, cores=cores, timeline=timeline)
-        self._workload, self._rollouts, self._wrong_from = workload, rollouts, wrong_from
+        super().__init__(setting, costs, cores, index=index, hosts=hosts)
+        config = self._config
         self._max_num_seqs = config.generator.max_num_seqs
         self._max_model_len = config.generator.max_model_len
         self._recomputes = config.generator.kv_after_commit == "recompute"
@@ -83,7 +72,7 @@ class SimulatedReplica(Receiving):
         return len(self._slots)
 
     async def submit(self, requests: list[Request]) -> None:
-        await travel(self._costs)
+        await self._travel()
         row_ids = {request.row_id for request in requests}
         assert len(row_ids) == len(requests), "a row is asked for twice"
         assert not row_ids & self._held, "a row is asked for that has not stopped"
@@ -98,14 +87,14 @@ class SimulatedReplica(Receiving):
 
     async def collect(self) -> list[RolloutInfo]:
         """As the real one, but it does not answer without rows: heartbeats take no time."""
-        await travel(self._costs)
+        await self._travel()
         await self._has_news.wait()
         await self._cores.sleep(GATHER_S)
         self._catch_up()
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
         await self._cores.work(self._costs.store_row_s * len(stopped))
-        await self._rollouts.put(stopped, self._wrong_from)
+        await self._rollouts.put(stopped)
         if stopped and self._costs.row_s:  # in other processes, for which no executor waits
             self._cores.start(self._costs.row_s * len(stopped), lambda: None)
         return [row for _, row in stopped]

@@ -22,11 +22,10 @@ from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation import clock, fraction
-from llamarl.planner.simulation.cluster import make_executors
+from llamarl.planner.simulation.cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.executors import (
-    SimulatedRunLogger,
-)
+from llamarl.planner.simulation.executors import SimulatedRunLogger
+from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.inputs import Inputs
@@ -62,8 +61,9 @@ async def run(
     config: Config, costs: Costs, architecture: Architecture, workload: Workload, num_steps: int
 ) -> SimulatedTimeline:
     """Run the controller with simulated executors on whatever clock the present loop has."""
-    timeline = SimulatedTimeline()
-    executors = make_executors(config, costs, workload, timeline)
+    setting = Setting(config=config, workload=workload)
+    timeline = setting.timeline
+    executors = make_executors(setting, SimulatedCluster(config, costs))
     run_logger = SimulatedRunLogger(timeline)
     inputs = make_inputs(workload.prompts(), architecture)
     await drive(config, inputs, executors, num_steps, run_logger)

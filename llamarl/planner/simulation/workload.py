@@ -4,8 +4,6 @@ Owns: lengths and made-up prompts. Does not own: what they cost. Invariant: a ro
 depends on its seed alone, so two systems that are compared write the same rollouts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +22,12 @@ class Workload:
     """`lengths` are tokens of finished rollouts; a rollout's seed picks one of them.
 
     `equal_share`: share of the groups whose rollouts all get one reward, so that their advantages
-    are 0. `failed_share`: share of the rollouts whose reward code raises. Lengths of one group are
-    no more alike than others, as those of a hard prompt would be.
+    are 0. Lengths of one group are no more alike than others, as those of a hard prompt would be.
     """
 
     lengths: tuple[int, ...]
     prompt_tokens: int
     equal_share: float = 0.0
-    failed_share: float = 0.0
 
     def length(self, request: Request) -> int:
         """Tokens that this rollout will have."""
@@ -39,10 +35,8 @@ class Workload:
 
     def score(self, row_id: int, prompt: Prompt) -> Score:
         """Rewards of 0 and 1 in turns, or 0 for the whole group."""
-        if _spread(row_id * 0.618033988749895) < self.failed_share:
-            return Score(row_id=row_id, status=ScoreStatus.RAISED, error="simulated")
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
-        reward = 0.0 if _spread(number) < self.equal_share else float(row_id % 2)
+        reward = 0.0 if spread(number) < self.equal_share else float(row_id % 2)
         return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
 
     def prompts(self) -> list[Prompt]:
@@ -54,7 +48,7 @@ class Workload:
         ]
 
 
-def _spread(number: float) -> float:
+def spread(number: float) -> float:
     """The fraction, which multiples of an irrational number spread evenly over 0 to 1."""
     return math.modf(number)[0]
 

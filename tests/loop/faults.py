@@ -1,27 +1,40 @@
-"""The process of a simulated executor, and what goes wrong with it.
-
-Owns: its end, its silence, the errors and delays of its calls. Does not own: what the executor
-does. Invariant: a call ends as on a cluster: with the executor's answer or error or, once the
-process is lost, with GroupLost; a caller that gives up does not end the work.
-"""
-
-from __future__ import annotations
+"""What goes wrong with the processes of simulated executors."""
 
 import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from llamarl.config import Config
 from llamarl.errors import GroupLost
-from llamarl.planner.simulation.cores import Cores
+from llamarl.executors.rollout_columns import read_written, write_finished
+from llamarl.generation.protocol import PartialOutput, RequestOutput
+from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess
+from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.rollouts import Rollout, Rollouts, tokens_of
+from llamarl.protocols import Storage
+from llamarl.types import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    REWARD,
+    TOKEN_VERSIONS,
+    Request,
+    RolloutInfo,
+    Score,
+    version_spans,
+)
 
 LIVENESS_TIMEOUT_S = 5.0  # after so long a silence a process counts as lost
 STOP_S = 0.2  # what it takes to stop one
+WRONG = 3.0  # log-prob of a replica that computes something else; the trainer's are 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +67,70 @@ class ProcessCalls:
         return partial(self._call, method)
 
 
-class SimulatedProcess:
-    """cluster.ExecutorGroup around one simulated executor, which answers for all its ranks.
+class FaultyCluster(SimulatedCluster):
+    """Processes with `faults`, by executor name."""
 
-    Without `faults` nothing happens to it, and calls go to the executor directly. `cores` are what
-    it computes on. `num_calls` counts calls by method.
-    """
+    def __init__(self, config: Config, costs: Costs, faults: Mapping[str, Faults]) -> None:
+        super().__init__(config, costs)
+        self._faults = faults
 
-    def __init__(
-        self, name: str, executor: Any, faults: Faults | None = None, cores: Cores | None = None
-    ) -> None:
-        self.name, self.executor = name, executor
-        self.pids: list[int] = []
+    def spawn(self, name: str, make: Callable[[Costs, Cores], Any]) -> SimulatedProcess:
+        faults, cores = self._faults.get(name, Faults()), FreezableCores()
+        return FaultyProcess(name, make(faults.costs or self.costs, cores), faults, cores)
+
+
+class FreezableCores(Cores):
+    """Processors of one process, which may stand still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_frozen = False
+        self._thawed = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds)
+        while self._is_frozen:
+            await self._thawed.wait()
+
+    def freeze(self) -> None:
+        """Stop all jobs, and those that begin from now on, until `thaw`."""
+        self._advance()
+        self._is_frozen = True
+        self._thawed.clear()
+        for job in self._jobs:
+            assert job.timer is not None
+            job.timer.cancel()
+
+    def thaw(self) -> None:
+        """Let all jobs go on."""
+        self._advance()
+        self._is_frozen = False
+        self._thawed.set()
+        for job in self._jobs:
+            self._schedule(job)
+
+    def _schedule(self, job: Job) -> None:
+        if not self._is_frozen:
+            return super()._schedule(job)
+        if job.timer is not None:
+            job.timer.cancel()
+        job.timer = asyncio.get_running_loop().call_at(math.inf, self._end, job)
+
+    def _speed(self) -> float:
+        return 0.0 if self._is_frozen else super()._speed()
+
+
+class FaultyProcess(SimulatedProcess):
+    """A process that `faults` happen to, on `cores`. A call ends as on a cluster: with the
+    executor's answer or error or, once the process is lost, with GroupLost; a caller that gives up
+    does not end the work. `num_calls` counts calls by method."""
+
+    def __init__(self, name: str, executor: Any, faults: Faults, cores: FreezableCores) -> None:
+        super().__init__(name, executor)
         self.num_calls: Counter[str] = Counter()
         self.is_stopped = False
-        self.call_one = self.call_all = executor if faults is None else ProcessCalls(self._call)
-        self._faults, self._cores = faults or Faults(), cores or Cores()
+        self.call_one = self.call_all = ProcessCalls(self._call)
+        self._faults, self._cores = faults, cores
         self._random = random.Random(name)
         self._answers: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}  # of calls under way
         self._awake = asyncio.Event()
@@ -165,3 +226,45 @@ class SimulatedProcess:
             answer.set_exception(error)
         else:
             answer.set_result(work.result())
+
+
+class StoredRollouts(Rollouts):
+    """Rollouts as columns in `storage`, which is set before the run, with all that it refuses."""
+
+    storage: Storage
+
+    def __init__(self, faults: Mapping[str, Faults]) -> None:
+        super().__init__()
+        self._faults = faults
+
+    async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]]) -> None:
+        finished = []
+        for request, row in stopped:
+            wrong_from = self._faults.get(f"generator-{row.replica}", Faults()).wrong_from
+            written = tokens_of(row.spans)
+            written.logprobs[written.versions >= wrong_from] = WRONG
+            finished.append(
+                RequestOutput(request=request, written=written, reason=row.finish_reason)
+            )
+        if finished:
+            await write_finished(self.storage, finished)
+
+    async def get(self, row_ids: list[int]) -> list[Rollout]:
+        names = [PROMPT_IDS, TOKEN_VERSIONS, GENERATOR_LOGPROBS]
+        columns = await self.storage.read(row_ids, names)
+        return [
+            Rollout(len(prompt), len(versions), version_spans(versions), max(logprobs, default=0.0))
+            for prompt, versions, logprobs in zip(*(columns[n] for n in names), strict=True)
+        ]
+
+    async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
+        return await read_written(self.storage, requests)
+
+    async def add_rewards(self, scores: list[Score]) -> None:
+        """The completions are read, as by reward code."""
+        await self.storage.read([score.row_id for score in scores], [RESPONSE_IDS])
+        good = {score.row_id: np.array([score.reward]) for score in scores if not score.error}
+        await self.storage.write(list(good), {REWARD: list(good.values())})
+
+    def forget(self, row_ids: Iterable[int]) -> None:
+        """Storage does."""
