@@ -113,9 +113,6 @@ class LogprobCheck:
     mode: str
     tolerance: Tolerance = field(default_factory=Tolerance)
     """Of |log pi - log mu|."""
-    num_checked: int = 0
-    num_missed: int = 0
-    """Rows of another version than the trainer's when they were looked at."""
     _num_asked: int = 0
     _warned: set[int] = field(default_factory=set)
     _started: set[int] = field(default_factory=set)
@@ -161,11 +158,9 @@ class LogprobCheck:
         self._look_after_submits()
         rows = self._arrived()
         good = [row for row in rows if {span.version for span in row.spans} == {version}]
-        self.num_missed += len(rows) - len(good)
         differences = await self.trainer.infer([row.row_id for row in good]) if good else []
         for row, difference in zip(good, differences, strict=True):
             self._compare(row, version, difference)
-        self.num_checked += len(good)
         scalars = {"logprob_check_rows": float(len(good))}
         if good:
             scalars["logprob_check_difference"] = max(differences)
