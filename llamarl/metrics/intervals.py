@@ -60,13 +60,6 @@ def _pieces(
     a: Intervals, b: Intervals
 ) -> tuple[Intervals, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Cut time at every start and stop; for each piece whether it is in `a`, and in `b`."""
-    if not len(a) and not len(b):
-        return EMPTY, np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
-    times = np.concatenate([a.ravel(), b.ravel()])
-    order = np.argsort(times, kind="stable")
-    enter_a = np.concatenate([np.tile([1, -1], len(a)), np.zeros(2 * len(b), dtype=np.int64)])
-    enter_b = np.concatenate([np.zeros(2 * len(a), dtype=np.int64), np.tile([1, -1], len(b))])
-    in_a = np.cumsum(enter_a[order])[:-1] > 0
-    in_b = np.cumsum(enter_b[order])[:-1] > 0
-    times = times[order]
-    return np.stack([times[:-1], times[1:]], axis=1), in_a, in_b
+    times = np.unique(np.concatenate([a, b]))
+    pieces = np.stack([times[:-1], times[1:]], axis=1)
+    return pieces, overlaps(a, pieces) > 0, overlaps(b, pieces) > 0

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +36,6 @@ class RecentSpans:
         self._folder = Path(folder)
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._readers: dict[str, SpanReader] = {}
-        self._num_read: Counter[str] = Counter()  # files by executor
         self._seen: set[str] = set()
         self._processes: dict[str, Tracks] = {}
         self._waited_ns: dict[str, int] = {}
@@ -90,10 +89,9 @@ class RecentSpans:
                 new[executor_of(path.stem)].append(path)
                 self._seen.add(path.stem)
         for executor, paths in new.items():
-            room = MAX_FILES - self._num_read[executor]
+            room = MAX_FILES - [*map(executor_of, self._readers)].count(executor)
             chosen = paths[:: math.ceil(len(paths) / room)] if room else []
             self._readers |= {path.stem: SpanReader(path) for path in chosen}
-            self._num_read[executor] += len(chosen)
 
     def _window(self, tracks: Tracks) -> tuple[int, int]:
         newest_ns = max((track.times_ns[-1] for track in tracks.values()), default=0)
