@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from llamarl.config.check import require, require_choice
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
@@ -74,67 +74,55 @@ def open_trackers(
     return trackers
 
 
-class WandbTracker:
-    """Weights & Biases. Its own variables hold: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY."""
+@dataclass(frozen=True)
+class ScalarTracker:
+    """Passes the scalars of each step to another program, and says when the run has ended."""
 
-    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=_run_name(run_dir, first_step),
-            dir=run_dir,
-            config=dict(config),
-            settings=wandb.Settings(console="off"),  # capturing would tear the live display
-        )
-        self._run.define_metric("*", step_metric=STEP)  # W&B's own step cannot go back
+    send: Callable[[int, Scalars], object]
+    finish: Callable[[], object]
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
         """Send the scalars."""
-        self._run.log({**scalars, STEP: step})
+        self.send(step, scalars)
 
     def close(self) -> None:
         """Wait until all is sent."""
-        self._run.finish()
+        self.finish()
 
 
-class MlflowTracker:
+def _open_wandb(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
+    """Weights & Biases. Its own variables hold: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY."""
+    import wandb
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=_run_name(run_dir, first_step),
+        dir=run_dir,
+        config=dict(config),
+        settings=wandb.Settings(console="off"),  # capturing would tear the live display
+    )
+    run.define_metric("*", step_metric=STEP)  # W&B's own step cannot go back
+    return ScalarTracker(lambda step, scalars: run.log({**scalars, STEP: step}), run.finish)
+
+
+def _open_mlflow(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
     """MLflow. Its own variables hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    import mlflow
 
-    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
-        import mlflow
-
-        self._mlflow: Any = mlflow
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        mlflow.start_run(run_name=_run_name(run_dir, first_step))
-        mlflow.log_params(dict(config))
-
-    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
-        """Send the scalars."""
-        self._mlflow.log_metrics(scalars, step=step)
-
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._mlflow.end_run()
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    mlflow.start_run(run_name=_run_name(run_dir, first_step))
+    mlflow.log_params(dict(config))
+    return ScalarTracker(
+        lambda step, scalars: mlflow.log_metrics(scalars, step=step), mlflow.end_run
+    )
 
 
-class TrackioTracker:
+def _open_trackio(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
     """Trackio, Hugging Face's local dashboard: `trackio show --project llamarl`."""
+    import trackio
 
-    def __init__(self, run_dir: Path, config: Mapping[str, object], first_step: int) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=PROJECT, name=_run_name(run_dir, first_step), config=dict(config)
-        )
-
-    def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
-        """Store the scalars."""
-        self._run.log(scalars, step=step)
-
-    def close(self) -> None:
-        """Wait until all is stored."""
-        self._run.finish()
+    run = trackio.init(project=PROJECT, name=_run_name(run_dir, first_step), config=dict(config))
+    return ScalarTracker(lambda step, scalars: run.log(scalars, step=step), run.finish)
 
 
 def _open_tensorboard(run_dir: Path, config: Mapping[str, object], first_step: int) -> Tracker:
@@ -150,7 +138,7 @@ def _run_name(run_dir: Path, first_step: int) -> str:
 
 TRACKERS = {
     "tensorboard": TrackerEntry(_open_tensorboard, "tensorboard"),
-    "wandb": TrackerEntry(WandbTracker, "wandb"),
-    "mlflow": TrackerEntry(MlflowTracker, "mlflow"),
-    "trackio": TrackerEntry(TrackioTracker, "trackio"),
+    "wandb": TrackerEntry(_open_wandb, "wandb"),
+    "mlflow": TrackerEntry(_open_mlflow, "mlflow"),
+    "trackio": TrackerEntry(_open_trackio, "trackio"),
 }
