@@ -12,8 +12,6 @@ from llamarl.config.check import Section, choice, number
 class AlgorithmConfig(Section):
     """Fields that every algorithm shares."""
 
-    key = "algorithm"
-
     advantage: str = "mean"
     """Baseline: mean | mean_std (also divides by the group's deviation) | leave_one_out | none |
     task (`advantages` of the recipe's own task.py)."""

@@ -29,9 +29,16 @@ def choice(default: str, *others: str) -> Any:
 
 
 class Section:
-    """A dataclass of fields that check themselves, and a rule for those that depend on others."""
+    """A dataclass of fields that check themselves, and a rule for those that depend on others.
 
-    key = ""  # of the section in a recipe; "" for the root
+    `key` names it in a recipe: "data" for DataConfig and what inherits from it, "" for the root.
+    """
+
+    key = ""
+
+    def __init_subclass__(cls) -> None:
+        if Section in cls.__bases__:
+            cls.key = cls.__name__.removesuffix("Config").lower()
 
     def __post_init__(self) -> None:
         check_fields(self.key, self)

@@ -10,8 +10,6 @@ from llamarl.config.check import DAY_S, Section, choice, number
 class ClusterConfig(Section):
     """Processes, and the hosts they run on."""
 
-    key = "cluster"
-
     backend: str = choice("monarch", "inline")
     """monarch: every executor in its own process; inline: all in this one, for debugging."""
     hosts: list[str] = field(default_factory=list)

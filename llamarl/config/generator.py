@@ -13,8 +13,6 @@ from llamarl.config.check import DAY_S, Section, choice, dtype_for, number
 class SamplingConfig(Section):
     """How rollouts are drawn."""
 
-    key = "sampling"
-
     rollouts_per_prompt: int = number(8, least=1, most=65536)
     """Rollouts in a group (n)."""
     temperature: float = number(1.0, least=1e-3, most=100)
@@ -41,8 +39,6 @@ class SamplingConfig(Section):
 @dataclass(kw_only=True)
 class GeneratorConfig(Section):
     """Fields that every engine shares."""
-
-    key = "generator"
 
     num_replicas: int = number(1, least=1, most=65536)
     """Independent engines, each in processes of its own."""

@@ -11,8 +11,6 @@ from llamarl.config.check import Section, number
 class ModelConfig(Section):
     """The checkpoint, in the Hugging Face layout."""
 
-    key = "model"
-
     checkpoint: str = ""
     """Folder with config.json and safetensors files; relative to the recipe's folder."""
     architecture: str | None = None
@@ -29,8 +27,6 @@ class ModelConfig(Section):
 @dataclass(kw_only=True)
 class DataConfig(Section):
     """The prompt files."""
-
-    key = "data"
 
     prompts: str = ""
     """Training prompts, .jsonl or .parquet; relative paths start at the recipe's folder."""

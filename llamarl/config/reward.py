@@ -10,8 +10,6 @@ from llamarl.config.check import DAY_S, Section, choice, number
 class RewardConfig(Section):
     """What is rewarded, and how long a reward may take."""
 
-    key = "reward"
-
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | task (the recipe's own task.py). The first one's
     full marks are what accuracy counts."""

@@ -21,8 +21,6 @@ MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 class StalenessConfig(Section):
     """How far the generator may run ahead."""
 
-    key = "staleness"
-
     max_staleness: int = number(1, least=0, most=1000)
     """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
     late: str = choice("wait", "mask")
@@ -33,8 +31,6 @@ class StalenessConfig(Section):
 @dataclass(kw_only=True)
 class WeightsConfig(Section):
     """How a new version reaches the generators."""
-
-    key = "weights"
 
     transport: str = "shared_memory"
     """What carries the bytes: shared_memory (one host, CPU memory) | cuda_ipc (one host, GPU
@@ -63,8 +59,6 @@ class WeightsConfig(Section):
 class PlacementConfig(Section):
     """Whether generators and trainer have devices of their own."""
 
-    key = "placement"
-
     colocated: bool = False
     """True: they share devices and alternate; the idle side's memory is offloaded. False: each has
     its own devices, and both work at once."""
@@ -79,8 +73,6 @@ class PlacementConfig(Section):
 class ExperienceConfig(Section):
     """The store between the stages."""
 
-    key = "experience"
-
     num_storage_units: int = number(1, least=1, most=65536)
     """Storage processes; row ids are spread over them."""
     archive_tokens: bool = False
@@ -90,8 +82,6 @@ class ExperienceConfig(Section):
 @dataclass(kw_only=True)
 class EvaluationConfig(Section):
     """Held-out evaluation on one fixed version."""
-
-    key = "evaluation"
 
     every_steps: int = number(0, least=0, most=10**9)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
@@ -112,8 +102,6 @@ class EvaluationConfig(Section):
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
     """What is kept on disk of the trainer."""
-
-    key = "checkpoint"
 
     every_steps: int = number(20, least=0, most=10**9)
     """Steps between checkpoints; 0 saves only when the run ends. A killed run loses what it did
@@ -139,8 +127,6 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """What is recorded."""
 
-    key = "metrics"
-
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio. All
     but tensorboard come with `pip install 'llamarl[trackers]'`."""
@@ -156,8 +142,6 @@ class MetricsConfig(Section):
 @dataclass(kw_only=True)
 class PlanConfig(Section):
     """Lengths that `llamarl plan` assumes: log-normal, cut at sampling.max_tokens."""
-
-    key = "plan"
 
     prompt_tokens: int = number(200, least=1, most=2**24)
     """Tokens of a prompt."""

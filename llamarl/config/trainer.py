@@ -13,8 +13,6 @@ from llamarl.config.check import Section, choice, dtype_for, number
 class TrainerConfig(Section):
     """One optimizer step per `groups_per_step` groups."""
 
-    key = "trainer"
-
     num_ranks: int = number(1, least=1, most=65536)
     """Processes, one per GPU: replicate x shard x tensor_parallel; shard is the rest."""
     tensor_parallel: int = number(1, least=1, most=1024)
