@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,7 @@ EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may diff
 PROMPTS = "data.prompts"
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 CONTROLLER_TASKS = {"advantages", "drop"}  # functions of task.py that run in this process
-ALLOCATOR_VARIABLES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)  # old and new name
+ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +80,10 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         held_out = _read_prompts(config, config.data.held_out, tokenizer)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
     _check_lengths(config, prompts, held_out)
-    replay_lengths = _replay_lengths(config)
+    replay_lengths = []
+    if config.sampling.replay_lengths is not None:
+        path = _resolve(config, config.sampling.replay_lengths)
+        replay_lengths = read_lengths(path, config.sampling.max_tokens)
     for folder in {checkpoint, tokenizer_folder}:  # last, as it reads every byte
         manifest.verify_if_listed(Path(folder))
     return Inputs(
@@ -156,46 +156,37 @@ def read_planned_architecture(config: Config) -> Architecture:
 
 
 def train_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """The sampling parameters of training rollouts."""
+    """The sampling parameters of training rollouts, which end at the tokenizer's and the model's
+    own end-of-sequence ids."""
+    eos_ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
     return Sampling(
         temperature=config.sampling.temperature,
         top_k=config.sampling.top_k,
         top_p=config.sampling.top_p,
         max_tokens=config.sampling.max_tokens,
-        stop_token_ids=stop_token_ids(inputs),
+        stop_token_ids=tuple(dict.fromkeys(eos_ids)),
         stop_strings=tuple(config.sampling.stop_strings),
     )
 
 
 def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
     """The sampling parameters of held-out rollouts."""
-    return Sampling(
+    return replace(
+        train_sampling(config, inputs),
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
         max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
-        stop_token_ids=stop_token_ids(inputs),
-        stop_strings=tuple(config.sampling.stop_strings),
     )
-
-
-def stop_token_ids(inputs: Inputs) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's and those of the model's config."""
-    ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
-    return tuple(dict.fromkeys(ids))
 
 
 def _check_devices(config: Config) -> None:
     """ValueError for a GPU on a machine without a driver; `cluster.hosts` check their own."""
     has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
-    for section, device in (
-        ("generator", config.generator.device),
-        ("trainer", config.trainer.device),
-    ):
-        require(
-            device == "cpu" or has_driver or bool(config.cluster.hosts),
-            f"{section}.device",
+    for section in (config.generator, config.trainer):
+        section.require(
+            section.device == "cpu" or has_driver or bool(config.cluster.hosts),
+            "device",
             "be cpu on a machine without a GPU",
-            device,
         )
 
 
@@ -240,11 +231,10 @@ def _check_architecture(config: Config, architecture: Architecture) -> None:
         check_temperature("sampling.temperature", config.sampling.temperature)
         check_temperature("evaluation.temperature", config.evaluation.temperature)
     positions = architecture.max_positions
-    require(
+    config.generator.require(
         config.generator.max_model_len <= positions,
-        "generator.max_model_len",
+        "max_model_len",
         f"be at most the checkpoint's {positions} positions",
-        config.generator.max_model_len,
     )
 
 
@@ -257,13 +247,6 @@ def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Promp
     prompts = read_prompts(resolved, config.data, tokenizer)
     check_answers(config.reward, prompts, resolved)
     return prompts
-
-
-def _replay_lengths(config: Config) -> list[int]:
-    if config.sampling.replay_lengths is None:
-        return []
-    path = _resolve(config, config.sampling.replay_lengths)
-    return read_lengths(path, config.sampling.max_tokens)
 
 
 def _task_functions(config: Config) -> set[str]:

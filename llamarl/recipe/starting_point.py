@@ -43,12 +43,8 @@ def starting_point(
         folder, state = Path(resume), _read(Path(resume))
     if folder is None:
         return {}, None
-    require(
-        state["version"] <= config.num_steps,
-        "num_steps",
-        f"be at least the checkpoint's version ({state['version']})",
-        config.num_steps,
-    )
+    must = f"be at least the checkpoint's version ({state['version']})"
+    config.require(state["version"] <= config.num_steps, "num_steps", must)
     check_identity(state["identity"], identity(config, inputs))
     make_prompts(config, inputs, state)  # refuses open prompts that are not in the files
     if resume == "auto":
