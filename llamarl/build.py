@@ -292,7 +292,7 @@ def _specs(
         specs[f"generator-{i}"] = _generator(config, inputs, storage, run_dir, i, not trains)
     if trains:
         specs["trainer"] = _trainer(config, inputs, storage, run_dir)
-    if trains and config.algorithm.kl_coefficient > 0:
+    if trains and config.algorithm.has_reference:
         specs["reference"] = _reference(config, inputs, storage, run_dir)
     return specs
 

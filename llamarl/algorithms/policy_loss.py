@@ -51,7 +51,7 @@ def policy_loss(
     Raises ValueError if there is a KL penalty but no `ref_logprobs`, TaskError for a loss of
     another shape.
     """
-    if config.kl_coefficient > 0 and inputs.ref_logprobs is None:
+    if config.has_reference and inputs.ref_logprobs is None:
         raise ValueError("ref_logprobs must be given for algorithm.kl_coefficient > 0, got None")
     trained, log_ratio = inputs.weights > 0, inputs.log_ratio
     terms = (token_loss or find_loss(config))(inputs, config)
@@ -65,7 +65,7 @@ def policy_loss(
     if inputs.ref_logprobs is not None:
         log_ref_ratio = torch.where(trained, inputs.trainer_logprobs - inputs.ref_logprobs, 0.0)
         ref_kl = kl_penalty(log_ref_ratio, config.kl_estimator)
-    if config.kl_coefficient > 0:
+    if config.has_reference:
         loss = loss + config.kl_coefficient * ref_kl
     if config.entropy_coefficient != 0:
         loss = loss - config.entropy_coefficient * inputs.entropy
@@ -138,5 +138,5 @@ def denominator(
 
 def is_inert(advantage: float, config: AlgorithmConfig) -> bool:
     """True if a rollout with this advantage has no gradient, so its forward may be skipped."""
-    has_others = config.kl_coefficient != 0 or config.entropy_coefficient != 0
+    has_others = config.has_reference or config.entropy_coefficient != 0
     return advantage == 0 and config.scales_with_advantage and not has_others

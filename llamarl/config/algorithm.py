@@ -40,3 +40,8 @@ class AlgorithmConfig(Section):
 
     scales_with_advantage: ClassVar[bool] = True
     # False: a rollout with advantage 0 may have a gradient, so its forward is not skipped.
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss needs log-probs of the reference model."""
+        return self.kl_coefficient > 0

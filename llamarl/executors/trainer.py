@@ -41,7 +41,7 @@ class TrainerExecutor:
         self._rank, self._num_ranks = rank, num_ranks
         self._spans = spans
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
-        if spec.algorithm.kl_coefficient > 0:
+        if spec.algorithm.has_reference:
             self._columns.append(REF_LOGPROBS)
         self._thread = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came

@@ -10,10 +10,10 @@ import math
 from llamarl.config import VllmConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def check_limits(config: VllmConfig, architecture: Architecture) -> None:
@@ -36,7 +36,7 @@ def check_limits(config: VllmConfig, architecture: Architecture) -> None:
         )
     num_blocks = -(-config.max_model_len // config.block_size) + 1  # vLLM keeps one empty
     kv_heads = max(a.num_kv_heads // num_ranks, 1)
-    token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * ELEMENT_BYTES[config.dtype]
+    token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * DTYPE_BYTES[config.dtype]
     needed_bytes = num_blocks * config.block_size * token_bytes
     if config.kv_cache_bytes < needed_bytes:
         raise ValueError(
@@ -52,7 +52,7 @@ def memory_share(config: VllmConfig, architecture: Architecture, total_bytes: in
     By default vLLM requires 92 % to be free even if the size of its KV cache is given, which is too
     much beside a colocated trainer.
     """
-    item = 1 if config.quantization != "none" else ELEMENT_BYTES[config.dtype]
+    item = 1 if config.quantization != "none" else DTYPE_BYTES[config.dtype]
     num_elements = sum(map(math.prod, parameter_shapes(architecture).values()))
     wanted_bytes = num_elements * item / config.num_ranks + config.kv_cache_bytes
     return min(wanted_bytes / total_bytes, 1.0)

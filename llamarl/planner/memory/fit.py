@@ -48,7 +48,7 @@ def upper_bound_bytes(config: Config, architecture: Architecture) -> int:
     num_tokens = 2 * max(trainer.tokens_per_micro_batch, generator.max_model_len)
     token_bytes = WIDE_BYTES * (a.num_layers + 4) * 16 * (2 * a.hidden_size + heads)
     token_bytes += WIDE_BYTES * ((a.num_layers + 4) * 16 * a.intermediate_size + 16 * a.vocab_size)
-    has_reference = config.algorithm.kl_coefficient > 0
+    has_reference = config.algorithm.has_reference
     trainer_bytes = (16 + 6 * has_reference) * model_bytes
     trainer_bytes += (
         1 + has_reference

@@ -25,8 +25,9 @@ from llamarl.generation.engine import PREFILL_TOKENS
 from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
-from llamarl.planner.memory.placements import ITEM_BYTES, weight_buffer
+from llamarl.planner.memory.placements import weight_buffer
 from llamarl.weights.layout import buckets
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.table import TRANSPORTS
 
 QUANTIZED = ("qkv.weight", "o_proj.weight", "gate_up.weight", "down_proj.weight", "lm_head.weight")
@@ -53,7 +54,7 @@ class GeneratorMemory:
 def forecast_generator(config: Config, architecture: Architecture) -> GeneratorMemory:
     """Of the fullest rank."""
     generator = config.generator
-    item = ITEM_BYTES[generator.dtype]
+    item = DTYPE_BYTES[generator.dtype]
     weight_buffers = [
         weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks)
     ]
@@ -107,7 +108,7 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
 
 def quantized_bytes(architecture: Architecture, dtype: str, num_ranks: int) -> int:
     """Of one set of the embedded engine's weights in eight bits: see `parameters.quantize`."""
-    layout, item = BufferLayout(architecture, dtype, 0, num_ranks), ITEM_BYTES[dtype]
+    layout, item = BufferLayout(architecture, dtype, 0, num_ranks), DTYPE_BYTES[dtype]
     total = 0
     for name, (_, shape) in layout.fused.items():
         num_elements = math.prod(shape)
@@ -127,7 +128,7 @@ def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:
     """Of vLLM's weights in fp8: linear layers in one byte, with float32 scales per output; all
     else, embedding and head too, as it was."""
     parameters, _ = weight_buffer(config, architecture, 0)
-    item, total = ITEM_BYTES[config.generator.dtype], 0
+    item, total = DTYPE_BYTES[config.generator.dtype], 0
     for name, layout in parameters.items():
         shapes = [box.shape for box in layout.boxes]
         num_elements = sum(math.prod(shape) for shape in shapes)
@@ -155,7 +156,7 @@ def _working(config: Config, architecture: Architecture) -> Kinds:
     """One layer of the largest prefill (residual, its norm and a copy of each, q, k, v twice, three
     of the feed-forward), float32 logits of all slots with their probabilities and a copy."""
     generator, a = config.generator, architecture
-    item = ITEM_BYTES[generator.dtype]
+    item = DTYPE_BYTES[generator.dtype]
     tokens = generator.max_num_seqs * generator.max_model_len
     tokens = min(tokens, max(PREFILL_TOKENS, generator.max_model_len))
     split = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 3 * a.intermediate_size

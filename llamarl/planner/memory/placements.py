@@ -36,7 +36,6 @@ from llamarl.models.parallelize import parameter_placements
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout, RankLayout
 
 Shape = tuple[int, ...]
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:

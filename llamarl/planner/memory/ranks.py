@@ -13,12 +13,11 @@ against what the machine at hand has left. With GPUs a host is an entry only if 
 does not fit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.rank_assignment import assign
@@ -36,6 +35,7 @@ PROCESS_BYTES = 2**30
 
 HOST = "host"
 MAX_ADVICE = 3
+MOST_HALVINGS = 8
 
 
 def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecast:
@@ -110,7 +110,7 @@ def _gpu_ranks(
         "trainer": trainer_host if pinned else {},
         "generator": generator.host | (generator_host if pinned else {}),
     }
-    num_extra = int(config.algorithm.kl_coefficient > 0) + int(config.placement.colocated)
+    num_extra = int(config.algorithm.has_reference) + int(config.placement.colocated)
 
     def rank(executor: str, num_ranks: int, kinds: Kinds, num_extra: int) -> RankMemory:
         reserve = device.reserve_bytes + num_extra * PROCESS_BYTES
@@ -173,7 +173,7 @@ def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
             bytes_by_kind=_present(kinds | {"reserve": reserve}),
         )
     # The reference sits beside the trainer; then scorer, storage and controller.
-    num_processes = counts.total() + counts["trainer"] * (config.algorithm.kl_coefficient > 0)
+    num_processes = counts.total() + counts["trainer"] * config.algorithm.has_reference
     num_processes += 2 + config.experience.num_storage_units
     sums = [
         Counter({kind: counts["trainer"] * num for kind, num in phase.trainer.items()})
@@ -221,7 +221,7 @@ def _advice(
         if not _concerns(name, before.executor, config):
             continue
         try:
-            changed, after_all = _change(config, architecture, change, before.executor, name)
+            changed, after_all = _change(config, architecture, name, change, before.executor)
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
         text = f"{name}={attrgetter(name)(changed)}"
@@ -238,12 +238,22 @@ def _advice(
 
 
 def _change(
-    config: Config, architecture: Architecture, change: Change, executor: str, name: str
+    config: Config,
+    architecture: Architecture,
+    name: str,
+    change: Callable[[Any], object],
+    executor: str,
 ) -> tuple[Config, list[RankMemory]]:
-    """The recipe with the change, which is made again where that goes on helping, until the
-    executor fits; and its ranks."""
-    for _ in range(MOST_HALVINGS if name in HALVED else 1):
-        config = change(config)
+    """The recipe with the field `name` changed, a halved one again until the executor fits; and its
+    ranks. With more ranks come more hosts."""
+    section, field = name.split(".")
+    for _ in range(MOST_HALVINGS if change is _halve else 1):
+        part = getattr(config, section)
+        part = replace(part, **{field: change(getattr(part, field))})
+        config = replace(config, **{section: part})
+        if field == "num_ranks":
+            cluster = replace(config.cluster, hosts=[], num_hosts=2 * config.cluster.size)
+            config = replace(config, cluster=cluster)
         ranks = list(_ranks(config, architecture))
         if all(rank.fits for rank in ranks if rank.executor == executor):
             break
@@ -258,51 +268,28 @@ def _concerns(name: str, executor: str, config: Config) -> bool:
     return name.startswith("trainer.") == (executor == "trainer")
 
 
-Change = Callable[[Config], Config]
+def _halve(number: int) -> int:
+    return number // 2
 
 
-def _set(name: str, value: object) -> tuple[str, Change]:
-    """The field `name` and what gives it this value."""
-    section, field = name.split(".")
-
-    def change(config: Config) -> Config:
-        part = replace(getattr(config, section), **{field: value})
-        return replace(config, **{section: part})
-
-    return name, change
+def _double(number: int) -> int:
+    return 2 * number
 
 
-def _scale(name: str, factor: float) -> tuple[str, Change]:
-    """The field `name` and what multiplies it; with more ranks come more hosts."""
-    section, field = name.split(".")
-
-    def change(config: Config) -> Config:
-        part = getattr(config, section)
-        part = replace(part, **{field: int(getattr(part, field) * factor)})
-        changed = replace(config, **{section: part})
-        if field == "num_ranks":
-            cluster = replace(config.cluster, hosts=[], num_hosts=2 * config.cluster.size)
-            changed = replace(changed, cluster=cluster)
-        return changed
-
-    return name, change
-
-
-HALVED = ("trainer.tokens_per_micro_batch", "generator.max_num_seqs", "generator.kv_cache_bytes")
-MOST_HALVINGS = 8
-CHANGES: tuple[tuple[str, Change], ...] = (
-    _set("trainer.activation_checkpointing", "selective"),
-    _set("trainer.activation_checkpointing", "full"),
-    _set("trainer.reshard_after", "forward"),
-    _set("trainer.replicate", 1),
-    _set("trainer.compute_dtype", "bfloat16"),
-    _scale("trainer.tokens_per_micro_batch", 0.5),
-    _scale("trainer.tensor_parallel", 2),
-    _scale("trainer.num_ranks", 2),
-    _scale("generator.max_num_seqs", 0.5),
-    _scale("generator.kv_cache_bytes", 0.5),
-    _scale("generator.num_ranks", 2),
-    _set("generator.quantization", "fp8"),
-    _set("weights.staging", "host"),
-    _set("placement.offload", "pinned"),
+CHANGES: tuple[tuple[str, Callable[[Any], object]], ...] = (
+    ("trainer.activation_checkpointing", lambda _: "selective"),
+    ("trainer.activation_checkpointing", lambda _: "full"),
+    ("trainer.reshard_after", lambda _: "forward"),
+    ("trainer.replicate", lambda _: 1),
+    ("trainer.compute_dtype", lambda _: "bfloat16"),
+    ("trainer.tokens_per_micro_batch", _halve),
+    ("trainer.tensor_parallel", _double),
+    ("trainer.num_ranks", _double),
+    ("generator.max_num_seqs", _halve),
+    ("generator.kv_cache_bytes", _halve),
+    ("generator.num_ranks", _double),
+    ("generator.quantization", lambda _: "fp8"),
+    ("weights.staging", lambda _: "host"),
+    ("placement.offload", lambda _: "pinned"),
 )
+"""Fields that may help if there is too little memory, and their new value, from the old one."""

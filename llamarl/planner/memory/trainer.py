@@ -27,7 +27,8 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
-from llamarl.planner.memory.placements import ITEM_BYTES, local_box, local_elements
+from llamarl.planner.memory.placements import local_box, local_elements
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.table import TRANSPORTS
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
@@ -73,7 +74,7 @@ def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemor
 def _moments(config: Config, architecture: Architecture, weights: int) -> Iterable[Kinds]:
     """What comes and goes: in the head's backward, in a layer's, in the embedding's, in a step."""
     trainer = config.trainer
-    item = ITEM_BYTES[trainer.compute_dtype]
+    item = DTYPE_BYTES[trainer.compute_dtype]
     block, root = group_elements(trainer, architecture)
     num_gathered = _num_gathered(trainer, architecture)
     gathered = item * (root + num_gathered * block)
@@ -128,11 +129,11 @@ def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
 def _reference(config: Config, architecture: Architecture, num_elements: int) -> Kinds:
     """The frozen model, parallel like the trainer but for a single rank, whose model is plain."""
     trainer = config.trainer
-    if config.algorithm.kl_coefficient == 0:
+    if not config.algorithm.has_reference:
         return {}
     gathered = 0
     if trainer.num_ranks > 1:
         block, root = group_elements(trainer, architecture)
         gathered = root + _num_gathered(trainer, architecture) * block
     passing = forecast_inference(config, architecture)
-    return {"reference": ITEM_BYTES[trainer.compute_dtype] * (num_elements + gathered) + passing}
+    return {"reference": DTYPE_BYTES[trainer.compute_dtype] * (num_elements + gathered) + passing}

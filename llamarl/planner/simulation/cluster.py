@@ -80,7 +80,6 @@ def make_executors(
 
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
     generators = {i: spawn_replica(i) for i in range(config.generator.num_replicas)}
-    has_reference = config.algorithm.kl_coefficient > 0
     return Executors(
         vital=[],
         storage=Store([storage.call_one]),
@@ -88,7 +87,9 @@ def make_executors(
         collectors=[*_collectors(config, generators)],
         scorer=spawn("scorer", SimulatedScorer),
         trainer=spawn("trainer", SimulatedTrainer, hosts=hosts["trainer"][:1], device=device),
-        reference=spawn("reference", SimulatedReference, device=device) if has_reference else None,
+        reference=spawn("reference", SimulatedReference, device=device)
+        if config.algorithm.has_reference
+        else None,
     )
 
 

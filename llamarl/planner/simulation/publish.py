@@ -28,9 +28,8 @@ from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, assign
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
-from llamarl.planner.hardware import CPU, EFFICIENCY, GPUS, Gpu, gpu
+from llamarl.planner.hardware import EFFICIENCY, gpu
 from llamarl.planner.memory.placements import (
-    ITEM_BYTES,
     generator_layouts,
     one_layer,
     trainer_layouts,
@@ -38,7 +37,7 @@ from llamarl.planner.memory.placements import (
 )
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.reshard import num_bytes, plan
+from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
 from llamarl.weights.transports.table import TRANSPORTS
 
 MESSAGE_S = 20e-6
@@ -115,7 +114,8 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
         max_card_bytes_in=max(card.into.values(), default=0),
         num_copies=num_copies,
         num_groups=len(heads) if TRANSPORTS[config.weights.transport].meets else 0,
-        lower_bound_s=_lower_bound_s(config, direct, relayed),
+        # The slower of both stages, for a stage may begin before the other has ended.
+        lower_bound_s=max(_transfer_s(config, direct), _transfer_s(config, relayed)),
         seconds=_seconds(config, architecture, first, len(heads), direct, relayed),
     )
 
@@ -199,13 +199,9 @@ def _num_relayed(config: Config, architecture: Architecture) -> int:
     )
 
 
-def _device(config: Config) -> Gpu:
-    return gpu(config.cluster.gpu) if config.generator.device == "cuda" else GPUS[CPU]
-
-
 def _transfer_s(config: Config, ways: Ways) -> float:
     """The busiest card, link or memory at full speed; all work at once."""
-    device = _device(config)
+    device = gpu(config.cluster.gpu, config.generator.device)
     over_host = 0
     if config.weights.staging == "host" and config.generator.device == "cuda":
         ends = [load.into for load in (ways.card, ways.link, ways.memory)]
@@ -221,11 +217,6 @@ def _transfer_s(config: Config, ways: Ways) -> float:
     )
 
 
-def _lower_bound_s(config: Config, direct: Ways, relayed: Ways) -> float:
-    """The slower of both stages, for a stage may begin before the other has ended."""
-    return max(_transfer_s(config, direct), _transfer_s(config, relayed))
-
-
 def _seconds(
     config: Config,
     architecture: Architecture,
@@ -235,7 +226,7 @@ def _seconds(
     relayed: Ways,
 ) -> float:
     """Both stages one after the other, each with its messages, phases and readings."""
-    item = ITEM_BYTES[config.generator.dtype]
+    item = DTYPE_BYTES[config.generator.dtype]
     bucket_bytes = config.weights.bucket_bytes
     num_buckets = 1
     if config.weights.staging == "bucket":
@@ -245,7 +236,7 @@ def _seconds(
     if TRANSPORTS[config.weights.transport].is_mapped:
         messages = first.num_copies
     num_messages = max(num_heads * messages.sum(1).max(), messages.sum(0).max())
-    device = _device(config)
+    device = gpu(config.cluster.gpu, config.generator.device)
     received = int(first.num_bytes.sum(0).max())
     waiting_s = NUM_READINGS * received / (device.memory_bytes_per_s * EFFICIENCY)
     if config.generator.device == "cpu":

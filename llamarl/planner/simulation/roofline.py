@@ -7,8 +7,6 @@ runs at EFFICIENCY of its published peak, and every collective by one law of the
 parallelism does not.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +17,11 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner import hardware
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY
+from llamarl.planner.memory.trainer import MASTER_BYTES
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.publish import forecast_publish, relays
+from llamarl.weights.layout.reshard import DTYPE_BYTES
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-MASTER_BYTES = 4  # master weights, gradients and moments are float32
 QUANTIZED_BYTES = 1
 
 # Allowances, no published figures. Kernels of one decoder layer in a captured graph, and what each
@@ -88,13 +86,9 @@ def kv_bytes(config: Config, architecture: Architecture) -> float:
     return 2 * a.num_layers * num_heads * a.head_dim * DTYPE_BYTES[generator.dtype]
 
 
-def _gpu(config: Config, device: str) -> hardware.Gpu:
-    return hardware.gpu(config.cluster.gpu) if device == "cuda" else hardware.GPUS[hardware.CPU]
-
-
 def _generator(config: Config, architecture: Architecture) -> dict[str, Any]:
     a, generator, count = architecture, config.generator, sizes(architecture)
-    num_ranks, gpu = generator.num_ranks, _gpu(config, generator.device)
+    num_ranks, gpu = generator.num_ranks, hardware.gpu(config.cluster.gpu, generator.device)
     is_fp8 = generator.quantization.startswith("fp8") and "fp8" in gpu.flops
     peak = gpu.flops["fp8" if is_fp8 else generator.dtype] * EFFICIENCY
     memory = gpu.memory_bytes_per_s * EFFICIENCY
@@ -120,7 +114,7 @@ def _generator(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
     a, trainer, count = architecture, config.trainer, sizes(architecture)
-    gpu, tensor = _gpu(config, trainer.device), trainer.tensor_parallel
+    gpu, tensor = hardware.gpu(config.cluster.gpu, trainer.device), trainer.tensor_parallel
     peak = gpu.flops[trainer.compute_dtype] * EFFICIENCY
     checkpointing = trainer.activation_checkpointing
     num_passes = 4 if checkpointing == "full" else 3  # a backward is two
@@ -194,7 +188,7 @@ def _publish(
 ) -> dict[str, Any]:
     """A version's way to the first replica of a host, on to the others, and into use; together
     they take what `publish` says."""
-    generator, gpu = config.generator, _gpu(config, config.generator.device)
+    generator, gpu = config.generator, hardware.gpu(config.cluster.gpu, config.generator.device)
     rank_bytes = _published_bytes(config, architecture) / generator.num_ranks
     relay_s = rank_bytes / (gpu.link_bytes_per_s * EFFICIENCY)
     commit_s = 0.0
@@ -220,7 +214,7 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
     if not config.placement.colocated or config.placement.offload == "none":
         return {}
     trainer, generator = config.trainer, config.generator
-    rate = _gpu(config, trainer.device).host_link_bytes_per_s * EFFICIENCY
+    rate = hardware.gpu(config.cluster.gpu, trainer.device).host_link_bytes_per_s * EFFICIENCY
     local = sizes(architecture).total / (trainer.num_shard_ranks * trainer.tensor_parallel)
     weights_bytes = generator_bytes(config, architecture)
     if generator.quantization != "none":

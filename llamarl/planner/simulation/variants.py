@@ -9,19 +9,17 @@ once, one model-parallel degree for both. It gets the degree and the batch sizes
 it among those that fit; generator weights are counted once, without staging, in its favour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
 from llamarl.config import Config, EmbeddedConfig
 from llamarl.models.architecture import Architecture
-from llamarl.planner import hardware
 from llamarl.planner.forecast import Decomposition, StepForecast, Variant
+from llamarl.planner.hardware import gpu
 from llamarl.planner.memory.trainer import forecast_trainer
 from llamarl.planner.simulation.roofline import generator_bytes, hardware_costs, kv_bytes
 from llamarl.planner.simulation.run import fewest_steps, simulate
-from llamarl.planner.simulation.split import CostsOf, best_split
+from llamarl.planner.simulation.split import best_split
 from llamarl.planner.simulation.workload import make_workload
 
 MAX_DEGREE = 32
@@ -34,38 +32,24 @@ def synchronous(config: Config) -> Config:
 
 
 def decompose(
-    config: Config,
-    architecture: Architecture,
-    costs_of: CostsOf = hardware_costs,
-    *,
-    baseline: Variant | None = None,
-    step: StepForecast | None = None,
-) -> Decomposition | None:
-    """What overlap, batch sizes with degree, and precision are each worth; None if no baseline
-    fits. `baseline`, and the recipe's own `step`, are found here unless they are given."""
-    baseline = baseline or best_baseline(config, architecture, costs_of)
-    if baseline is None:
-        return None
-    recipe = (
-        _run("the recipe", config, architecture, costs_of)
-        if step is None
-        else Variant(words="the recipe", config=config, step=step)
-    )
+    config: Config, architecture: Architecture, *, baseline: Variant, step: StepForecast
+) -> Decomposition:
+    """What overlap, batch sizes with degree, and precision are each worth on the way from
+    `baseline` to the recipe, whose own step is `step`."""
+    recipe = Variant(words="the recipe", config=config, step=step)
     wide = _unquantized(config, architecture)
     words = f"the recipe with a generator in {config.generator.dtype}"
     stages = {
-        "overlap": _overlapped(config, baseline, architecture, costs_of),
+        "overlap": _overlapped(config, baseline, architecture),
         "batch_and_degree": replace(recipe, words=words)
         if wide == config
-        else _run(words, wide, architecture, costs_of),
+        else _simulated(words, wide, architecture),
         "precision": recipe,
     }
     return Decomposition(baseline=baseline, stages=stages)
 
 
-def best_baseline(
-    config: Config, architecture: Architecture, costs_of: CostsOf = hardware_costs
-) -> Variant | None:
+def best_baseline(config: Config, architecture: Architecture) -> Variant | None:
     """The fastest synchronous, colocated configuration that fits; None if none does."""
     best: Variant | None = None
     for candidate in _baselines(config, architecture):
@@ -74,10 +58,9 @@ def best_baseline(
             f"synchronous and colocated, degree {generator.num_ranks}, {generator.max_num_seqs} "
             f"rollouts decoded together, {trainer.tokens_per_micro_batch} tokens per micro-batch"
         )
-        costs = costs_of(candidate, architecture)
-        step = simulate(candidate, architecture, costs, num_steps=fewest_steps(candidate))
-        if best is None or step.step_s < best.step.step_s:
-            best = Variant(words=words, config=candidate, step=step)
+        found = _simulated(words, candidate, architecture)
+        if best is None or found.step.step_s < best.step.step_s:
+            best = found
     return best
 
 
@@ -86,8 +69,7 @@ def _baselines(config: Config, architecture: Architecture) -> Iterator[Config]:
     num_gpus = config.trainer.num_ranks + config.generator.num_replicas * config.generator.num_ranks
     if config.placement.colocated:
         num_gpus = config.trainer.num_ranks
-    is_cuda = config.trainer.device == "cuda"
-    device = hardware.gpu(config.cluster.gpu) if is_cuda else hardware.GPUS[hardware.CPU]
+    device = gpu(config.cluster.gpu, config.trainer.device)
     workload = make_workload(config)
     context = workload.prompt_tokens + sum(workload.lengths) / len(workload.lengths)
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
@@ -140,9 +122,7 @@ def _colocated(
     )
 
 
-def _overlapped(
-    config: Config, baseline: Variant, architecture: Architecture, costs_of: CostsOf
-) -> Variant:
+def _overlapped(config: Config, baseline: Variant, architecture: Architecture) -> Variant:
     """The baseline's degree and batch sizes, on the best split of the GPUs, as far ahead as the
     recipe; the baseline itself if each side would need all GPUs."""
     num_gpus = baseline.config.trainer.num_ranks
@@ -159,7 +139,7 @@ def _overlapped(
         trainer=replace(trainer, num_ranks=num_ranks),
         placement=replace(config.placement, colocated=False, offload="file"),
     )
-    found = best_split(apart, architecture, costs_of, num_neighbours=1)
+    found = best_split(apart, architecture, hardware_costs, num_neighbours=1)
     best, step = found.candidates[0], found.step
     assert step is not None
     split = replace(
@@ -179,8 +159,7 @@ def _unquantized(config: Config, architecture: Architecture) -> Config:
     if config.generator.quantization == "none":
         return config
     generator = replace(config.generator, quantization="none")
-    is_cuda = config.generator.device == "cuda"
-    device = hardware.gpu(config.cluster.gpu) if is_cuda else hardware.GPUS[hardware.CPU]
+    device = gpu(config.cluster.gpu, generator.device)
     room = device.memory_bytes - device.reserve_bytes
     context = generator.max_model_len
     while generator.num_replicas > 1:
@@ -198,7 +177,7 @@ def _unquantized(config: Config, architecture: Architecture) -> Config:
     return replace(config, generator=generator)
 
 
-def _run(words: str, config: Config, architecture: Architecture, costs_of: CostsOf) -> Variant:
-    costs = costs_of(config, architecture)
+def _simulated(words: str, config: Config, architecture: Architecture) -> Variant:
+    costs = hardware_costs(config, architecture)
     step = simulate(config, architecture, costs, num_steps=fewest_steps(config))
     return Variant(words=words, config=config, step=step)
