@@ -1,4 +1,6 @@
-"""Watches what a piece of torch code allocates and calls."""
+"""What a process holds, and what a piece of torch code allocates and calls."""
+
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,3 +25,10 @@ class LargestAllocation(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in old:
                 self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
         return out
+
+
+def resident_bytes():
+    """Private and shared memory of this process, file pages left out."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = [line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    return 1024 * sum(map(int, found))

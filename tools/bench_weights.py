@@ -45,13 +45,12 @@ from weights_bench.decoding import (
 from weights_bench.memory import Peaks, private_bytes, shared_out_bytes
 from weights_bench.model import Model, llama, model_of
 from weights_bench.processes import Remote, call_all
+from weights_bench.publishing import Executor, Generator, make_publisher
 from weights_bench.ranks import GeneratorRank, TrainerRank
 from weights_bench.vllm_rank import VllmRank
 
 from llamarl.config import WeightsConfig
 from llamarl.generation.vllm.installed import check_installed
-from llamarl.metrics.span import Spans
-from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.publisher import Publisher
 
@@ -72,77 +71,6 @@ WINDOW_S = 1.5
 NUM_WINDOWS = 3
 Seconds = dict[str, list[float]]
 Way = Callable[[int], Awaitable[object]]  # brings a version across
-
-
-class Trainer:
-    """The Sender that a publisher asks."""
-
-    def __init__(self, ranks: list[Remote]) -> None:
-        self._ranks = ranks
-
-    async def source_layout(self) -> list[RankLayout]:
-        return await call_all(self._ranks, "layout")
-
-    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
-        return await call_all(self._ranks, "connect", replica, route)
-
-    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
-        return await call_all(self._ranks, "write", version, handles)
-
-
-class Generator:
-    """The Receiver of one way: weight buffers of all ranks under one replica number."""
-
-    def __init__(self, ranks: list[Remote], replica: int) -> None:
-        self._ranks, self._replica = ranks, replica
-
-    async def _all(self, name: str, *args: Any) -> list[Any]:
-        return await call_all(self._ranks, name, self._replica, *args)
-
-    async def target_layout(self) -> list[RankLayout]:
-        return await self._all("layout")
-
-    async def connect_source(self, route: Route) -> list[None]:
-        return await self._all("connect", route)
-
-    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
-        return await self._all("prepare", version, bucket)
-
-    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
-        return await self._all("verify", version, bucket)
-
-    async def commit(self, version: int, bucket: int) -> list[int]:
-        return await self._all("commit", version, bucket)
-
-    async def abort(self, version: int) -> list[None]:
-        return await self._all("abort", version)
-
-
-class Executor:
-    """The Receiver that is a generator executor in its own process."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[list[Any]]]:
-        async def ask(*args: Any) -> list[Any]:
-            return [await self._remote.call("ask", name, *args)]
-
-        return ask
-
-
-def make_publisher(
-    trainers: list[Remote], receiver: Any, replica: int, config: WeightsConfig, folder: str
-) -> Publisher:
-    """A publisher to one replica."""
-    return Publisher(
-        Trainer(trainers),
-        {replica: receiver},
-        Spans("controller", None),
-        config,
-        rendezvous_folder=folder,
-        generator_device="cpu",
-    )
 
 
 async def bench_ways(model: Model, repeats: int, folder: str, with_vllm: bool) -> Seconds:

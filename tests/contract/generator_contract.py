@@ -10,258 +10,40 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from llamarl.cluster.call_result import endpoint
-from llamarl.config import GeneratorConfig, PlacementConfig, WeightsConfig
 from llamarl.errors import StaleVersion
-from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.specs import GeneratorSpec
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
-from llamarl.models.hf import load_into
 from llamarl.models.inventory import parameter_shapes
-from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
     SAMPLING,
     TOKEN_VERSIONS,
-    Columns,
     FinishReason,
-    Request,
     RolloutInfo,
-    Sampling,
 )
-from llamarl.weights.integrity.comparison import MODULUS
-from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
-from llamarl.weights.layout.reshard import plan
-from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.shared_memory import this_host
-
-RUNS = itertools.count()
-COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineCase:
-    """An engine to ask: its config class and fields, a checkpoint, how many ranks, how exact its
-    log-probs are, whether it derives its weights from the weight buffer, whether it tells what it
-    prefills."""
-
-    config: type[GeneratorConfig]
-    checkpoint: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    num_ranks: int = 1
-    atol: float = 1e-5
-    is_staged: bool = False
-    counts_prefill: bool = True
-
-
-class MemoryStorage:
-    """Cells in a dictionary."""
-
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, str], np.ndarray] = {}
-        self.num_writes = 0
-
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
-        self.num_writes += 1
-        for name, arrays in columns.items():
-            for row_id, array in zip(row_ids, arrays, strict=True):
-                self.cells[row_id, name] = array
-
-    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        return {name: [self.cells[row_id, name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids: list[int], outcome: dict[str, str | int | float]) -> None:
-        for key in [key for key in self.cells if key[0] in row_ids]:
-            del self.cells[key]
-
-
-class Replica:
-    """Some GeneratorExecutors, one per rank, asked like a group of the cluster: what a replica
-    answers once comes from rank 0, the two ends of a publish answer with a list."""
-
-    def __init__(self, ranks: list[GeneratorExecutor]) -> None:
-        self.ranks = ranks
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
-        is_listed = name in LISTED
-
-        async def call(*args: Any) -> Any:
-            calls = [endpoint(rank, name)(*args) for rank in self.ranks]
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-            for answer in answers:
-                if isinstance(answer, BaseException):
-                    raise answer
-            return answers if is_listed else answers[0]
-
-        return call
-
-
-LISTED = {
-    name
-    for protocol in (WeightSource, WeightTarget)
-    for name in vars(protocol)
-    if not name.startswith("_")
-}
-
-
-@pytest.fixture(scope="session")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("run"))
-
-
-def make(case: EngineCase, storage: MemoryStorage, run_dir: str, **kwargs) -> Replica:
-    """A replica whose ranks all live in this process, each with a compute thread of its own."""
-    sizes = {"max_num_seqs": 4, "max_model_len": 128, "heartbeat_s": 0.2}
-    fields = {"num_ranks": case.num_ranks} | sizes | case.fields | kwargs.pop("config", {})
-    num_ranks = kwargs.pop("num_ranks", case.num_ranks)
-    spans = kwargs.pop("spans", Spans("generator-0", None))
-    spec = GeneratorSpec(
-        replica=kwargs.pop("replica", 3),
-        checkpoint=case.checkpoint,
-        load_weights=kwargs.pop("load_weights", True),
-        config=case.config(**fields),
-        weights=WeightsConfig(**kwargs.pop("weights", {})),
-        placement=PlacementConfig(colocated=True),
-        storage=storage,
-        tokenizer=case.checkpoint,
-        run_id=f"test{next(RUNS)}",  # which names the ranks' meeting
-        run_dir=run_dir,
-        **kwargs,
-    )
-    ranks = []
-    for rank in range(num_ranks):
-        own = Spans(f"generator-0-{rank}", None) if rank else spans
-        ranks.append(GeneratorExecutor(spec, rank=rank, num_ranks=num_ranks, spans=own))
-    return Replica(ranks)
-
-
-def request(row_id: int, **kwargs) -> Request:
-    sampling = Sampling(max_tokens=kwargs.pop("max_tokens", 10), temperature=1.0)
-    return Request(
-        **{"row_id": row_id, "prompt_ids": (5, 6, 7), "sampling": sampling, "seed": row_id} | kwargs
-    )
-
-
-async def gather(generator: Replica, num_rows: int) -> list[RolloutInfo]:
-    rows: list[RolloutInfo] = []
-    while len(rows) < num_rows:
-        rows += await asyncio.wait_for(generator.collect(), 20)
-    return rows
-
-
-Scenario = Callable[[Replica, MemoryStorage], Coroutine[None, None, None]]
-
-
-def drive(case: EngineCase, run_dir: str, scenario: Scenario, **kwargs) -> None:
-    """Run `scenario` on a started executor, and close it."""
-
-    async def main() -> None:
-        storage = MemoryStorage()
-        generator = make(case, storage, run_dir, **kwargs)
-        try:
-            await generator.start()
-            await scenario(generator, storage)
-        finally:
-            await generator.close()
-
-    asyncio.run(main())
-
-
-def make_source(case: EngineCase, change: float = 0.0) -> Writer:
-    """A trainer of one rank, with the checkpoint's weights, all larger by a factor 1 + change."""
-    shapes = parameter_shapes(read_architecture(case.checkpoint))
-    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_into(tensors, case.checkpoint)
-    layouts = {}
-    for name, tensor in tensors.items():
-        tensor.mul_(1 + change)
-        box = Box(
-            start=(0,) * tensor.ndim,
-            stop=tuple(tensor.shape),
-            buffer=name,
-            offset=0,
-            strides=tensor.stride(),
-        )
-        layouts[name] = ParameterLayout(shape=tuple(tensor.shape), dtype="float32", boxes=(box,))
-    return Writer(0, this_host(), tensors, layouts)
-
-
-async def connect(source: Any, generator: Replica, replica: int = 3) -> None:
-    is_relay = isinstance(source, Replica)
-    layouts = await source.source_layout() if is_relay else [source.layout()]
-    copies = plan(layouts, await generator.target_layout())
-    name = "generator-0" if is_relay else "trainer"
-    route = Route(source=name, replica=replica, transport="shared_memory", copies=tuple(copies))
-    if is_relay:
-        await asyncio.gather(source.connect_target(replica, route), generator.connect_source(route))
-    else:
-        source.connect(replica, route)
-        await generator.connect_source(route)
-
-
-async def send(source: Any, generator: Replica, version: int, bucket: int) -> None:
-    """Everything but the commit, as the publisher does it."""
-    handles = await generator.prepare(version, bucket)
-    for rank, handle in enumerate(handles):
-        assert (handle.version, handle.bucket, handle.rank) == (version, bucket, rank)
-        assert handle.replica == generator.ranks[0]._spec.replica
-    if isinstance(source, Replica):
-        written = await source.write(version, handles)
-    else:
-        written = [await asyncio.to_thread(source.write, version, handles)]
-    found = total(await generator.verify(version, bucket))
-    assert found == total(written)
-    assert any(found.values())
-
-
-def total(prints: list[dict[str, int]]) -> dict[str, int]:
-    """What all ranks found together."""
-    names = {name for found in prints for name in found}
-    return {name: sum(found.get(name, 0) for found in prints) % MODULUS for name in names}
-
-
-async def publish(source: Any, generator: Replica, version: int) -> list[int]:
-    """All parts; returns what the commits did."""
-    if isinstance(source, Writer):
-        source.tensors.label(version)
-    buckets, *others = [layout.buckets for layout in await generator.target_layout()]
-    assert all(other == buckets for other in others)
-    running = []
-    for bucket in range(len(buckets)):
-        await send(source, generator, version, bucket)
-        committed = await generator.commit(version, bucket)
-        assert len(set(committed)) == 1
-        running.append(committed[0])
-    return running
-
-
-def token_columns(storage: MemoryStorage, num_rows: int) -> list[tuple[list[int], np.ndarray]]:
-    cells = storage.cells
-    return [
-        (cells[row, RESPONSE_IDS].tolist(), cells[row, GENERATOR_LOGPROBS])
-        for row in range(num_rows)
-    ]
-
-
-def assert_same(case: EngineCase, one: MemoryStorage, other: MemoryStorage, num_rows: int) -> None:
-    pairs = zip(token_columns(one, num_rows), token_columns(other, num_rows), strict=True)
-    for (ids, logprobs), (expected_ids, expected) in pairs:
-        assert ids == expected_ids
-        np.testing.assert_allclose(logprobs, expected, atol=case.atol)
+from tests.contract.generator_replica import (
+    COLUMNS,
+    EngineCase,
+    MemoryStorage,
+    Replica,
+    assert_same,
+    connect,
+    drive,
+    gather,
+    make,
+    make_source,
+    publish,
+    request,
+    send,
+)
 
 
 def test_columns_of_a_row_are_stored_when_collect_returns_it(
@@ -601,3 +383,8 @@ def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
         assert all(row.spans[-1].version == 1 for row in rows.values())
 
     drive(engine_case, run_dir, scenario)
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("run"))

@@ -12,8 +12,8 @@ import torch
 from llamarl.config import EmbeddedConfig
 from llamarl.models.inventory import parameter_shapes
 from tests.contract import generator_contract
-from tests.contract.generator_contract import *  # noqa: F403 - the questions, and `run_dir`
-from tests.contract.generator_contract import (
+from tests.contract.generator_contract import *  # noqa: F403 - the questions
+from tests.contract.generator_replica import (
     EngineCase,
     MemoryStorage,
     Replica,

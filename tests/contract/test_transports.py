@@ -10,9 +10,6 @@ import torch
 
 from llamarl.errors import FingerprintMismatch, ReplicaLost, StaleVersion
 from tests.contract.publishing import (
-    KINDS,
-    LARGEST_BYTES,
-    SHAPES,
     STAGINGS,
     TRANSPORTS,
     Generator,
@@ -22,6 +19,7 @@ from tests.contract.publishing import (
     TrainerRank,
     World,
 )
+from tests.contract.publishing_layouts import KINDS, LARGEST_BYTES, SHAPES
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.metrics.span import Spans
 from llamarl.types import RESPONSE_IDS, Request, Sampling
-from tests.distributed.training import MemoryStorage, make_checkpoint, resident_bytes
+from tests.allocation import resident_bytes
+from tests.distributed.rollouts import MemoryStorage, make_checkpoint
 
 BOTH = ["kv", "weights"]
 PROMPT = tuple(range(1, 30))

@@ -12,7 +12,7 @@ import torch
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.types import FinishReason
-from tests.unit.test_generation_engine import (
+from tests.unit.engine_models import (
     VARIANTS,
     finish,
     make_model,

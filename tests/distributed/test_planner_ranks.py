@@ -19,7 +19,7 @@ from llamarl.planner.memory.activations import forecast_activations, fullest_pac
 from llamarl.planner.memory.placements import trainer_layouts
 from llamarl.planner.memory.trainer import forecast_trainer
 from llamarl.weights.layout.shards import shard_boxes
-from tests.distributed.training import make_checkpoint
+from tests.distributed.rollouts import make_checkpoint
 from tests.unit.planner_recipes import make_recipe
 
 TOKENS, CONTEXT = 60, 25

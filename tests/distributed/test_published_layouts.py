@@ -25,7 +25,7 @@ from llamarl.weights.layout.shards import shard_boxes
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.shared_memory import this_host
-from tests.distributed.training import make_checkpoint
+from tests.distributed.rollouts import make_checkpoint
 
 Target = tuple[str, int]  # dtype, tensor-parallel ranks
 TARGETS: list[Target] = list(itertools.product(("float32", "bfloat16"), (1, 2, 4)))

@@ -2,9 +2,6 @@
 
 import dataclasses
 import itertools
-import json
-import signal
-import time
 import uuid
 
 import numpy as np
@@ -12,7 +9,6 @@ import pytest
 import torch
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.checkpoints.checkpoint import begin, latest, read_state
 from llamarl.config import PlacementConfig, TrainerConfig
 from llamarl.models import hf
 from llamarl.models.architecture import read_architecture
@@ -26,18 +22,12 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
-from tests.distributed.ranks import Ranks
+from tests.distributed.rollouts import TEMPERATURE, make_batch, make_checkpoint, make_rollouts
 from tests.distributed.training import (
-    TEMPERATURE,
     Job,
     infer,
     infer_within_a_step,
     kernels_of_executors,
-    make_batch,
-    make_checkpoint,
-    make_rollouts,
-    save_after_a_broken_step,
-    save_for_ever,
     take_turns,
     train,
     write_beside_steps,
@@ -203,60 +193,6 @@ def laid_out(layout, config):
     return dataclasses.replace(config, **{name: getattr(other, name) for name in names})
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("tensor 2", "shard 2"),
-        pytest.param("shard 2 x tensor 2", "one", marks=pytest.mark.slow),
-        *(
-            pytest.param(before, after, marks=pytest.mark.slow)
-            for before, after in [*itertools.permutations(LAYOUTS, 2)][1::4]
-        ),
-    ],
-)
-def test_a_checkpoint_of_one_layout_takes_the_same_next_step_under_another(
-    ranks, checkpoint, tmp_path, before, after
-):
-    cells, rows = make_rollouts()
-    writer, reader = laid_out(before, ADAM), laid_out(after, ADAM)
-    steps = [[make_batch(rows, writer.num_data_ranks, 40, version)] for version in (0, 1)]
-    exported_to, saved_to = tmp_path / "exported", tmp_path / "saved"
-    saved_to.mkdir()
-    whole = ranks(writer.num_ranks).run(
-        train,
-        job(checkpoint, cells, steps, trainer=writer, save=str(saved_to), export=str(exported_to)),
-    )
-    parts = [json.loads(path.read_text())["files"] for path in saved_to.glob("*manifest*")]
-    hashed = [name for part in parts for name in part]
-    assert sorted(hashed) == sorted(path.name for path in saved_to.glob("*.distcp"))
-    assert len(parts) == writer.num_ranks, "each rank hashes its own file"
-    last = [[make_batch(rows, reader.num_data_ranks, 64, version=1)]]
-    resumed = ranks(reader.num_ranks).run(
-        train, job(checkpoint, cells, last, trainer=reader, restore=str(saved_to))
-    )[0]
-    assert resumed["version"] == 1
-    assert resumed["stats"][0].version == 2
-    assert resumed["stats"][0].scalars["lr"] == whole[0]["stats"][1].scalars["lr"] == 2e-3 / 3
-    for name, want in whole[0]["weights"].items():
-        np.testing.assert_allclose(resumed["weights"][name], want, rtol=0, atol=1e-6, err_msg=name)
-    exported = Transformer(read_architecture(exported_to))
-    hf.load_into(dict(exported.named_parameters()), exported_to)
-    for name, parameter in exported.named_parameters():
-        np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
-
-
-def test_the_checkpoint_of_another_model_is_refused_in_one_line(ranks, checkpoint, tmp_path):
-    cells, rows = make_rollouts(3)
-    steps = [[make_batch(rows, 1, 99)]]
-    (tmp_path / "saved").mkdir()
-    ranks(1).run(train, job(checkpoint, cells, steps, save=str(tmp_path / "saved")))
-    other = make_checkpoint(tmp_path / "other", hidden_size=32)
-    with pytest.raises(RuntimeError, match=r"ValueError: .* of this model .* shape"):
-        ranks(1).run(train, job(other, cells, steps, restore=str(tmp_path / "saved")))
-    with pytest.raises(RuntimeError, match=r"ValueError: .*/\.metadata must be the index of a ch"):
-        ranks(1).run(train, job(checkpoint, cells, steps, restore=str(tmp_path)))
-
-
 def test_ranks_listen_on_loopback_only(ranks, checkpoint):
     cells, rows = make_rollouts(4)
     seen = ranks(2).run(train, job(checkpoint, cells, [[make_batch(rows, 2, 40)]]))
@@ -407,6 +343,26 @@ def test_differences_are_those_of_the_present_weights_and_change_nothing(ranks, 
         assert difference == pytest.approx(by_hand, abs=1e-5)
 
 
+def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, checkpoint):
+    cells, rows = make_rollouts()
+    trained = ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 64)]]))[0]
+    alone = ranks(1).run(infer, checkpoint, "", cells, {})[0]
+    for row_id, logprobs in trained["logprobs"].items():
+        np.testing.assert_allclose(alone[row_id], logprobs, atol=1e-5)
+    few = {row_id: cells[row_id] for row_id in range(5)}  # so one rank has more micro-batches
+    for fields in ({"reshard_after": "backward"}, {"tensor_parallel": 2}):
+        shares = ranks(2).run(infer, checkpoint, f"{checkpoint}-{uuid.uuid4()}", few, fields)
+        split = [[0, 1, 2, 3, 4], []] if "tensor_parallel" in fields else [[0, 2, 4], [1, 3]]
+        assert [sorted(share) for share in shares] == split
+        for row_id, logprobs in (shares[0] | shares[1]).items():
+            np.testing.assert_allclose(logprobs, alone[row_id], atol=1e-5)
+    rough = ranks(2).run(
+        infer, checkpoint, f"{checkpoint}-{uuid.uuid4()}", cells, {"compute_dtype": "bfloat16"}
+    )
+    for row_id, logprobs in (rough[0] | rough[1]).items():
+        assert np.abs(logprobs - alone[row_id]).max() < 0.2
+
+
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_that_leaves_its_device_learns_the_same_and_takes_its_memory_along(
     ranks, tmp_path, num_ranks
@@ -432,66 +388,3 @@ def test_a_trainer_that_leaves_its_device_learns_the_same_and_takes_its_memory_a
         for shrunk, left in zip(rank["shrunk"], rank["left"], strict=True):
             assert shrunk >= 0.8 * left, (rank["shrunk"], rank["left"])
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".bin"] == []
-
-
-def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, checkpoint):
-    cells, rows = make_rollouts()
-    trained = ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 64)]]))[0]
-    alone = ranks(1).run(infer, checkpoint, "", cells, {})[0]
-    for row_id, logprobs in trained["logprobs"].items():
-        np.testing.assert_allclose(alone[row_id], logprobs, atol=1e-5)
-    few = {row_id: cells[row_id] for row_id in range(5)}  # so one rank has more micro-batches
-    for fields in ({"reshard_after": "backward"}, {"tensor_parallel": 2}):
-        shares = ranks(2).run(infer, checkpoint, f"{checkpoint}-{uuid.uuid4()}", few, fields)
-        split = [[0, 1, 2, 3, 4], []] if "tensor_parallel" in fields else [[0, 2, 4], [1, 3]]
-        assert [sorted(share) for share in shares] == split
-        for row_id, logprobs in (shares[0] | shares[1]).items():
-            np.testing.assert_allclose(logprobs, alone[row_id], atol=1e-5)
-    rough = ranks(2).run(
-        infer, checkpoint, f"{checkpoint}-{uuid.uuid4()}", cells, {"compute_dtype": "bfloat16"}
-    )
-    for row_id, logprobs in (rough[0] | rough[1]).items():
-        assert np.abs(logprobs - alone[row_id]).max() < 0.2
-
-
-@pytest.mark.parametrize("breaks_amid_update", [False, True])
-def test_weights_of_a_step_that_broke_are_saved_only_if_it_changed_none(
-    breaks_amid_update, ranks, checkpoint, tmp_path
-):
-    cells, rows = make_rollouts(4)
-    broken = job(checkpoint, cells, [[make_batch(rows, 1, 99)]])
-    ((failures, has_changed),) = ranks(1).run(
-        save_after_a_broken_step, broken, str(tmp_path), breaks_amid_update
-    )
-    assert has_changed == breaks_amid_update
-    assert ["broke amid its update" in failure for failure in failures[1:]] == (
-        [True] if breaks_amid_update else []
-    )
-    assert ("the optimizer broke" if breaks_amid_update else "norm nan") in failures[0]
-    assert any(tmp_path.iterdir()) != breaks_amid_update
-
-
-def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(ranks, checkpoint, tmp_path):
-    cells, rows = make_rollouts(4)
-    steps = [[make_batch(rows, 1, 99, version)] for version in range(2000)]
-    cells_only = job(checkpoint, cells, steps, trainer=ADAM)
-    victim = Ranks(1)
-    victim.start(save_for_ever, cells_only, str(tmp_path))
-    folder = tmp_path / "checkpoints"
-    deadline = time.monotonic() + 60
-    while True:
-        assert time.monotonic() < deadline, "never met in the middle of a save"
-        victim.signal(signal.SIGSTOP)
-        half = [path for path in folder.glob("unfinished-step-*") if any(path.iterdir())]
-        if half and latest(tmp_path) is not None:
-            break
-        victim.signal(signal.SIGCONT)
-        time.sleep(0.003)
-    victim.close()
-    version = read_state(latest(tmp_path))["version"]
-    last = [[make_batch(rows, 1, 99, version)]]
-    resumed = job(checkpoint, cells, last, trainer=ADAM, restore=str(latest(tmp_path)))
-    seen = ranks(1).run(train, resumed)[0]
-    assert seen["version"] == version
-    assert begin(tmp_path, version + 1).is_dir()
-    assert len(list(folder.glob("unfinished-step-*"))) == 1

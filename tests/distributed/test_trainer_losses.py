@@ -21,15 +21,14 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     FinishReason,
 )
-from tests.distributed.training import (
+from tests.distributed.rollouts import (
     TEMPERATURE,
-    Job,
     add_reference,
     make_batch,
     make_checkpoint,
     make_rollouts,
-    train,
 )
+from tests.distributed.training import Job, train
 from tests.loss_formulas import CONFIGS, PAPERS, Sampled, step
 
 SGD = TrainerConfig(optimizer="sgd", lr=0.5, max_grad_norm=1e6)

@@ -1,16 +1,13 @@
 """Shared by the trainer tests: a tiny checkpoint, stored rollouts, a job that trains on them."""
 
 import asyncio
-import json
 import logging
 import math
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.checkpoints import checkpoint
@@ -22,32 +19,23 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.data.packing import pack
 from llamarl.errors import StaleVersion
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.specs import GeneratorSpec, ReferenceSpec, TrainerSpec
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.metrics.span import Spans
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import gather
 from llamarl.types import (
-    FINISH_CODES,
-    GENERATOR_LOGPROBS,
-    PROMPT_IDS,
     REF_LOGPROBS,
-    RESPONSE_IDS,
-    SAMPLING,
-    TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
-    Batch,
-    BatchRollout,
-    FinishReason,
 )
 from llamarl.weights.layout.boxes import Route
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
+from tests.allocation import resident_bytes
+from tests.distributed.ranks import listening
+from tests.distributed.rollouts import TEMPERATURE, MemoryStorage
 
 WARNINGS: list[str] = []  # of the trainers of this process
 
@@ -58,105 +46,6 @@ class _Kept(logging.Handler):
 
 
 logging.getLogger("llamarl.executors.training").addHandler(_Kept())
-
-VOCAB = 62
-TEMPERATURE = 0.8
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
-
-
-def make_checkpoint(folder, **changes):
-    """Random weights, large enough that log-probs differ clearly between tokens."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    random = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(shape, generator=random) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
-        for name, shape in parameter_shapes(read_architecture(folder)).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-class MemoryStorage:
-    """protocols.Storage in this process."""
-
-    def __init__(self, cells):
-        self.cells = {row_id: dict(cell) for row_id, cell in cells.items()}
-
-    async def write(self, row_ids, columns, attempts=None):
-        for name, arrays in columns.items():
-            for row_id, array in zip(row_ids, arrays, strict=True):
-                self.cells[row_id][name] = array
-
-    async def read(self, row_ids, names):
-        return {name: [self.cells[row_id][name] for row_id in row_ids] for name in names}
-
-    async def retire(self, row_ids, outcome):
-        for row_id in row_ids:
-            del self.cells[row_id]
-
-
-def make_rollouts(num_rows=13, seed=0, oldest_version=0):
-    """(cells by row id, batch rows): odd lengths, two versions, one advantage of zero."""
-    random = np.random.default_rng(seed)
-    cells, rows = {}, []
-    for row_id in range(num_rows):
-        num_prompt = int(random.integers(1, 9))
-        num_tokens = int(random.integers(1, 26))
-        cells[row_id] = {
-            PROMPT_IDS: random.integers(0, VOCAB, num_prompt).astype(np.int32),
-            RESPONSE_IDS: random.integers(0, VOCAB, num_tokens).astype(np.int32),
-            GENERATOR_LOGPROBS: (-np.log(VOCAB) + random.normal(size=num_tokens)).astype("f4"),
-            TOKEN_VERSIONS: np.sort(random.integers(0, 3, num_tokens)).astype(np.int32),
-            SAMPLING: np.array(
-                [TEMPERATURE, 0, 1, 64, 0, FINISH_CODES[FinishReason.LENGTH] * (row_id % 5 == 2)],
-                np.float64,
-            ),
-        }
-        rows.append(
-            BatchRollout(
-                row_id=row_id,
-                group_id=row_id // 4,
-                num_prompt_tokens=num_prompt,
-                num_tokens=num_tokens,
-                advantage=0.0 if row_id == 4 else float(random.normal()),
-                oldest_version=oldest_version,
-            )
-        )
-    return cells, tuple(rows)
-
-
-def add_reference(cells, seed=1):
-    """Give every rollout `ref_logprobs`."""
-    random = np.random.default_rng(seed)
-    for cell in cells.values():
-        noise = random.normal(size=len(cell[RESPONSE_IDS]))
-        cell[REF_LOGPROBS] = (-np.log(VOCAB) + noise).astype("f4")
-
-
-def make_batch(rows, num_ranks, budget, version=0):
-    lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
-    return Batch(version=version, rows=rows, assignment=pack(lengths, num_ranks, budget))
 
 
 @dataclass
@@ -354,13 +243,6 @@ def _num_bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def resident_bytes():
-    """Private and shared memory of this process, file pages left out."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = [line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))]
-    return 1024 * sum(map(int, found))
-
-
 def _everything(executor):
     """All that a step depends on: weights, gradients, moments, random numbers, statistics."""
     found = {}
@@ -507,20 +389,3 @@ async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_upd
     has_changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     await executor.close()
     return failures, has_changed
-
-
-def listening():
-    """Local addresses (hex, as the kernel prints them) of this process's listening sockets."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:
-            continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.append(fields[1])
-    return found

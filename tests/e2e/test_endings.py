@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoints import checkpoint
-from tests.e2e.test_runs import KEEPING, Command, finish, read_archive, train, wait_for_step
+from tests.e2e.commands import KEEPING, Command, finish, read_archive, train, wait_for_step
 
 NUM_STEPS = 4
 Moment = Callable[[Command, Path], None]

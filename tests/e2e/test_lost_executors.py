@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_runs import (
+from tests.e2e.commands import (
     Command,
     executors,
     finish,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_runs import finish, train
+from tests.e2e.commands import finish, train
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.config import EmbeddedConfig
 from llamarl.executors.offloader import Offloader
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.sampling import SamplingRows, sample
-from tests.unit.test_generation_engine import (
+from tests.unit.engine_models import (
     LLAMA,
-    EmbeddedConfig,
     finish,
     flat_weights,
     make_model,

@@ -12,7 +12,6 @@ import torch
 
 from llamarl.config import EmbeddedConfig
 from tests.contract.generator_contract import (  # noqa: F401 - the questions, and `run_dir`
-    EngineCase,
     run_dir,
     test_a_partial_row_is_resumed_from_storage_on_another_replica,
     test_aborted_rows_come_out_marked_whether_running_or_queued,
@@ -20,7 +19,8 @@ from tests.contract.generator_contract import (  # noqa: F401 - the questions, a
     test_leaving_in_the_middle_of_rollouts_changes_nothing,
     test_spans_tell_prefill_decode_and_waiting_apart,
 )
-from tests.distributed.training import make_checkpoint
+from tests.contract.generator_replica import EngineCase
+from tests.distributed.rollouts import make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,8 @@ import torch
 from llamarl.errors import FingerprintMismatch
 from llamarl.weights.integrity.fingerprint import fingerprint, transfer
 from llamarl.weights.transports.mapped import MappedBlock
-from tests.contract.publishing import KINDS, STAGINGS, Generator, GeneratorRanks, Trainer, World
+from tests.contract.publishing import STAGINGS, Generator, GeneratorRanks, Trainer, World
+from tests.contract.publishing_layouts import KINDS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from llamarl.generation.decoder import Decoder
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.model_runner import PaddedRunner, padded_rows
 from llamarl.generation.protocol import RequestOutput
-from tests.unit.test_generation_engine import (
+from tests.unit.engine_models import (
     LLAMA,
     VARIANTS,
     flat_weights,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
-import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,119 +144,6 @@ def test_an_export_takes_its_tokenizer_from_elsewhere_if_told(
     assert tokenizer.chat_template is not None
     ours, kept = (folder / "generation_config.json" for folder in (tmp_path / "out", checkpoint))
     assert ours.read_text() == kept.read_text(), "that is the model's"
-
-
-def test_weights_that_are_not_numbers_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    weights = parameters(checkpoint)
-    weights["model.norm.weight"][3] = torch.inf
-    hf.save(tmp_path / "out", weights.items(), source_folder=checkpoint, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* must hold finite numbers"):
-        hf.load_into(parameters(checkpoint), tmp_path / "out")
-
-
-def test_a_failed_save_leaves_what_stood_there_and_nothing_else(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    weights = parameters(checkpoint)
-    hf.save(out, weights.items(), source_folder=checkpoint, dtype=torch.float32)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-
-    def breaking() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(weights.items())[:5]
-        raise OSError("the disk is gone")
-
-    def save(tensors: Any) -> None:
-        hf.save(out, tensors, source_folder=checkpoint, dtype=torch.float32)
-
-    first = next(iter(weights))
-    with pytest.raises(OSError, match="the disk is gone"):
-        save(breaking())
-    with pytest.raises(RuntimeError, match=r"got none of \['model.norm.weight'\]"):
-        save([item for item in weights.items() if item[0] != "model.norm.weight"])
-    with pytest.raises(ValueError, match="model's parameters, each once, got 'other'"):
-        save([*weights.items(), ("other", torch.zeros(1))])
-    with pytest.raises(ValueError, match=f"{first} must have shape"):
-        save([(first, torch.zeros(3, 3))])
-    with pytest.raises(ValueError, match=f"each once, got '{first}'"):
-        save([*weights.items(), (first, weights[first])])
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
-
-
-def test_a_disk_that_refuses_a_file_is_an_error_of_the_operating_system(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    weights = parameters(checkpoint)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as caught:
-            hf.save(
-                tmp_path / "out", weights.items(), source_folder=checkpoint, dtype=torch.float32
-            )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_a_good_save_replaces_the_folder_whole_even_its_own_source(checkpoint: Path) -> None:
-    doubled = {name: tensor * 2 for name, tensor in parameters(checkpoint).items()}
-    (checkpoint / "stale.safetensors").write_bytes(b"")
-    hf.save(checkpoint, doubled.items(), source_folder=checkpoint, dtype=torch.float32)
-    assert not (checkpoint / "stale.safetensors").exists()
-    for name, tensor in parameters(checkpoint).items():
-        assert torch.equal(tensor, doubled[name])
-    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
-
-
-def test_a_failed_rename_puts_the_old_folder_back(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename = Path.rename
-
-    def fail(self: Path, target: Path) -> Path:
-        if "unfinished" in self.name:
-            raise PermissionError("the file system says no")
-        return rename(self, target)
-
-    weights = parameters(checkpoint)
-    names = sorted(path.name for path in checkpoint.iterdir())
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(PermissionError):
-        hf.save(checkpoint, weights.items(), source_folder=checkpoint, dtype=torch.float32)
-    assert sorted(path.name for path in checkpoint.iterdir()) == names
-    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
-
-
-def test_a_save_killed_between_its_renames_loses_nothing(checkpoint: Path) -> None:
-    out = checkpoint.with_name("out")
-    shutil.copytree(checkpoint, checkpoint.with_name(".out.replaced"))  # the state after the kill
-    with pytest.raises(ValueError, match="got 'unknown'"):
-        hf.save(out, [("unknown", torch.zeros(1))], source_folder=checkpoint, dtype=torch.float32)
-    names = [sorted(path.name for path in folder.iterdir()) for folder in (checkpoint, out)]
-    assert names[0] == names[1]
-
-
-def test_a_full_disk_is_told_before_anything_is_written(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(checkpoint)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    asked: list[str] = []
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        asked.append("a tensor")
-        yield from parameters(checkpoint).items()
-
-    out = checkpoint.with_name("out")
-    with pytest.raises(
-        OSError, match=r"No space left on device: the weights need .* 1000 are free"
-    ):
-        hf.save(out, tensors(), source_folder=checkpoint, dtype=torch.float32)
-    assert not asked
-    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint"]
 
 
 LAYOUTS = [(1, 2, 1, 1), (2, 5, 1, 1), (39, 40, 1, 1), (3, 4, 2, 2), (5, 8, 2, 2), (1, 2, 2, 1)]

@@ -12,15 +12,9 @@ import torch
 
 from llamarl.executors.offloader import Offloader
 from llamarl.weights.transports.shared_memory import Segment
+from tests.allocation import resident_bytes
 
 PAGE = mmap.PAGESIZE
-
-
-def resident_bytes():
-    """Private and shared memory of this process, file pages left out."""
-    with open("/proc/self/status") as status:
-        lines = [line.split() for line in status if line.startswith(("RssAnon", "RssShmem"))]
-    return sum(int(words[1]) * 1024 for words in lines)
 
 
 def filled(num_elements, dtype=torch.float32):

@@ -9,16 +9,14 @@ from __future__ import annotations
 import pytest
 
 from llamarl.config import VllmConfig
-from tests.contract import generator_contract
-from tests.contract.generator_contract import *  # noqa: F403
-from tests.contract.generator_contract import EngineCase
+from tests.contract.generator_contract import *  # noqa: F403 - the questions
+from tests.contract.generator_replica import EngineCase
 from tests.vllm.checkpoints import write_versions
 
 del test_a_partial_row_is_resumed_from_storage_on_another_replica  # noqa: F821
 del test_a_replica_passes_on_what_it_received  # noqa: F821
 
 pytestmark = pytest.mark.vllm
-run_dir = generator_contract.run_dir
 
 
 @pytest.fixture(scope="module")

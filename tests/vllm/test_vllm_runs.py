@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import Command, executors, finish, train
 from tests.e2e.test_quickstart import quickstart
-from tests.e2e.test_runs import Command, executors, finish, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

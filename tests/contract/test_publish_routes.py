@@ -1,0 +1,158 @@
+"""Which bytes travel on which route when replicas connect, on fakes that model buckets."""
+
+import asyncio
+
+import pytest
+
+from llamarl.errors import ReplicaLost
+from llamarl.planner.simulation.clock import run
+from llamarl.weights.layout.boxes import RankLayout
+from tests.contract.publish_fakes import (
+    NAMES,
+    NUM_BYTES,
+    SINGLE,
+    WHOLE,
+    World,
+    layout,
+)
+
+
+def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first() -> None:
+    async def main():
+        world = World(("h",) * 3)
+        await world.publisher.connect()
+        first = world.journal.index(("trainer", "connect_target", 0))
+        assert ("generator-2", "connect_target", 2) not in world.journal[:first]
+        routes = [world.generators[i].route for i in range(3)]
+        assert [route.source for route in routes] == ["trainer", "generator-0", "generator-0"]
+        assert {route.transport for route in routes} == {"shared_memory"}
+        assert world.trainer.routes == {0: routes[0]}
+        assert world.generators[0].routes == {1: routes[1], 2: routes[2]}
+        world.journal.clear()
+        stats = await world.publish(7)
+        for replica in range(3):
+            assert world.steps(replica)[:4] == ["prepare", "verify", "commit"] + ["pass_on"] * (
+                replica == 0
+            )
+        writes = [entry for entry in world.journal if entry[1] in ("write", "commit")]
+        assert writes[:2] == [("trainer", "write", 7, 0, 0), (0, "commit", 7, 0)]
+        assert world.versions() == [7, 7, 7]
+        assert (stats.version, stats.lost, stats.num_running) == (7, {}, {0: 3, 1: 3, 2: 3})
+        assert (stats.num_bytes, stats.num_relayed_bytes) == (NUM_BYTES, 2 * NUM_BYTES)
+        assert stats.seconds >= 0
+        assert sorted(world.events) == [(0, 7), (1, 7), (2, 7)]
+
+    run(main())
+
+
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+@pytest.mark.parametrize("hosts", [("a",) * 3, ("a", "b", "a", "b", "b", "a")])
+def test_each_byte_leaves_the_trainer_once_per_host(hosts, buckets) -> None:
+    async def main():
+        world = await World(hosts, buckets=buckets, transport="rdma").connected()
+        for version in range(5):
+            stats = await world.publish(version)
+            assert stats.num_bytes == NUM_BYTES * len({*hosts})
+            assert stats.num_relayed_bytes == NUM_BYTES * (len(hosts) - len({*hosts}))
+        assert world.trainer.num_sent_bytes == 5 * NUM_BYTES * len({*hosts})
+        sent = sum(generator.num_sent_bytes for generator in world.generators.values())
+        assert sent == 5 * NUM_BYTES * (len(hosts) - len({*hosts}))
+        assert world.versions() == [4] * len(hosts)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "relay"),
+    [
+        ("collective", "cpu", "shared_memory"),
+        ("collective", "cuda", "cuda_ipc"),
+        ("cuda_ipc", "cuda", "cuda_ipc"),
+    ],
+)
+def test_routes_say_what_carries_the_bytes_and_collective_ones_meet_at_a_new_path(
+    transport, device, relay, tmp_path
+) -> None:
+    async def main():
+        folder = tmp_path / "rendezvous"
+        world = World(transport=transport, device=device, folder=folder, bucket_bytes=77)
+        await world.publisher.connect()
+        first, second = (generator.route for generator in world.generators.values())
+        assert (first.transport, second.transport) == (transport, relay)
+        assert (second.rendezvous, first.bucket_bytes) == ("", 77)
+        if transport == "collective":
+            await world.publisher.connect_replica(0, world.generators[0])
+            await world.publisher.connect_replica(1, world.generators[1])
+            again = world.generators[0].route
+            assert again.source == "generator-1" or again.rendezvous != first.rendezvous
+            paths = [first.rendezvous, world.generators[1].route.rendezvous]
+            assert all(path.startswith(f"{folder}/") for path in paths if path)
+            assert folder.is_dir()
+            assert list(folder.iterdir()) == []
+
+    run(main())
+
+
+def test_shared_memory_never_leaves_a_host_and_nothing_is_connected_before_all_fit() -> None:
+    async def main():
+        world = World(("h", "other"), transport="shared_memory")
+        with pytest.raises(ValueError, match=r"collective or rdma.*trainer on h .*1 on other"):
+            await world.publisher.connect()
+        assert not {entry[1] for entry in world.journal} & {"connect_target", "connect_source"}
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ([layout(0, "h", WHOLE), layout(1, "h", SINGLE)], "buckets must be equal .* generator 1"),
+        ([layout(0, "h", (NAMES[:2],))], "norm in 0"),
+        ([layout(0, "h", (*WHOLE, ("odd",)))], "odd in 1, which no rank holds"),
+        ([layout(0, "h", (*WHOLE, NAMES[:1]))], "layers.0.weight in 2"),
+        ([RankLayout(rank=0, host="h", parameters={}, buckets=())], NAMES[0]),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_when_connecting(layouts, message) -> None:
+    async def main():
+        world = World()
+
+        async def other_layout():
+            return layouts
+
+        world.generators[1].target_layout = other_layout
+        with pytest.raises(ValueError, match=message):
+            await world.publisher.connect()
+
+    run(main())
+
+
+@pytest.mark.parametrize("step", ["source_layout", "connect_target", "connect_source"])
+def test_an_error_while_connecting_at_the_start_is_raised_as_it_is(step) -> None:
+    async def main():
+        for failure in (MemoryError("own"), "hang"):
+            world = World()
+            world.failures[step] = failure
+            match = "own" if failure != "hang" else r"must .* within weights\.timeout_s=5 s"
+            with pytest.raises((MemoryError, TimeoutError, ReplicaLost), match=match):
+                await world.publisher.connect()
+
+    run(main())
+
+
+def test_both_ends_of_a_route_are_connected_at_the_same_time() -> None:
+    async def main():
+        world = World(("h",))
+        ends = asyncio.Barrier(2)
+        for fake, name in (
+            (world.trainer, "connect_target"),
+            (world.generators[0], "connect_source"),
+        ):
+
+            async def meet(*args):
+                await ends.wait()
+
+            setattr(fake, name, meet)
+        await world.publisher.connect()
+
+    run(main())

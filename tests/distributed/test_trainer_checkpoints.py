@@ -1,0 +1,120 @@
+"""What a trainer saves: a checkpoint between layouts, a kill amid a save."""
+
+import itertools
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from llamarl.checkpoints.checkpoint import begin, latest, read_state
+from llamarl.models import hf
+from llamarl.models.architecture import read_architecture
+from llamarl.models.transformer import Transformer
+from tests.distributed.ranks import Ranks
+from tests.distributed.rollouts import make_batch, make_checkpoint, make_rollouts
+from tests.distributed.test_trainer import ADAM, LAYOUTS, job, laid_out
+from tests.distributed.training import save_after_a_broken_step, save_for_ever, train
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor 2", "shard 2"),
+        pytest.param("shard 2 x tensor 2", "one", marks=pytest.mark.slow),
+        *(
+            pytest.param(before, after, marks=pytest.mark.slow)
+            for before, after in [*itertools.permutations(LAYOUTS, 2)][1::4]
+        ),
+    ],
+)
+def test_a_checkpoint_of_one_layout_takes_the_same_next_step_under_another(
+    ranks, checkpoint, tmp_path, before, after
+):
+    cells, rows = make_rollouts()
+    writer, reader = laid_out(before, ADAM), laid_out(after, ADAM)
+    steps = [[make_batch(rows, writer.num_data_ranks, 40, version)] for version in (0, 1)]
+    exported_to, saved_to = tmp_path / "exported", tmp_path / "saved"
+    saved_to.mkdir()
+    whole = ranks(writer.num_ranks).run(
+        train,
+        job(checkpoint, cells, steps, trainer=writer, save=str(saved_to), export=str(exported_to)),
+    )
+    parts = [json.loads(path.read_text())["files"] for path in saved_to.glob("*manifest*")]
+    hashed = [name for part in parts for name in part]
+    assert sorted(hashed) == sorted(path.name for path in saved_to.glob("*.distcp"))
+    assert len(parts) == writer.num_ranks, "each rank hashes its own file"
+    last = [[make_batch(rows, reader.num_data_ranks, 64, version=1)]]
+    resumed = ranks(reader.num_ranks).run(
+        train, job(checkpoint, cells, last, trainer=reader, restore=str(saved_to))
+    )[0]
+    assert resumed["version"] == 1
+    assert resumed["stats"][0].version == 2
+    assert resumed["stats"][0].scalars["lr"] == whole[0]["stats"][1].scalars["lr"] == 2e-3 / 3
+    for name, want in whole[0]["weights"].items():
+        np.testing.assert_allclose(resumed["weights"][name], want, rtol=0, atol=1e-6, err_msg=name)
+    exported = Transformer(read_architecture(exported_to))
+    hf.load_into(dict(exported.named_parameters()), exported_to)
+    for name, parameter in exported.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
+
+
+def test_the_checkpoint_of_another_model_is_refused_in_one_line(ranks, checkpoint, tmp_path):
+    cells, rows = make_rollouts(3)
+    steps = [[make_batch(rows, 1, 99)]]
+    (tmp_path / "saved").mkdir()
+    ranks(1).run(train, job(checkpoint, cells, steps, save=str(tmp_path / "saved")))
+    other = make_checkpoint(tmp_path / "other", hidden_size=32)
+    with pytest.raises(RuntimeError, match=r"ValueError: .* of this model .* shape"):
+        ranks(1).run(train, job(other, cells, steps, restore=str(tmp_path / "saved")))
+    with pytest.raises(RuntimeError, match=r"ValueError: .*/\.metadata must be the index of a ch"):
+        ranks(1).run(train, job(checkpoint, cells, steps, restore=str(tmp_path)))
+
+
+@pytest.mark.parametrize("breaks_amid_update", [False, True])
+def test_weights_of_a_step_that_broke_are_saved_only_if_it_changed_none(
+    breaks_amid_update, ranks, checkpoint, tmp_path
+):
+    cells, rows = make_rollouts(4)
+    broken = job(checkpoint, cells, [[make_batch(rows, 1, 99)]])
+    ((failures, has_changed),) = ranks(1).run(
+        save_after_a_broken_step, broken, str(tmp_path), breaks_amid_update
+    )
+    assert has_changed == breaks_amid_update
+    assert ["broke amid its update" in failure for failure in failures[1:]] == (
+        [True] if breaks_amid_update else []
+    )
+    assert ("the optimizer broke" if breaks_amid_update else "norm nan") in failures[0]
+    assert any(tmp_path.iterdir()) != breaks_amid_update
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(ranks, checkpoint, tmp_path):
+    cells, rows = make_rollouts(4)
+    steps = [[make_batch(rows, 1, 99, version)] for version in range(2000)]
+    cells_only = job(checkpoint, cells, steps, trainer=ADAM)
+    victim = Ranks(1)
+    victim.start(save_for_ever, cells_only, str(tmp_path))
+    folder = tmp_path / "checkpoints"
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline, "never met in the middle of a save"
+        victim.signal(signal.SIGSTOP)
+        half = [path for path in folder.glob("unfinished-step-*") if any(path.iterdir())]
+        if half and latest(tmp_path) is not None:
+            break
+        victim.signal(signal.SIGCONT)
+        time.sleep(0.003)
+    victim.close()
+    version = read_state(latest(tmp_path))["version"]
+    last = [[make_batch(rows, 1, 99, version)]]
+    resumed = job(checkpoint, cells, last, trainer=ADAM, restore=str(latest(tmp_path)))
+    seen = ranks(1).run(train, resumed)[0]
+    assert seen["version"] == version
+    assert begin(tmp_path, version + 1).is_dir()
+    assert len(list(folder.glob("unfinished-step-*"))) == 1

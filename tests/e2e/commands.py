@@ -1,0 +1,217 @@
+"""Commands that train by the shipped recipe, and the processes and files they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tests.signals import hear_ctrl_c
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+RECIPE = ROOT / "recipes" / "quickstart"
+
+
+SMALL = [
+    "trainer.groups_per_step=8",
+    "trainer.groups_per_part=4",
+    "trainer.lr=5e-4",
+    "trainer.warmup_steps=0",
+    "evaluation.max_prompts=16",
+    "evaluation.every_steps=0",
+]
+
+
+@dataclass
+class Command:
+    """A `llamarl` process whose descendants can be recognised by a variable they inherit."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def family(self) -> list[int]:
+        """Pids of every process, however orphaned, that inherited the mark."""
+        pids = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    environment = (folder / "environ").read_bytes()
+                    is_zombie = ") Z " in (folder / "stat").read_text()
+                except (OSError, ProcessLookupError):
+                    continue
+                if self.mark.encode() in environment and not is_zombie:
+                    pids.append(int(folder.name))
+        return pids
+
+    def wait_until_gone(self, limit_s: float) -> list[int]:
+        end_s = time.monotonic() + limit_s
+        while self.family() and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return self.family()
+
+
+def start(*arguments: str) -> Command:
+    mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llamarl", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"},
+        preexec_fn=hear_ctrl_c,
+    )
+    return Command(process, mark)
+
+
+def train(run_dir: Path, *overrides: str) -> Command:
+    return start("train", f"--config-dir={RECIPE}", f"run_dir={run_dir}", *SMALL, *overrides)
+
+
+def finish(command: Command, limit_s: float = 120.0) -> tuple[int, str, str]:
+    out, err = command.process.communicate(timeout=limit_s)
+    return command.process.returncode, out, err
+
+
+def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 90.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        assert command.process.poll() is None, command.process.communicate()
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
+
+
+KEEPING = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
+
+
+def read_archive(run_dir: Path) -> list[dict[str, Any]]:
+    files = (run_dir / "archive").glob("rollouts-*.jsonl")
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def prompts_trained(run_dir: Path, first_row: int) -> list[list[int]]:
+    """Prompt ids of the groups trained from row `first_row` on, in the order of admission."""
+    lines = [
+        line
+        for line in read_archive(run_dir)
+        if line["outcome"] == "trained" and line["row_id"] >= first_row
+    ]
+    lines.sort(key=lambda line: line["row_id"])
+    groups = [lines[start : start + 8] for start in range(0, len(lines), 8)]
+    assert all(len({str(line["prompt_ids"]) for line in group}) == 1 for group in groups)
+    return [group[0]["prompt_ids"] for group in groups]
+
+
+def newest_state(run_dir: Path) -> dict[str, Any]:
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    state: dict[str, Any] = json.loads((newest / "controller.json").read_text())
+    return state
+
+
+def wait_for_save(command: Command, run_dir: Path, version: int, limit_s: float = 90.0) -> None:
+    """Until the save of `version` has begun and is not committed."""
+    folder = run_dir / "checkpoints" / f"unfinished-step-{version:08d}"
+    end_s = time.monotonic() + limit_s
+    while not folder.exists():
+        assert time.monotonic() < end_s
+        assert command.process.poll() is None, command.process.communicate()
+        time.sleep(0.0005)
+
+
+def executors(command: Command, role: str) -> list[int]:
+    """Pids of a role's processes, without those they started."""
+    mark = re.compile(rf"LLAMARL_GROUP=[^\0]*/{role}(\0|$)")
+    pids = [pid for pid in command.family() if mark.search(told_of(pid, "environ"))]
+    return [pid for pid in pids if not is_reward_worker(pid)]
+
+
+def reward_workers(family: list[int]) -> list[int]:
+    """Those that run reward code: each is the child of one that supervises it."""
+    pids = [pid for pid in family if is_reward_worker(pid)]
+    return [pid for pid in pids if parent_of(pid) in pids]
+
+
+def parent_of(pid: int) -> int:
+    return int(told_of(pid, "stat").rpartition(")")[2].split()[1])
+
+
+def is_reward_worker(pid: int) -> bool:
+    return "llamarl.environments.rewards.worker" in told_of(pid, "cmdline")
+
+
+def told_of(pid: int, file: str) -> str:
+    """What /proc says of a process; nothing if it has ended meanwhile, as short-lived ones do."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass
+class Ended:
+    """A command that was ended on purpose; `state` is the checkpoint that it leaves."""
+
+    code: int
+    out: str
+    err: str
+    family: list[int]
+    left: list[int]
+    state: dict[str, Any]
+
+
+def last_due(state: dict[str, Any]) -> int:
+    """The last version of every second one that is saved, whenever this state was."""
+    version: int = state["version"]
+    return version // 2 * 2
+
+
+def end(command: Command, family: list[int], run_dir: Path) -> Ended:
+    code, out, err = finish(command, 30.0)
+    return Ended(code, out, err, family, command.wait_until_gone(5.0), newest_state(run_dir))
+
+
+def saved_words(end: str, run_dir: Path) -> list[str]:
+    """What a run that was ended says on standard error before the command that goes on."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    version = newest_state(run_dir)["version"]
+    return [f"llamarl: {end}", f"llamarl: version {version} is saved in {newest}"]
+
+
+def prompts_open(state: dict[str, Any]) -> list[list[int]]:
+    """Prompt ids of what a checkpoint says was admitted or drawn, and not trained."""
+    tokenizer = AutoTokenizer.from_pretrained(RECIPE / "checkpoint")
+    rows = (RECIPE / "prompts.jsonl").read_text().splitlines()
+    texts = [json.loads(rows[number - 1])["question"] for _, number in state["pending"]]
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def goes_on(run_dir: Path, *ended: dict[str, Any]) -> None:
+    """Asserts that a run ended after each of these checkpoints, then finished two steps after the
+    last one, did nothing twice."""
+    for first, second in pairwise(ended):
+        assert second["version"] == last_due(first) + 2
+    # What was open at a checkpoint is asked first, in its order; then the stream goes on.
+    for state in ended:
+        num_open = len(state["pending"])
+        assert 8 <= num_open <= 16, "the groups of one step, and of another that was under way"
+        assert prompts_trained(run_dir, state["next_row_id"])[:num_open] == prompts_open(state)
+    # Of steps that were lost nothing is left: every step, row and line stands there once.
+    ids = [line["row_id"] for line in read_archive(run_dir)]
+    assert len(ids) == len(set(ids))
+    metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in metrics if "reward/mean" in line]
+    assert steps == list(range(1, ended[-1]["version"] + 3))

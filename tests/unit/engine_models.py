@@ -1,0 +1,140 @@
+"""Small models and engines, and what the trainer's own model says, for the tests of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from llamarl.config import EmbeddedConfig
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.protocol import RequestOutput
+from llamarl.generation.quantized import QuantizedMatrix, make_scratch
+from llamarl.models.architecture import Architecture, RopeScaling
+from llamarl.models.transformer import Transformer
+from llamarl.types import Request, Sampling
+
+LLAMA = Architecture(
+    model_type="llama",
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=512,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
+
+
+VARIANTS = {
+    "llama": LLAMA,
+    "untied, llama3 rope, all biases": replace(
+        LLAMA,
+        tie_embeddings=False,
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32
+        ),
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen2": replace(LLAMA, model_type="qwen2", attention_bias=True, num_kv_heads=6),
+    "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=24, num_kv_heads=1),
+}
+
+
+def make_model(architecture: Architecture, seed: int) -> Transformer:
+    """Random weights, large enough that the logits differ clearly."""
+    torch.manual_seed(seed)
+    model = Transformer(architecture)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.25)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return model
+
+
+def flat_weights(engine: EmbeddedEngine, model: torch.nn.Module) -> torch.Tensor:
+    flat = torch.zeros(engine.layout.num_elements, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        engine.layout.parameter(flat, name).copy_(parameter.detach())
+    return flat
+
+
+def make_engine(model: Transformer, *, slots: int = 4, **kwargs) -> EmbeddedEngine:
+    config = EmbeddedConfig(max_num_seqs=slots, max_model_len=160, **kwargs.pop("config", {}))
+    engine = EmbeddedEngine(model.architecture, config, **kwargs)
+    engine.commit(flat_weights(engine, model), 0)
+    return engine
+
+
+def make_request(row_id: int, prompt: tuple[int, ...], max_tokens: int = 20, **kwargs) -> Request:
+    names = ("temperature", "top_k", "top_p", "stop_token_ids", "stop_strings")
+    sampling = {name: kwargs.pop(name) for name in names if name in kwargs}
+    return Request(
+        row_id=row_id,
+        prompt_ids=prompt,
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+        seed=kwargs.pop("seed", row_id),
+        **kwargs,
+    )
+
+
+def random_prompts(num: int, longest: int = 40) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(0, 96, rng.integers(1, longest)).tolist()) for _ in range(num)]
+
+
+def finish(engine: EmbeddedEngine) -> dict[int, RequestOutput]:
+    done: dict[int, RequestOutput] = {}
+    while engine.has_work:
+        for item in engine.step():
+            assert item.request.row_id not in done
+            done[item.request.row_id] = item
+    return done
+
+
+def model_logprobs(model: Transformer, item: RequestOutput, temperature: float = 1.0) -> np.ndarray:
+    """The trainer's log-probs of the response tokens."""
+    prompt, ids = item.request.prompt_ids, item.written.ids.tolist()
+    tokens = torch.tensor([*prompt, *ids])
+    targets = torch.tensor([*prompt[1:], *ids, 0])
+    with torch.no_grad():
+        stats = model(tokens, [len(tokens)], targets, temperature)
+    return stats.logprobs[len(prompt) - 1 : -1].numpy()
+
+
+class CountedVersions(int):
+    """A version that counts how often it is compared."""
+
+    count = 0
+
+    def __ge__(self, other: int) -> bool:
+        self.count += 1
+        return int(self) >= other
+
+
+def quantize_model(model: Transformer, kind: str) -> Transformer:
+    """`model` with every linear weight replaced by what eight bits make of it; the tied head, which
+    is quantised but not the embedding, gets its own copy."""
+    plain = Transformer(replace(model.architecture, tie_embeddings=False))
+    state = model.state_dict()
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    scratch = make_scratch(1, torch.float32, torch.device("cpu"))
+    for name, weight in state.items():
+        if weight.ndim == 2 and "embed" not in name:
+            state[name] = QuantizedMatrix.of(weight.t(), kind, scratch).dequantized().t()
+    plain.load_state_dict(state)
+    return plain

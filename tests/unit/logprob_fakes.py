@@ -1,0 +1,106 @@
+"""Replicas and a trainer that answer a log-prob check with known differences."""
+
+import asyncio
+
+from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.logprob_check import (
+    LogprobCheck,
+)
+from llamarl.types import FinishReason, Prompt, RolloutInfo, Sampling, VersionSpan
+
+SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
+
+
+PROMPTS = [Prompt(prompt_id=i, text="", token_ids=(5, i)) for i in range(3)]
+
+
+class FakeDispatch:
+    """Replicas that write what they are asked at once, with the version they serve."""
+
+    def __init__(self, ledger, replicas):
+        self.ledger, self.versions = ledger, dict.fromkeys(replicas, 0)
+        self.asked = []
+        self.is_broken = False
+
+    @property
+    def replicas(self):
+        return self.versions
+
+    async def submit_to(self, index, requests):
+        self.asked += [(index, request) for request in requests]
+        if self.is_broken:
+            raise ValueError("prompts must have a token, got none")
+        if index not in self.versions:
+            return  # lost
+        for request in requests:
+            versions = self.versions[index]
+            versions = versions if isinstance(versions, tuple) else (versions,)
+            row = RolloutInfo(
+                row_id=request.row_id,
+                num_prompt_tokens=2,
+                num_tokens=2 * len(versions),
+                spans=tuple(VersionSpan(version=v, num_tokens=2) for v in versions),
+                finish_reason=FinishReason.LENGTH,
+                replica=index,
+            )
+            self.ledger.learn_rollouts([row])
+
+
+class FakeTrainer:
+    """`noise(replica)` is the difference of a row of that replica."""
+
+    def __init__(self, ledger):
+        self.ledger = ledger
+        self.noise = lambda replica: 1e-5
+        self.asked = []
+
+    async def infer(self, row_ids):
+        assert row_ids, "a collective for nothing"
+        self.asked.append(row_ids)
+        return [self.noise(self.ledger.entries[row_id].rollout.replica) for row_id in row_ids]
+
+
+class FakeStorage:
+    """Remembers what was retired."""
+
+    def __init__(self):
+        self.outcomes = {}
+
+    async def retire(self, row_ids, outcome):
+        assert not self.outcomes.keys() & set(row_ids)
+        self.outcomes |= dict.fromkeys(row_ids, outcome)
+
+
+class Setting:
+    """A log-prob check among fakes, `publish` and `check` as the controller calls them."""
+
+    def __init__(self, replicas=(0, 1), mode="fail"):
+        self.ledger = Ledger(loop_stages(has_reference=True))
+        self.dispatch = FakeDispatch(self.ledger, replicas)
+        self.trainer, self.storage = FakeTrainer(self.ledger), FakeStorage()
+        self.num_rows = 0
+        self.logprob_check = LogprobCheck(
+            dispatch=self.dispatch,
+            ledger=self.ledger,
+            storage=self.storage,
+            trainer=self.trainer,
+            allocate_rows=self.allocate,
+            prompts=PROMPTS,
+            sampling=SAMPLING,
+            seed=7,
+            mode=mode,
+        )
+
+    def allocate(self, count):
+        self.num_rows += count
+        return range(self.num_rows - count, self.num_rows)
+
+    async def publish(self, version, *, serves=None):
+        for replica in list(self.dispatch.versions):
+            self.dispatch.versions[replica] = version if serves is None else serves
+            self.logprob_check.committed(replica, version)
+        await asyncio.sleep(0)
+
+    async def start(self):
+        await self.publish(0)
+        return await self.logprob_check.check(0)

@@ -1,0 +1,144 @@
+"""What a run shows on its way: the live display, a log file's lines, samples."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from llamarl.metrics.console import Progress
+from llamarl.metrics.recent_spans import RecentSpans
+from tests.unit.test_metrics_time import write_spans
+
+
+def show(draw) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    draw(console)
+    return console.export_text()
+
+
+def drive(progress: Progress) -> None:
+    with progress:
+        progress.show_phase("starting 4 processes")
+        progress.start_training(0)
+        progress.show_evaluation(0, 0.48, 0.48)
+        for step in (1, 2, 3):
+            scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
+            progress.show_step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
+
+
+def test_without_a_terminal_progress_is_whole_lines(tmp_path):
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 4e9, 4e9 + 10)])  # in the future
+    text = show(
+        lambda c: drive(Progress(3, live=True, recent_spans=RecentSpans(tmp_path), console=c))
+    )
+    lines = text.splitlines()
+    assert len(lines) == 4, "the steps between come every few seconds"
+    assert "starting 4 processes" in lines[0]
+    assert "held-out accuracy 48.0% at version 0" in lines[1]
+    assert "step 1/3" in lines[2]
+    for words in ("step 3/3", "accuracy 75.0%", "tokens/s 1,234", "busy trainer 100%", "eta 0:00"):
+        assert words in lines[3]
+
+
+def test_on_a_terminal_progress_is_a_display_that_fits():
+    for width in (80, 100):
+        console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+        progress = Progress(3, live=True, console=console)
+        drive(progress)
+        console.export_text()
+        console.print(progress._render())
+        text = console.export_text()
+        assert max(len(line) for line in text.splitlines()) == width
+        for words in ("step 3/3", "75.0%", "48.0% (v0)", "mean 1.00  max 2", "1,234 tokens/s"):
+            assert words in text
+
+
+def test_progress_shows_shaped_rewards_beside_the_accuracy():
+    plain = Console(width=80, record=True, file=io.StringIO())
+    Progress(3, live=False, console=plain).show_evaluation(0, 0.0, 0.25)
+    assert "held-out reward 0.250, accuracy 0.0% at version 0" in plain.export_text()
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.show_step(1, {"reward/mean": 0.125, "accuracy/train": 0.0})
+    progress.show_evaluation(1, 0.0, 0.25)
+    console.print(progress._render())
+    text = console.export_text()
+    for words in ("training reward", "0.125", "held-out reward    0.250 (v1)"):
+        assert words in text
+
+
+def test_the_display_shows_which_executors_are_ready_while_they_start():
+    console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    with progress.startup() as report:
+        for name in ("storage-0", "generator-0", "generator-1", "trainer"):
+            report(name, "starting")
+        for name, state in (
+            ("storage-0", "ready"),
+            ("generator-1", "ready"),
+            ("trainer", "loading"),
+        ):
+            report(name, state)
+        console.print(progress._render())
+        text = console.export_text()
+        for words in ("storage            ready after 0 s", "trainer            loading (0 s)"):
+            assert words in text
+        assert "generator          1 of 2 ready; generator-0 starting (0 s)" in text
+        for index in range(64):
+            report(f"generator-{index}", "loading")
+        console.print(progress._render())
+        assert "0 of 64 ready; 64 loading" in console.export_text(), "one row however many"
+    console.print(progress._render())
+    assert "ready" not in console.export_text(), "past the start it shows the training"
+
+
+def test_a_log_file_gets_a_line_per_role_that_is_ready_and_one_while_a_start_drags_on(monkeypatch):
+    num_threads = threading.active_count()
+    monkeypatch.setattr("llamarl.metrics.console.QUIET_INTERVAL_S", 0.01)
+    console = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    with progress.startup() as report:
+        for name in ("generator-0", "generator-1", "trainer"):
+            report(name, "loading")
+        report("generator-0", "ready")
+        report("generator-1", "ready")
+        deadline_s = time.monotonic() + 20
+        while "still" not in console.export_text(clear=False) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
+    assert lines[:2] == ["starting the executors", "generator ready after 0 s"]
+    assert lines[2] == "still starting: generator ready after 0 s, trainer loading (0 s)"
+    assert threading.active_count() == num_threads, "nothing is repeated past the start"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_sample_is_one_line_that_no_terminal_obeys(width):
+    console = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    completion = "It is \x1b[31m\a[bold]4[/bold].\r\nAnswer: 4 " + "x" * 30 + "\u56db" * 30
+    progress.show_sample("What is\n2 + 2?", completion, 1.0)
+    console.print(progress._render())
+    text = console.export_text()
+    (line,) = (line for line in text.splitlines() if "sample" in line)
+    assert "What" in line
+    assert "-> It is" in line
+    assert "(reward 1)" in line
+    assert cell_len(line) == width
+    assert len(text.splitlines()) == 4, "nothing wraps"
+    assert not set(text) & {"\x1b", "\a", "\r"}
+
+
+def test_a_log_file_shows_a_sample_with_each_evaluation():
+    console = Console(width=80, record=True, file=io.StringIO())
+    progress = Progress(3, live=True, console=console)
+    progress.show_evaluation(0, 0.5, 0.5)
+    progress.show_sample("2 + 2?", "4", 1.0)
+    progress.show_evaluation(1, 0.5, 0.5)
+    lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
+    assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
+    assert len(lines) == 3

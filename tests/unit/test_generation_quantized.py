@@ -1,0 +1,109 @@
+"""An engine with fewer bits: bfloat16 and int8 weights against the plain ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.config import EmbeddedConfig
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.quantized import QuantizedMatrix, make_scratch
+from tests.unit.engine_models import (
+    LLAMA,
+    VARIANTS,
+    finish,
+    flat_weights,
+    make_engine,
+    make_model,
+    make_request,
+    model_logprobs,
+    quantize_model,
+    random_prompts,
+)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("kind", ["tied", "untied", "int8"])
+def test_a_bfloat16_engine_rounds_its_weights_but_not_its_logits(
+    kind: str, is_padded: bool
+) -> None:
+    """Log-probs against float64 ones of the very hidden states and head that the engine has."""
+    architecture = replace(LLAMA, tie_embeddings=kind == "tied")
+    quantization = "int8" if kind == "int8" else "none"
+    config = EmbeddedConfig(
+        max_num_seqs=4, max_model_len=160, dtype="bfloat16", quantization=quantization
+    )
+    engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
+    engine.commit(flat_weights(engine, make_model(architecture, 1)).bfloat16(), 0)
+    for row, prompt in enumerate(random_prompts(4)):
+        engine.submit(make_request(row, prompt))
+    engine.step()
+    running, slots = engine._running, engine._slots[engine._live]
+    positions = running.cached[slots]
+    tokens = running.sequence[slots, positions]
+    weights = engine._decoder.weights
+    head = weights.head.dequantized() if kind == "int8" else weights.head
+
+    with torch.inference_mode():
+        logits = engine._runner.compute(tokens, positions)
+        # A head that is the identity lets the hidden states through.
+        size = architecture.hidden_size
+        engine._decoder.weights = replace(weights, head=torch.eye(size, dtype=torch.bfloat16))
+        engine._arrange()
+        hidden = engine._runner.compute(tokens, positions)
+    exact = (hidden.double() @ head.double()).log_softmax(-1)
+    assert logits.dtype == torch.float32
+    assert exact.std() > 1  # bfloat16 rounds numbers of this size by up to 0.01
+    assert (logits.double().log_softmax(-1) - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_int8_logprobs_are_those_of_the_dequantised_model(name: str, recomputes: bool) -> None:
+    models = [make_model(VARIANTS[name], seed) for seed in (1, 2)]
+    config = {"quantization": "int8"} | ({"kv_after_commit": "recompute"} if recomputes else {})
+    engine = make_engine(models[0], config=config)
+    assert engine.memory.is_staged
+    requests = [make_request(r, p, 25) for r, p in enumerate(random_prompts(4))]
+    flat = flat_weights(engine, models[1])
+    processed = engine.process_weights(flat)
+    flat.zero_()  # staged: what was prepared needs it no longer
+    for request in requests:
+        engine.submit(request)
+    for _ in range(9):
+        engine.step()
+    engine.commit(processed, 1)
+    for item in finish(engine).values():
+        plain, quantised = (
+            [model_logprobs(m, item) for m in choice]
+            for choice in (models, [quantize_model(m, "int8") for m in models])
+        )
+        logprobs = item.written.logprobs
+        np.testing.assert_allclose(logprobs[:9], quantised[0][:9], atol=1e-4)
+        if recomputes:
+            np.testing.assert_allclose(logprobs[9:], quantised[1][9:], atol=1e-4)
+        assert np.abs(logprobs[:9] - plain[0][:9]).max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 254), ("fp8", 32)])
+def test_a_quantised_matrix_is_near_the_plain_one_and_multiplies_as_it_says(
+    kind: str, steps: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(700, 1500).mul_(torch.logspace(-3, 3, 1500)).to(dtype)
+    matrix[:, 7] = 0
+    quantised = QuantizedMatrix.of(matrix, kind, make_scratch(700, dtype, torch.device("cpu")))
+    wide = quantised.dequantized()
+    span = 2 * matrix.float().abs().amax(dim=0)
+    assert ((wide - matrix.float()).abs() <= span / steps * 1.02).all()
+    assert not wide[:, 7].any()
+    for num_rows in (1, 5, 40):
+        x = torch.randn(num_rows, 700).to(dtype)
+        exact = x.double() @ wide.double()
+        error = (quantised.product(x) - exact).abs()
+        sizes = x.double().abs() @ wide.double().abs()  # of the terms that were added up
+        assert (error <= (1e-6 if dtype is torch.float32 else 1e-2) * sizes).all()

@@ -1,0 +1,170 @@
+"""What is compared: our engine, transformers, a floor of bare matrix products; and their model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from llamarl.config import EmbeddedConfig
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.parameters import DTYPES
+from llamarl.models.architecture import Architecture
+from llamarl.types import Request, Sampling
+
+ARCHITECTURE = Architecture(
+    model_type="llama",
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    max_positions=1024,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
+
+
+LARGE = replace(
+    ARCHITECTURE,
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=2048,
+    num_layers=12,
+    num_heads=12,
+    head_dim=64,
+)
+
+
+PROMPT_TOKENS = 16
+
+
+NEW_TOKENS = 128
+
+
+def random_model(a: Architecture, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
+    """transformers' Llama of this shape, random weights from a fixed seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.intermediate_size,
+        num_hidden_layers=a.num_layers,
+        num_attention_heads=a.num_heads,
+        num_key_value_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        max_position_embeddings=a.max_positions,
+        rms_norm_eps=a.norm_eps,
+        tie_word_embeddings=True,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def make_engine(
+    architecture: Architecture, model: torch.nn.Module, dtype: str, slots: int, context: int
+) -> EmbeddedEngine:
+    """The engine with the weights of `model`."""
+    engine = EmbeddedEngine(
+        architecture,
+        EmbeddedConfig(max_num_seqs=slots, max_model_len=context, dtype=dtype),
+    )
+    flat = torch.zeros(engine.layout.num_elements, dtype=DTYPES[dtype])
+    parameters = dict(model.named_parameters())
+    for name in engine.layout.parameters:
+        engine.layout.parameter(flat, name).copy_(parameters[name].detach())
+    engine.commit(flat, 0)
+    return engine
+
+
+def random_prompts(num: int, vocab_size: int = ARCHITECTURE.vocab_size) -> Tensor:
+    """int64 [num, PROMPT_TOKENS]."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (num, PROMPT_TOKENS)
+    return torch.randint(0, vocab_size, shape, generator=generator)
+
+
+def run_engine(engine: EmbeddedEngine, prompts: Tensor, lengths: list[int]) -> int:
+    """Write one rollout of the given length per prompt; returns the tokens written."""
+    for row, (prompt, length) in enumerate(zip(prompts.tolist(), lengths, strict=True)):
+        sampling = Sampling(max_tokens=length)
+        engine.submit(Request(row_id=row, prompt_ids=tuple(prompt), sampling=sampling, seed=row))
+    # A new version label keeps one repeat from using the prompts' cache of the one before.
+    engine.version += 1
+    num_tokens = 0
+    while engine.has_work:
+        num_tokens += sum(len(f.written.ids) for f in engine.step())
+    return num_tokens
+
+
+def run_transformers(model: torch.nn.Module, prompts: Tensor, length: int, cache: str) -> None:
+    """Sample `length` tokens for every prompt in one batch."""
+    options = {} if cache == "dynamic" else {"cache_implementation": cache}
+    with torch.inference_mode():
+        out = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=length,
+            min_new_tokens=None,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            disable_compile=True,
+            **options,
+        )
+    assert out.shape[1] == prompts.shape[1] + length
+
+
+def make_floor(dtype: torch.dtype, batch: int) -> Callable[[], None]:
+    """The weight products and key-value reads of the whole job, and nothing else."""
+    a = ARCHITECTURE
+    qkv = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    sizes = [
+        (qkv, a.hidden_size),
+        (a.hidden_size, a.num_heads * a.head_dim),
+        (2 * a.intermediate_size, a.hidden_size),
+        (a.hidden_size, a.intermediate_size),
+    ] * a.num_layers + [(a.vocab_size, a.hidden_size)]
+    weights = [torch.randn(size).to(dtype) for size in sizes]
+    inputs = {size[1]: torch.randn(batch, size[1]).to(dtype) for size in sizes}
+    outputs = {size[0]: torch.empty(batch, size[0], dtype=dtype) for size in sizes}
+    # Stored as the engine stores them: [in, out], which is faster, but for the tied embedding.
+    matrices = [weight.t().contiguous() for weight in weights[:-1]] + [weights[-1].t()]
+    products = [(inputs[w.shape[0]], w, outputs[w.shape[1]]) for w in matrices]
+    # Of the prompts only keys and values are needed: neither the last layer's rest nor the head.
+    num_prompt = batch * (PROMPT_TOKENS - 1)
+    wide = {size: torch.randn(num_prompt, size).to(dtype) for size in inputs}
+    prompt_products = [(wide[w.shape[0]], w) for w in matrices[: 4 * a.num_layers - 3]]
+    # BLAS dot on the bytes as float32 is the fastest read of memory that torch has.
+    row_bytes = batch * a.num_kv_heads * a.head_dim * dtype.itemsize
+    size = (a.num_layers, (PROMPT_TOKENS + NEW_TOKENS) * row_bytes // 4)
+    keys, values = torch.randn(size), torch.randn(size)
+
+    def floor() -> None:
+        with torch.inference_mode():
+            for x, weight in prompt_products:
+                torch.mm(x, weight)
+            for step in range(NEW_TOKENS):
+                live = (PROMPT_TOKENS + step) * row_bytes // 4
+                for x, weight, out in products:
+                    torch.mm(x, weight, out=out)
+                for layer in range(a.num_layers):
+                    torch.dot(keys[layer, :live], values[layer, :live])
+
+    return floor
