@@ -92,15 +92,11 @@ class Colocated(Colocation):
             self._ended.notify_all()
 
     async def recall(self) -> None:
-        """The generators offload if they can: one may be lost, or amid a publish."""
-        offloads = [
-            asyncio.ensure_future(each.offload(["kv", "weights"]))
-            for each in self._generators.values()
-        ]
-        for offload in offloads:
-            offload.add_done_callback(_look_at)
-        if offloads:
-            await asyncio.wait(offloads, timeout=RECALL_S)
+        """The generators offload if they can: one may be lost, which holds no memory, or amid a
+        publish."""
+        calls = (each.offload(["kv", "weights"]) for each in self._generators.values())
+        offloading = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.wait([offloading], timeout=RECALL_S)
         await self._trainer.onload(["weights", "state"])
 
     @asynccontextmanager
@@ -156,9 +152,3 @@ class Colocated(Colocation):
         yield
         self._since_ns = time.monotonic_ns()
         self._spans.record("switch", start_ns, self._since_ns, "mark", to=str(phase))
-
-
-def _look_at(offload: asyncio.Future[None]) -> None:
-    """Mark an exception as seen: a lost generator holds no device memory."""
-    if not offload.cancelled():
-        offload.exception()

@@ -64,7 +64,9 @@ class Controller:
         while True:
             requests = []
             for group in await self.gate.admit():
-                requests += self.ledger.add_group(group, self.rules.make_requests(group))
+                for request in self.rules.make_requests(group):
+                    self.ledger.add(request, group.prompt, group)
+                    requests.append(request)
             await self.roles.generator.submit(requests)
 
     async def _collect_stage(self) -> None:

@@ -142,14 +142,12 @@ class Dispatch:
 
     async def collect(self) -> list[RolloutInfo]:
         """Rows that stopped on any replica. NoGenerator when the last replica is lost."""
-        rows = await self._rows.get()
-        if isinstance(rows, BaseException):
-            raise rows
-        while not self._rows.empty():
-            more = self._rows.get_nowait()
+        rows: list[RolloutInfo] = []
+        while not (rows and self._rows.empty()):
+            more = await self._rows.get()
             if isinstance(more, BaseException):
                 raise more
-            rows = rows + more
+            rows += more
         return rows
 
     async def abort_requests(self, row_ids: list[int]) -> None:

@@ -139,12 +139,11 @@ class Gate:
         older than others); or `max_drops_in_row` drops in a row, most of them for being solved.
         """
         num_drops, num_solved = self._drops_in_row.total(), self._drops_in_row[SOLVED]
-        if num_solved == num_drops >= max(self.prompts.num_prompts, self.capacity):
+        all_prompts = max(self.prompts.num_prompts, self.capacity)
+        if num_solved == num_drops >= min(all_prompts, self.max_drops_in_row):
             return f"all of the last {num_drops} groups"
         if num_drops < self.max_drops_in_row or 2 * num_solved <= num_drops:
             return ""
-        if num_solved == num_drops:
-            return f"all of the last {num_drops} groups"
         others = "the others had equal rewards or failed ones"
         return f"{num_solved} of the last {num_drops} groups ({others})"
 

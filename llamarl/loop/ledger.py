@@ -95,12 +95,6 @@ class Ledger:
             raise ValueError(f"row id must be new, got {request.row_id}")
         self.entries[request.row_id] = LedgerEntry(request=request, prompt=prompt, group=group)
 
-    def add_group(self, group: Group, requests: list[Request]) -> list[Request]:
-        """Open the entries of all rows of a group; returns its `requests`."""
-        for request in requests:
-            self.add(request, group.prompt, group)
-        return requests
-
     def learn_rollouts(self, rollouts: Sequence[RolloutInfo]) -> None:
         """These stopped: their RESPONSE_IDS are ready. Of those that were aborted nothing will be;
         an evaluation's count as failed."""

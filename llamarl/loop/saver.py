@@ -60,10 +60,8 @@ class Saver:
         await self._end_step()
         self._made.clear()
         task = self._protect(step)
-        made = asyncio.ensure_future(self._made.wait())
-        waiting: set[asyncio.Future[Any]] = {task, made}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        made.cancel()
+        task.add_done_callback(lambda _: self._made.set())
+        await self._made.wait()
         if task.done():
             task.result()
         self._step = [task]
