@@ -101,6 +101,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+            self._live = None
             restore_terminal()
             if kind is not None and self._step:
                 self._print_line(self._step_line())  # the display, with this in it, is gone
@@ -108,8 +109,7 @@ class Progress:
     def show_phase(self, words: str) -> None:
         """Say what the run does now, such as `starting 4 processes`."""
         self._phase = words
-        if self._live is None:
-            self._print_line(words)
+        self._print_line(words)
 
     @contextmanager
     def startup(self) -> Iterator[ReportState]:
@@ -120,7 +120,7 @@ class Progress:
 
         def report(name: str, state: str) -> None:
             startup.mark(name, state)
-            if self._live is None and state == "ready" and startup.is_complete(name):
+            if state == "ready" and startup.is_complete(name):
                 role = executor_of(name)
                 self._print_line(f"{role} {dict(startup.rows())[role]}")
 
@@ -130,14 +130,12 @@ class Progress:
                 self._print_line(f"still starting: {words}")
 
         repeating = threading.Thread(target=repeat, daemon=True)
-        if self._live is None:
-            repeating.start()
+        repeating.start()
         try:
             yield report
         finally:
             is_over.set()
-            if self._live is None:
-                repeating.join()
+            repeating.join()
             self._startup = None
 
     def start_training(self, version: int) -> None:
@@ -153,18 +151,17 @@ class Progress:
             self._accuracies.append(scalars["accuracy/train"])
             self._rewards.append(scalars["reward/mean"])
         is_due = time.monotonic() - self._printed_s >= LINE_INTERVAL_S
-        if self._live is None and (is_due or step in (self._first_step + 1, self._num_steps)):
+        if is_due or step in (self._first_step + 1, self._num_steps):
             self._update_shares()
             self._print_line(self._step_line())
 
     def show_evaluation(self, version: int, accuracy: float, reward: float) -> None:
         """What `version` reached on the held-out prompts; `accuracy` within 0 and 1."""
         self._evaluations.append((version, accuracy, reward))
-        if self._live is None:
-            shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
-            self._print_line(f"held-out {shaped}accuracy {accuracy:.1%} at version {version}")
-            if self._sample:
-                self._print_line(f"sample: {self._sample}")
+        shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
+        self._print_line(f"held-out {shaped}accuracy {accuracy:.1%} at version {version}")
+        if self._sample:
+            self._print_line(f"sample: {self._sample}")
 
     def show_sample(self, prompt: str, completion: str, reward: float) -> None:
         """A rollout that was trained, to be shown in one line."""
@@ -179,10 +176,13 @@ class Progress:
         """A group was filtered; `drops` counts them all."""
         self._drops = drops
         is_due = time.monotonic() - self._printed_s >= QUIET_INTERVAL_S
-        if self._live is None and is_due and drops.num_current:
+        if is_due and drops.num_current:
             self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
+        """Print a line with the time; none where a display is drawn, which shows the same."""
+        if self._live is not None:
+            return
         self._printed_s = time.monotonic()
         elapsed = duration(self._printed_s - self._started_s)
         self.console.print(f"[{elapsed}] {words}", markup=False, highlight=False, soft_wrap=True)
