@@ -66,10 +66,10 @@ class RunTimeline:
         """Busy and wait shares of every process during `steps`."""
         return {name: shares_of(tracks, self.steps) for name, tracks in self.processes.items()}
 
-    def both_busy_share(self, window: Intervals | None = None) -> float:
-        """Share of the window (default: `steps`), from `whole_ns` on, in which generator and
-        trainer were busy at once."""
-        window = self._whole(self.steps if window is None else window)
+    def both_busy_share(self) -> float:
+        """Share of `steps`, from `whole_ns` on, in which generator and trainer were busy at
+        once."""
+        window = self._whole(self.steps)
         both = intersect(self._busy("generator"), self._busy("trainer"))
         return _share(intersect(both, window), window)
 

@@ -209,7 +209,8 @@ class KeyReference:
             lines += [f"{name:<36}{key}" for name in names.split()]
         lines += [
             "",
-            f"A step trains {ELSEWHERE_BATCH}, which is what a batch size in completions counts.",
+            "A step trains trainer.groups_per_step x sampling.rollouts_per_prompt rollouts, which "
+            "is what a batch size in completions counts.",
             "llamarl config KEY describes a key or a section.",
         ]
         return "".join(f"{line[:width]}\n" for line in lines)
@@ -264,9 +265,6 @@ class KeyReference:
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
         near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
         return close or [leaves[each] for each in near]
-
-
-ELSEWHERE_BATCH = "trainer.groups_per_step x sampling.rollouts_per_prompt rollouts"
 
 
 def did_you_mean(names: list[str]) -> str:
