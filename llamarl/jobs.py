@@ -29,7 +29,7 @@ from llamarl.build import (
     spawn_executors,
 )
 from llamarl.checkpoints import checkpoint, records
-from llamarl.cluster import Cluster, ExecutorGroup, GroupLost, make_cluster
+from llamarl.cluster import ExecutorGroup, GroupLost, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.config.rank_assignment import assign
@@ -95,13 +95,11 @@ async def _train(
     live = config.metrics.live
     progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    metrics = _open_metrics(config, run_dir, state)
+    first_step = state["version"] + 1 if state else 0
+    trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), first_step)
+    metrics = MetricsLog(run_dir, trackers)
     with progress:
-        async with _cluster(config, run_dir) as (cluster, signals):
-            with progress.startup() as report:
-                executors = await spawn_executors(
-                    config, inputs, cluster, run_dir, trains=True, report=report
-                )
+        async with _started(config, inputs, run_dir, progress, trains=True) as (executors, signals):
             assert executors.trainer is not None
             if folder is not None:
                 progress.show_phase("reading the checkpoint")
@@ -143,12 +141,6 @@ async def _train(
     return summary
 
 
-def _open_metrics(config: Config, run_dir: str, state: dict[str, Any]) -> MetricsLog:
-    first_step = state["version"] + 1 if state else 0
-    names, flat = config.metrics.trackers, flatten(config)
-    return MetricsLog(run_dir, open_trackers(names, Path(run_dir), flat, first_step))
-
-
 async def _until_end(
     controller: Controller, executors: Executors, signals: Signals, progress: Progress
 ) -> None:
@@ -185,11 +177,10 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
-            async with _cluster(config, run_dir) as (cluster, _):
-                with progress.startup() as report:
-                    executors = await spawn_executors(
-                        config, inputs, cluster, run_dir, trains=False, report=report
-                    )
+            async with _started(config, inputs, run_dir, progress, trains=False) as (
+                executors,
+                _,
+            ):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
@@ -208,7 +199,7 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
     dispatch.hold(set(dispatch.replicas))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})
     try:
-        return await evaluate_alone(evaluator, dispatch, executors.scorer.call_one, ledger)
+        return await evaluate_alone(evaluator, executors.scorer.call_one)
     finally:
         await dispatch.close()
 
@@ -313,9 +304,13 @@ def _is_locked(lock: TextIO) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _cluster(config: Config, run_dir: str) -> AsyncIterator[tuple[Cluster, Signals]]:
-    """A cluster that is stopped at the end, and what may end it ahead of time (then `Stopped` is
-    raised); where ranks met is removed then."""
+async def _started(
+    config: Config, inputs: Inputs, run_dir: str, progress: Progress, *, trains: bool
+) -> AsyncIterator[tuple[Executors, Signals]]:
+    """The executors of a run, and the signals that may end it early, with `Stopped`.
+
+    At the end their processes are stopped, and the files through which ranks met are removed.
+    """
     cluster = make_cluster(
         config.cluster,
         spans_folder=f"{run_dir}/spans",
@@ -325,7 +320,11 @@ async def _cluster(config: Config, run_dir: str) -> AsyncIterator[tuple[Cluster,
     )
     with Signals() as signals:
         try:
-            yield cluster, signals
+            with progress.startup() as report:
+                executors = await spawn_executors(
+                    config, inputs, cluster, run_dir, trains=trains, report=report
+                )
+            yield executors, signals
         except BaseException as error:
             if signals.ended_by is not None:
                 raise Stopped(signals.ended_by) from error

@@ -130,14 +130,13 @@ class Evaluator:
         )
 
 
-async def evaluate_alone(
-    evaluator: Evaluator, generator: Generator, scorer: Scorer, ledger: Ledger
-) -> Evaluation:
+async def evaluate_alone(evaluator: Evaluator, scorer: Scorer) -> Evaluation:
     """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
+    ledger = evaluator.ledger
 
     async def collect() -> None:
         while True:
-            ledger.learn_rollouts(await generator.collect())
+            ledger.learn_rollouts(await evaluator.generator.collect())
 
     async def score() -> None:
         while True:
