@@ -326,7 +326,7 @@ def test_every_config_field_is_read_somewhere() -> None:
     for path, node in config_classes():
         for item in node.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                assert item.target.id in read, f"{path.name}: nobody reads {item.target.id}"
+                assert item.target.id in read, f"{path.name}: no code reads {item.target.id}"
 
 
 def test_configs_are_never_changed_after_the_door() -> None:

@@ -88,12 +88,12 @@ def main() -> None:
     is_terminal = sys.stdout.isatty()
     shown_at = 0.0
 
-    def heard() -> Iterator[str | None]:
+    def output_lines() -> Iterator[str | None]:
         for line in with_silences(stream):
             said.extend([line] if line is not None else [])
             yield line
 
-    for text, stays in stages(heard(), num_wanted, Path(sysconfig.get_path("purelib"))):
+    for text, stays in stages(output_lines(), num_wanted, Path(sysconfig.get_path("purelib"))):
         if is_terminal:
             sys.stdout.write(f"\r\033[K  {text}" + ("\n" if stays else ""))
         elif stays or time.monotonic() - shown_at >= EVERY_S:

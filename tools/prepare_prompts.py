@@ -15,7 +15,7 @@ and become lines of question, answer, source, and level and subject if known. Ro
 `math` reward cannot compare (not even with itself) are left out and counted; a question
 that came before is left out too. A row that is neither ends everything with one line that names it.
 
-How a model is told in which form to answer: with a chat template, say it in the recipe's
+The form of the answer: with a chat template, state it in the recipe's
 `data.system`; for a base model without one, `--instruction` puts it below every question.
 """
 

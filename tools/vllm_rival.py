@@ -40,7 +40,7 @@ def why_not() -> str | None:
 
 
 class VllmRival:
-    """vLLM in two child processes; `folder` is scratch space that nobody else uses.
+    """vLLM in two child processes; `folder` is scratch space of its own.
 
     `slots` rollouts run together, each of at most `context` tokens.
     """

@@ -170,7 +170,7 @@ def test_a_prompt_that_does_not_fit_is_refused_at_submit(
     drive(engine_case, run_dir, scenario)
 
 
-def test_spans_tell_prefill_decode_and_waiting_apart(
+def test_prefill_decode_and_waiting_have_spans_of_their_own(
     engine_case: EngineCase, run_dir: str, tmp_path: Path
 ) -> None:
     spans = Spans("generator-0", tmp_path)
@@ -309,7 +309,7 @@ def test_a_replica_passes_on_what_it_received(engine_case: EngineCase, run_dir: 
     drive(engine_case, run_dir, scenario, load_weights=False)
 
 
-def test_leaving_in_the_middle_of_rollouts_changes_nothing(
+def test_offloading_in_the_middle_of_rollouts_changes_nothing(
     engine_case: EngineCase, run_dir: str, tmp_path: Path
 ) -> None:
     """Twice with rollouts in the cache, once without any; prompts are shared across."""

@@ -46,7 +46,7 @@ COLUMNS = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLIN
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
     """An engine to ask: its config class and fields, a checkpoint, how many ranks, how exact its
-    log-probs are, whether it derives its weights from the weight buffer, whether it tells what it
+    log-probs are, whether it derives its weights from the weight buffer, whether it reports what it
     prefills."""
 
     config: type[GeneratorConfig]

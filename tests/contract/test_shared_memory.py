@@ -174,7 +174,7 @@ def test_memory_stays_mapped_from_publish_to_publish_unless_its_owner_may_free_i
         num_mapped.append(num_mappings() - before)
         assert (ends.weight_buffer.staging == 7).sum() == 24
         ends.weight_buffer.commit(version, 0)
-    # Two memories take turns.
+    # Two memories alternate.
     assert num_mapped == ([0, 0, 0] if may_be_freed else [1, 1, 0])
     sender.close()
 

@@ -34,7 +34,7 @@ class ChangedError(Exception):
 
 
 class Probe:
-    """Tells where it runs, and fails on request."""
+    """Reports where it runs, and fails on request."""
 
     def __init__(self, spec, *, rank, num_ranks, spans) -> None:
         if spec.get("fails"):

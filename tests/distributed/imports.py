@@ -1,4 +1,4 @@
-"""What is loaded before the processes of tests are forked, so that none of them loads it anew."""
+"""What is loaded once, before the processes of tests are forked."""
 
 import gc
 

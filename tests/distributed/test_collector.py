@@ -37,7 +37,9 @@ class Writing:
         return [row]
 
 
-def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Path) -> None:
+def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(tmp_path))
         try:
@@ -63,12 +65,12 @@ def test_a_collector_tells_all_rows_in_order_and_who_failed_or_died(tmp_path: Pa
         errors: dict[int, Exception] = {}
         num_answers, is_killed = 0, False
         while len(errors) < 2 or len(rows[1]) < 60:
-            for index, told in await collector.call_one.collect():
-                if isinstance(told, Exception):
+            for index, answer in await collector.call_one.collect():
+                if isinstance(answer, Exception):
                     assert index not in errors
-                    errors[index] = told
+                    errors[index] = answer
                 else:
-                    rows[index] += [row.row_id for row in told]
+                    rows[index] += [row.row_id for row in answer]
             num_answers += 1
             if len(rows[0]) >= 10 and not is_killed:
                 is_killed = True

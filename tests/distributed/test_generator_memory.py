@@ -1,4 +1,4 @@
-"""A generator that leaves its device: what the kernel gets back, and what the rollouts notice."""
+"""A generator that offloads: what memory is freed, and that rollouts stay the same."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ PROMPT = tuple(range(1, 30))
 
 
 @pytest.mark.parametrize("staging", ["double_buffer", "bucket"])
-def test_a_generator_takes_its_memory_along_and_brings_it_back_unchanged(ranks, tmp_path, staging):
+def test_an_offloaded_generator_frees_its_memory_and_onloads_it_unchanged(ranks, tmp_path, staging):
     folder = tmp_path / "checkpoint"
     make_checkpoint(
         folder, hidden_size=512, intermediate_size=2048, num_attention_heads=8,

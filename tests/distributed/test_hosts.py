@@ -291,20 +291,24 @@ def test_ranks_of_one_group_sit_on_several_hosts(hosts: Hosts, tmp_path: Path) -
     ) as controller:
         assert controller.stdout is not None
 
-        def hear():
+        def receive():
             return json.loads(controller.stdout.readline())
 
         one, two, odd = hosts.addresses
-        refusal = hear()
+        refusal = receive()
         assert refusal.startswith("every host must have the same version of llamarl, got 0.1.0 (")
         assert refusal.endswith(f" on {odd}")
-        places = hear()
+        places = receive()
         assert [place[:3] for place in places] == [[i, 3, f"trainer-{i}"] for i in range(3)]
-        assert hear() == [[one, "0", "H100-80GB"], [one, "1", "H100-80GB"], [two, "0", "H100-80GB"]]
-        assert hear() == [[7]] * 3
-        assert hear() == "'row 7 has no column reward on rank 2'"
+        assert receive() == [
+            [one, "0", "H100-80GB"],
+            [one, "1", "H100-80GB"],
+            [two, "0", "H100-80GB"],
+        ]
+        assert receive() == [[7]] * 3
+        assert receive() == "'row 7 has no column reward on rank 2'"
         pids = {place[3] for place in places}
-        pids |= set(hear())  # children in sessions of their own
+        pids |= set(receive())  # children in sessions of their own
         running = [*hosts.pids, *(pid for daemon in hosts.pids for pid in children(daemon))]
         assert pids <= set(running)
         listening = list(listening_addresses([controller.pid, *running]))

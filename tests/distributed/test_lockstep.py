@@ -25,7 +25,7 @@ NUM_CALLS = 32
 class FakeEngine:
     """A step is a collective over both ranks, and there is work while `left` is above 0.
 
-    The sum that a step computes tells at once if the other rank is at another step, or has run
+    The sum that a step computes shows at once whether the other rank is at another step, or has run
     other commands before it.
     """
 
@@ -55,7 +55,7 @@ class FakeEngine:
         self._group.allreduce([total]).wait()
         assert int(total) == 2 * mark, "the ranks are at different steps"
         self.log.append("step")
-        self.left -= 1  # last: whoever reads 0 reads the whole log
+        self.left -= 1  # last: a reader that sees 0 sees the whole log
         return True
 
 

@@ -106,7 +106,7 @@ CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Mar  7 
         ),
     ],
 )
-def test_a_missing_gpu_is_told_from_a_driver_or_a_torch_that_cannot_use_it(
+def test_a_missing_gpu_and_a_driver_or_torch_that_cannot_use_it_give_different_errors(
     cuda, driver, words, monkeypatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

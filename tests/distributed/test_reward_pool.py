@@ -92,7 +92,7 @@ def wait_until(condition, limit_s=10.0):
     return condition()
 
 
-def test_every_failure_is_told_apart_and_the_rest_is_scored():
+def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     async def run():
         async with running(config()) as pool:
             texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "hang", "b")

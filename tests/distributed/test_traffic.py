@@ -34,7 +34,7 @@ NUM_ROLLOUTS = 64
 
 
 class Writer:
-    """Stores rollouts of a fixed length and tells their rows, as a generator does."""
+    """Stores rollouts of a fixed length and reports their rows, as a generator does."""
 
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
         self.storage = storage

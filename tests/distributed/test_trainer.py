@@ -112,7 +112,7 @@ def test_the_gradient_is_the_formula_s_whatever_the_ranks_budgets_and_parts(rank
         weights.append(seen[0]["weights"])
         stats = seen[0]["stats"][0]
         scalars.append(stats.scalars)
-        for name, value in scalars[0].items():  # counted once each, whoever ran them
+        for name, value in scalars[0].items():  # counted once each, whichever rank ran them
             assert stats.scalars[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
         norm = np.sqrt(sum(np.sum(g.astype("f8") ** 2) for g in want.values())) / num_tokens
         assert stats.scalars["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -364,9 +364,7 @@ def test_the_reference_agrees_with_the_trainer_before_its_first_step(ranks, chec
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_trainer_that_leaves_its_device_learns_the_same_and_takes_its_memory_along(
-    ranks, tmp_path, num_ranks
-):
+def test_an_offloaded_trainer_learns_the_same_and_frees_its_memory(ranks, tmp_path, num_ranks):
     large = make_checkpoint(tmp_path / "large", hidden_size=384, intermediate_size=2048)
     cells, rows = make_rollouts(6)
     steps = [

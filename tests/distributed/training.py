@@ -251,7 +251,7 @@ def _everything(executor):
             found[f"{kind} {number}"] = tensor.clone()
     return found | {
         "rng": torch.get_rng_state(),
-        "tally": executor.training.passes.loss_metrics.vector(),
+        "loss_metrics": executor.training.passes.loss_metrics.vector(),
     }
 
 
@@ -311,7 +311,7 @@ async def write_beside_steps(rank, num_ranks, job):
     was_running = not beside.done()
     await step(0)
     written["beside"] = await beside
-    await step(1)  # nobody has taken version 1 yet
+    await step(1)  # no replica has taken version 1 yet
     written["after"] = await write(1)
     written["present"] = await write(2)
     await step(2)  # version 2 was taken

@@ -46,7 +46,7 @@ def archive(run_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
-def test_a_run_in_turns_gives_the_same_bits_whether_memory_is_moved_or_not(
+def test_a_colocated_run_gives_the_same_bits_with_and_without_offloading(
     llamarl: Command, tmp_path: Path
 ) -> None:
     exports = {}

@@ -57,7 +57,7 @@ def test_a_replica_that_wakes_when_it_was_given_up_harms_nothing(seed: int, tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("role", ["generator-0", "scorer", "storage-0"])
-def test_a_run_that_has_made_its_last_step_keeps_it_whoever_is_lost_then(
+def test_a_run_that_has_made_its_last_step_keeps_it_whichever_executor_is_lost_then(
     role: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     num_steps = 4

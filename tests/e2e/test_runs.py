@@ -125,7 +125,7 @@ def test_a_run_leaves_everything_it_promises(finished: Path, interrupted: Ended)
     assert [path.name for path in finished.glob(".*")] == [".lock"], "where ranks met is gone"
 
 
-def test_every_rollout_has_exactly_one_fate(finished: Path) -> None:
+def test_every_rollout_has_exactly_one_outcome(finished: Path) -> None:
     lines = [
         json.loads(line)
         for path in (finished / "archive").glob("rollouts-*.jsonl")

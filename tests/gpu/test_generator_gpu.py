@@ -16,8 +16,8 @@ from tests.contract.generator_contract import (  # noqa: F401 - the questions, a
     test_a_partial_row_is_resumed_from_storage_on_another_replica,
     test_aborted_rows_come_out_marked_whether_running_or_queued,
     test_columns_of_a_row_are_stored_when_collect_returns_it,
-    test_leaving_in_the_middle_of_rollouts_changes_nothing,
-    test_spans_tell_prefill_decode_and_waiting_apart,
+    test_offloading_in_the_middle_of_rollouts_changes_nothing,
+    test_prefill_decode_and_waiting_have_spans_of_their_own,
 )
 from tests.contract.generator_replica import EngineCase
 from tests.distributed.rollouts import make_checkpoint

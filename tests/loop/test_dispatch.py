@@ -173,7 +173,7 @@ def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(
     assert play.stops == Counter(dict.fromkeys(play.asked, 1))
 
 
-def test_losing_the_last_replica_is_told_by_collect(caplog: pytest.LogCaptureFixture) -> None:
+def test_losing_the_last_replica_is_an_error_of_collect(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         loop = Loop(length=five_tokens, faults={"generator-0": Faults(dies_at_s=0.02)})
         dispatch = make_dispatch(loop.executors)

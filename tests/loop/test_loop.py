@@ -137,7 +137,7 @@ def test_losing_every_replica_ends_the_run(tmp_path: Path) -> None:
     loop = Loop(faults={"generator-0": Faults(dies_at_s=2.0)})
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
-    # Whoever notices first: the dispatcher, or a publish that is under way.
+    # It depends on which notices first: the dispatcher, or a publish that is under way.
     expected = "every generator replica is lost|no generator took version"
     assert re.search(expected, str(first_error(caught.value)))
 
@@ -151,7 +151,7 @@ def test_evaluations_see_one_version_and_are_never_trained(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_colocated_executors_take_turns_and_train_the_same_groups(
+def test_colocated_executors_alternate_and_train_the_same_groups(
     max_staleness: int, tmp_path: Path
 ) -> None:
     def trained(is_colocated: bool) -> Loop:

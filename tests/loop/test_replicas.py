@@ -82,7 +82,7 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
     assert end_s < 0.42 + LIVENESS_TIMEOUT_S + (1.0 if ends else STOP_S) + 10.0 + 0.5
 
 
-def test_a_replica_given_up_by_a_publish_tells_of_its_rollouts_no_more() -> None:
+def test_a_replica_given_up_by_a_publish_reports_no_more_rollouts() -> None:
     async def main() -> list[int]:
         loop = Loop(
             num_replicas=2,
@@ -140,7 +140,7 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
 
 
 @pytest.mark.parametrize("num_collectors", [1, 2])
-def test_collectors_tell_of_every_rollout_once_whoever_dies(
+def test_collectors_report_every_rollout_once_whichever_process_dies(
     num_collectors: int, tmp_path: Path
 ) -> None:
     loop = Loop(
@@ -165,7 +165,7 @@ def test_an_error_of_an_engine_ends_the_run_through_a_collector_too(tmp_path: Pa
     assert "the engine broke" in str(first_error(caught.value))
 
 
-def test_a_replica_that_commits_slowly_holds_nobody_and_follows_with_the_newest(
+def test_a_replica_that_commits_slowly_holds_no_other_and_takes_the_newest_version_next(
     tmp_path: Path,
 ) -> None:
     async def duration_s(commit_s: float) -> tuple[float, int]:

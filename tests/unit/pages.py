@@ -56,7 +56,7 @@ def _cells(line: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a page tells the reader to type: the program's name, and what follows."""
+    """A command that a page shows for the reader to type: the program's name, and what follows."""
 
     page: Path
     program: str

@@ -171,7 +171,7 @@ def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():
         ([1, 1], [0.5, 0.5], "solved"),  # weights and other parts may lower the reward
         ([1, 0.5], [0.5, 0.5], "equal_rewards"),
         ([0, 0], [0, 0], "equal_rewards"),
-        ([1, 1], [1, 0.5], None),  # a length penalty still tells them apart
+        ([1, 1], [1, 0.5], None),  # a length penalty still makes them differ
     ],
 )
 def test_a_group_of_full_marks_alone_is_dropped_as_solved(firsts, rewards, reason):

@@ -49,7 +49,7 @@ def test_a_replica_that_has_not_joined_can_leave_and_has_no_source() -> None:
         assignment.source_of(7)
 
 
-def test_every_host_has_one_head_whoever_joins_and_leaves() -> None:
+def test_every_host_has_one_head_whichever_replica_joins_or_leaves() -> None:
     rng, assignment, hosts = random.Random(0), Assignment(), {}
     for _ in range(500):
         replica = rng.randrange(12)

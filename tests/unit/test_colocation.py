@@ -146,7 +146,7 @@ def test_only_one_side_is_complete_on_the_device_whatever_takes_how_long(max_sta
 def test_the_check_of_the_device_notices_two_complete_sides():
     loop = Loop(1)
     with pytest.raises(AssertionError):
-        loop.device.check()  # nobody has left yet
+        loop.device.check()  # no executor has offloaded yet
 
 
 def test_a_step_moves_each_kind_once_and_in_this_order():
@@ -229,7 +229,7 @@ def test_the_trace_shows_who_has_the_device_and_when_it_changes_hands(tmp_path):
     assert switches == ["sync", "sync", *["train", "sync", "sync"] * 2, "train"]
 
 
-def test_with_devices_of_their_own_nobody_waits_or_is_asked():
+def test_with_devices_of_their_own_executors_neither_wait_nor_offload():
     async def never():
         raise AssertionError("asked")
 

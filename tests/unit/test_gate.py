@@ -152,7 +152,7 @@ def test_too_many_drops_in_a_row_stop_the_run_with_their_reasons() -> None:
         groups = await gate.admit()
         for group in groups[:3]:
             await gate.drop(group, "equal_rewards")
-        await gate.settle(groups[3], ())  # one trainable group begins the count anew
+        await gate.settle(groups[3], ())  # one trainable group starts the count again
         for group in groups[4:7]:
             await gate.drop(group, "failed_reward")
         with pytest.raises(RuntimeError, match=r"among the last 4 \(3 x failed_reward, 1 x equal"):

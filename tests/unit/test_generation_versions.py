@@ -153,7 +153,7 @@ def test_a_rollout_waits_for_its_minimum_version_without_holding_up_others() -> 
     assert finish(engine)[0].written.versions.tolist() == [1] * 5
 
 
-def test_prompts_are_computed_anew_once_the_cache_was_lost() -> None:
+def test_prompts_are_computed_again_once_the_cache_was_lost() -> None:
     model = make_model(LLAMA, 1)
     engine = make_engine(model)
     prompt = tuple(range(30))

@@ -127,7 +127,7 @@ def test_everything_else_of_the_source_is_kept(checkpoint: Path, tmp_path: Path)
     assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
 
 
-def test_an_export_takes_its_tokenizer_from_elsewhere_if_told(
+def test_an_export_takes_its_tokenizer_from_another_folder_if_asked(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     write_tokenizer(checkpoint, chat=False)

@@ -117,7 +117,7 @@ def test_a_save_killed_between_its_renames_loses_nothing(checkpoint: Path) -> No
     assert names[0] == names[1]
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_a_full_disk_is_an_error_before_anything_is_written(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(checkpoint)

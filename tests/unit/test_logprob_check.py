@@ -1,4 +1,4 @@
-"""Log-prob checks on fakes: who is caught, who is left in peace, and what becomes of the rows."""
+"""Log-prob checks on fakes: which replicas fail it, which pass, and what becomes of the rows."""
 
 import asyncio
 import math
@@ -60,7 +60,7 @@ def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
     run(main())
 
 
-def test_requests_are_short_of_the_training_distribution_and_nobody_elses():
+def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check_alone():
     async def main():
         setting = Setting()
         await setting.start()

@@ -195,7 +195,7 @@ def test_metrics_jsonl_and_tensorboard_hold_every_value(tmp_path):
     log.log(0, {"evaluation/accuracy": 0.5})
     log.log(6, *record(completions={0: "four"}))
     log.log(6, {"evaluation/accuracy": float("nan")})
-    # Everything is on disk already: nobody calls close() in a killed process.
+    # Everything is on disk already: a killed process never calls close().
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert list(steps) == [0, 6]
     assert steps[6]["reward/mean"] == pytest.approx(1.0)

@@ -148,7 +148,7 @@ def test_smaller_groups_are_equal_more_often() -> None:
     assert trace.equal_share(2) == pytest.approx((1 / 3 + 1) / 2)
 
 
-def test_what_no_span_tells_comes_out_of_the_step_time() -> None:
+def test_work_without_a_span_comes_out_of_the_step_time() -> None:
     config = make_config(num_replicas=2)
     lengths = (20,) * GROUPS * ROLLOUTS * 5
     costs = Costs(decode_row_s=1e-3, token_s=2e-4, num_cores=2)

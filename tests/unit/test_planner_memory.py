@@ -149,7 +149,7 @@ def test_activations_of_many_tokens_follow_from_those_of_fewer(
     assert forecast_inference(config, LLAMA) == pytest.approx(reference, rel=0.02)
 
 
-def test_a_far_too_large_budget_is_told_what_fits() -> None:
+def test_a_far_too_large_budget_is_refused_with_what_fits() -> None:
     large = replace(CUDA_TRAINER, tokens_per_micro_batch=4_000_000)
     architecture = replace(LLAMA, num_layers=32, hidden_size=1024, intermediate_size=4096)
     forecast = forecast_memory(on_gpus(trainer=large), architecture)
@@ -335,7 +335,7 @@ def test_an_unknown_gpu_is_refused_with_the_names_that_are_known() -> None:
         check_fit(config, LLAMA)
 
 
-def test_turns_need_the_most_of_one_side_and_no_offloading_the_sum() -> None:
+def test_colocated_with_offloading_needs_the_larger_side_and_without_it_the_sum() -> None:
     base = {
         "trainer": replace(CUDA_TRAINER, num_ranks=1),
         "weights": WeightsConfig(transport="cuda_ipc"),

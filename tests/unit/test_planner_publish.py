@@ -65,7 +65,7 @@ def test_a_layer_times_layers_is_the_whole_plan(
     made = traffic(config, LLAMA)
     assert (made.num_bytes.sum(0) == matrices[0].sum(0)).all()
     assert made.num_copies.sum() == matrices[1].sum()
-    # Whoever of several holders sends a norm is another matter.
+    # Which of several holders sends a norm is not compared here.
     norms = 2 * 32 * (2 * LLAMA.num_layers + 1) * (tensor > 1)
     assert abs(made.num_bytes - matrices[0]).max() <= norms
     for rank in range(target):

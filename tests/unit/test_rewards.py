@@ -61,7 +61,7 @@ def test_exact_compares_the_answer_the_pattern_finds(answer, completion, finishe
     assert exact.reward(prompt(answer=answer), completion, finished, CONFIG) == expected
 
 
-def test_exact_and_format_let_an_unfinished_completion_pass_if_told_so():
+def test_exact_and_format_let_an_unfinished_completion_pass_if_configured():
     config = RewardConfig(functions=["exact"], require_stop=False)
     assert exact.reward(prompt(answer="42"), "Answer: 42", False, config) == 1
     assert format_reward.reward(prompt(), "Answer: 42", False, config) == 1

@@ -117,7 +117,9 @@ def test_the_newest_sound_checkpoint_is_used_and_newer_ones_are_set_aside(
     assert names == {"damaged-step-00000003", "damaged-step-00000002", "step-00000001"}
 
 
-def test_with_no_sound_checkpoint_nothing_is_begun_anew(tmp_path: Path, inputs: Inputs) -> None:
+def test_without_a_sound_checkpoint_a_resumed_run_does_not_start_over(
+    tmp_path: Path, inputs: Inputs
+) -> None:
     folder = save(tmp_path, inputs)
     (folder / "__0_0.distcp").write_bytes(b"")
     for _ in range(2):

@@ -246,7 +246,7 @@ def test_a_column_without_an_array_per_row_is_refused() -> None:
     assert asyncio.run(storage.usage())["num_rows"] == 0
 
 
-def test_stored_arrays_are_nobody_elses() -> None:
+def test_stored_arrays_share_no_memory_with_the_senders() -> None:
     storage = unit()
     sent = rollout(4)
 

@@ -16,7 +16,7 @@ CONFIG = {"trainer.lr": 1e-4, "trainer.betas": [0.9, 0.95], "data.system": None}
 
 
 class Notes:
-    """A tracker that writes down what it was told, and fails when told so."""
+    """A tracker that records its calls, and fails on request."""
 
     def __init__(self, run_dir, config, first_step):
         if "broken" in config:

@@ -1,4 +1,4 @@
-"""Whether the check for vLLM tells the supported version from others, without importing it."""
+"""The check for vLLM: the supported version passes, others are refused, none is imported."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_prompt_is_not_shared_across_versions(engine, llama) -> None:
     check_logprobs(drain(engine)[1], [llama[0][1], llama[1][1]])
 
 
-def test_prompts_are_computed_anew_once_the_cache_was_lost(engine, llama) -> None:
+def test_prompts_are_computed_again_once_the_cache_was_lost(engine, llama) -> None:
     prompt = tuple(range(3, 80))
     engine.submit(request(0, prompt, max_tokens=3))
     drain(engine)

@@ -161,7 +161,7 @@ def _damage(path: Path, kind: str, mutation: Mutation, draw: random.Random) -> b
 
 
 def _overrides(target: str, folder: Path) -> list[str]:
-    """What a run must be told so that it reads the file `target`."""
+    """Arguments with which a run reads the file `target`."""
     if target.startswith("run/"):
         is_finished = target == "run/summary.json"  # shown again only by a run that is at its end
         more = ["num_steps=2"] if is_finished else []

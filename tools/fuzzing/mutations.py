@@ -86,8 +86,8 @@ def change_header(data: bytes, draw: random.Random) -> bytes:
     """A safetensors file whose header says something else, its length included or not."""
     (size,) = struct.unpack("<Q", data[:8])
     header = change_json(data[8 : 8 + size], draw)
-    told = draw.choice([len(header)] * 6 + [0, 1, size, 2**63, 2**64 - 1])
-    return struct.pack("<Q", told) + header + data[8 + size :]
+    stated_bytes = draw.choice([len(header)] * 6 + [0, 1, size, 2**63, 2**64 - 1])
+    return struct.pack("<Q", stated_bytes) + header + data[8 + size :]
 
 
 def change_number(data: bytes, draw: random.Random) -> bytes:

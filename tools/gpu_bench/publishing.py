@@ -75,7 +75,7 @@ def measure(setting: Setting) -> dict[str, float]:
 
 
 def offload(setting: Setting) -> dict[str, float]:
-    """Seconds to leave the device and to come back, and the GB/s."""
+    """Seconds to offload and to onload, and the GB/s."""
     kind = "pinned" if setting.is_cuda else "file"
     mover = Offloader(kind, setting.folder, "bench")
     memory = torch.empty(setting.offload_bytes, dtype=torch.uint8, device=setting.device)

@@ -59,7 +59,7 @@ class MemoryStorage:
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
     ) -> None:
-        """Nobody reads it."""
+        """Nothing reads it."""
 
 
 def measure(setting: Setting) -> dict[str, float]:

@@ -67,7 +67,7 @@ class DecodingGenerator:
         await self._executor.start()
 
     async def submit(self, num: int) -> None:
-        """Queue rollouts that are as long as the context allows, and collect them for ever."""
+        """Queue rollouts as long as the context allows, and collect them until cancelled."""
         draw = random.Random(0)
         sampling = Sampling(max_tokens=self._max_tokens)
         requests = []

@@ -148,7 +148,7 @@ def box_view(flat: Tensor, box: Box) -> Tensor:
 
 
 def values(name: str, box: Box, dtype: torch.dtype) -> Tensor:
-    """What the elements of the box hold: told by name and global index, in every process alike."""
+    """What the elements of the box hold: a function of name and global index, in all processes."""
     seed = zlib.crc32(name.encode()) % 65521
     numbers = torch.arange(box.start[-1], box.stop[-1]) * 17 + seed
     if len(box.start) == 2:
