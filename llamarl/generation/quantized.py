@@ -11,9 +11,8 @@ with float32 and two to four times slower from 16 rows on with bfloat16, and wit
 wrong results, or crashes, where the number of inputs is not a multiple of 16.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class QuantizedMatrix:
     scratch: Tensor
 
     @classmethod
-    def of(cls, matrix: Tensor, kind: str, scratch: Tensor) -> QuantizedMatrix:
+    def of(cls, matrix: Tensor, kind: str, scratch: Tensor) -> Self:
         """Quantise `matrix` [in, out] to "int8" or "fp8", a tile at a time, onto the device of
         `scratch`; the matrix may lie in host memory."""
         dtype, largest = FORMATS[kind]

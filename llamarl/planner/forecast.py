@@ -4,8 +4,6 @@ Owns: the records that memory, publish and simulation fill and that reports show
 arithmetic. Invariant: plain data; bytes are of one rank unless a name says otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from llamarl.config import Config

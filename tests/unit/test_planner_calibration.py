@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 
 from llamarl.algorithms.losses.reinforce import ReinforceConfig
 from llamarl.planner.report.recipe import run_config
-from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_costs, read_trace
+from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import simulate
 from tests.unit.test_planner_step import TINY, make_config
@@ -162,12 +163,13 @@ def test_work_without_a_span_comes_out_of_the_step_time() -> None:
 
 
 def test_a_run_without_spans_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must have recorded spans"):
-        read_costs(tmp_path, num_cores=2)
-    write_run(tmp_path / "run", random.Random(0))
-    (tmp_path / "run" / "spans" / "trainer-0.jsonl").unlink()
+    write_run(tmp_path, random.Random(0))
+    (tmp_path / "spans" / "trainer-0.jsonl").unlink()
     with pytest.raises(ValueError, match="must have recorded accumulate spans"):
-        read_costs(tmp_path / "run", num_cores=2)
+        read_trace(tmp_path, ROLLOUTS)
+    shutil.rmtree(tmp_path / "spans")
+    with pytest.raises(ValueError, match="must have recorded spans"):
+        read_trace(tmp_path, ROLLOUTS)
 
 
 def test_a_run_is_simulated_as_it_was_whatever_is_asked_now(tmp_path: Path) -> None:

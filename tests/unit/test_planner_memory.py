@@ -144,7 +144,7 @@ def test_activations_of_many_tokens_follow_from_those_of_fewer(
     reference = forecast_inference(config, LLAMA)
     monkeypatch.setattr(activations, "MOST_TOKENS", 5000)
     derived = forecast_activations(config, LLAMA)
-    for name, num_bytes in vars(passed).items():
+    for name, num_bytes in passed._asdict().items():
         assert getattr(derived, name) == pytest.approx(num_bytes, rel=0.02), name
     assert forecast_inference(config, LLAMA) == pytest.approx(reference, rel=0.02)
 

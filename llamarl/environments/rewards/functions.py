@@ -14,6 +14,7 @@ from pathlib import Path
 from llamarl.config import RewardConfig
 from llamarl.config.check import require_choice
 from llamarl.environments.rewards.answer import expected_answer
+from llamarl.task_file import execute
 from llamarl.types import Prompt
 
 Reward = Callable[[Prompt, str, bool, RewardConfig], float]
@@ -35,20 +36,28 @@ REWARDS: dict[str, Needs] = {
     "format": Needs(num_groups=0),
     "task": Needs(),
 }
-"""By their names in `reward.functions`, which are those of their files here."""
+"""By their names in `reward.functions`, which are those of their files here; `task` is the recipe's
+own task.py."""
 
 
 def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
-    """The functions `config` names, by name and in its order."""
-    functions = {}
+    """The functions `config` names, by name and in its order. ValueError unless a task.py has a
+    function `reward` of two arguments."""
+    functions: dict[str, Reward] = {}
     for name in config.functions:
-        module = importlib.import_module(f"llamarl.environments.rewards.{name}")
         if name == "task":
             assert task_source is not None, "reward.functions=[task] comes with a task.py"
-            functions[name] = module.load_reward(task_source)
+            functions[name] = _load_reward(task_source)
         else:
+            module = importlib.import_module(f"llamarl.environments.rewards.{name}")
             functions[name] = module.reward
     return functions
+
+
+def _load_reward(source: str) -> Reward:
+    """The function `reward(prompt, completion)` of a task.py; what its text raises is passed on."""
+    function = execute(source, ["reward"])["reward"]
+    return lambda prompt, completion, finished, config: function(prompt, completion)
 
 
 def check_rewards(config: RewardConfig) -> None:

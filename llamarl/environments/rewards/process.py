@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 OWN_FRAMES = (
     "llamarl/environments/rewards/worker.py",
-    "llamarl/environments/rewards/task.py",
+    "llamarl/environments/rewards/functions.py",
     "llamarl/task_file.py",
     "<frozen runpy>",
 )

@@ -50,9 +50,9 @@ def supervise(pool: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
 
 
-def end_descendants(root: int, limit_s: float = KILL_LIMIT_S) -> None:
+def end_descendants(root: int) -> None:
     """Kill every descendant of the live process `root`; returns once all are gone."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + KILL_LIMIT_S
     seen: set[int] = set()
     while new := descendants(root) - seen:  # stopped first, so that none can fork and escape
         _signal(new, signal.SIGSTOP)

@@ -32,14 +32,14 @@ from typing import Any
 
 from llamarl import task_file
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards import task
+from llamarl.environments.rewards import functions as rewards
 from llamarl.environments.rewards.functions import Reward, load_functions
 from llamarl.environments.rewards.supervisor import supervise
 from llamarl.task_file import where
 from llamarl.types import Prompt, ScoreStatus
 
 MAX_TRACEBACK_CHARS = 8000
-OWN_FILES = {__file__, task.__file__, task_file.__file__}  # left out of tracebacks
+OWN_FILES = {__file__, rewards.__file__, task_file.__file__}  # left out of tracebacks
 # First number and count, above what a loop that closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)
 

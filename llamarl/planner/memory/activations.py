@@ -19,14 +19,12 @@ Rules for what the meta device cannot know:
   depends on their lengths. The worst packing counts: twice as many cells as tokens.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,8 +47,7 @@ META = torch.device("meta")
 MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a straight line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes of one rank in one micro-batch.
 
     `saved_bytes` are alive between forward and backward. Two come on top where each has its peak:
@@ -64,52 +61,48 @@ class Activations:
     embedding_bytes: int
 
 
+class _Measured(NamedTuple):
+    """Bytes alive after the forward, those of one layer among them; most until the head's backward,
+    in the layers', and after."""
+
+    saved: int
+    layer: int
+    head_peak: int
+    layers_peak: int
+    embedding_peak: int
+
+
 def forecast_activations(config: Config, architecture: Architecture) -> Activations:
     """Of a micro-batch that is as full as it can be: of `trainer.tokens_per_micro_batch` tokens, or
     one rollout of the whole context if that is longer."""
-    num_tokens = config.trainer.tokens_per_micro_batch
-    if num_tokens <= MOST_TOKENS:
-        return _activations(config, architecture, num_tokens)
-    half, whole = (_activations(config, architecture, n) for n in (MOST_TOKENS // 2, MOST_TOKENS))
-    return Activations(
-        **{
-            name: _extrapolate(getattr(half, name), value, num_tokens)
-            for name, value in vars(whole).items()
-        }
-    )
+    return Activations(*_at_budget(config, lambda n: _activations(config, architecture, n)))
 
 
 def forecast_inference(config: Config, architecture: Architecture) -> int:
     """Bytes that a forward of such a micro-batch without gradients needs at most, on one rank."""
+
+    def most(num_tokens: int) -> tuple[int]:
+        found = _measure_all(config, architecture, num_tokens, is_trained=False)
+        return (max(each.head_peak for each in found),)
+
+    return _at_budget(config, most)[0]
+
+
+def _at_budget(config: Config, measure: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+    """Bytes that `measure` gives for `trainer.tokens_per_micro_batch` tokens; for more than
+    MOST_TOKENS on a straight line through a half of them and all of them."""
     num_tokens = config.trainer.tokens_per_micro_batch
     if num_tokens <= MOST_TOKENS:
-        return _inference(config, architecture, num_tokens)
-    half, whole = (_inference(config, architecture, n) for n in (MOST_TOKENS // 2, MOST_TOKENS))
-    return _extrapolate(half, whole, num_tokens)
-
-
-def _extrapolate(half_bytes: int, whole_bytes: int, num_tokens: int) -> int:
-    """What `num_tokens` tokens need, from what a half of MOST_TOKENS and all of them do."""
+        return measure(num_tokens)
     more = (num_tokens - MOST_TOKENS) / (MOST_TOKENS - MOST_TOKENS // 2)
-    return whole_bytes + round(more * max(0, whole_bytes - half_bytes))
+    pairs = zip(measure(MOST_TOKENS // 2), measure(MOST_TOKENS), strict=True)
+    return tuple(whole + round(more * max(0, whole - half)) for half, whole in pairs)
 
 
 def _activations(config: Config, architecture: Architecture, num_tokens: int) -> Activations:
     """Of a micro-batch of this many tokens."""
     trainer = config.trainer
-    longest = config.generator.max_model_len - 1  # the last token is not fed
-    kernel = attention_kernel(config, architecture)
-    found = [
-        _measure(
-            replace(architecture, num_layers=2),
-            lengths,
-            trainer.compute_dtype,
-            trainer.activation_checkpointing,
-            trainer.tensor_parallel,
-            kernel,
-        )
-        for lengths in fullest_packings(num_tokens, longest, kernel)
-    ]
+    found = _measure_all(config, architecture, num_tokens, is_trained=True)
     num_more = architecture.num_layers - 2
     widened = 0
     if trainer.device == "cpu" and trainer.compute_dtype == "bfloat16":
@@ -122,21 +115,26 @@ def _activations(config: Config, architecture: Architecture, num_tokens: int) ->
     )
 
 
-def _inference(config: Config, architecture: Architecture, num_tokens: int) -> int:
-    trainer, longest = config.trainer, config.generator.max_model_len - 1
+def _measure_all(
+    config: Config, architecture: Architecture, num_tokens: int, *, is_trained: bool
+) -> list[_Measured]:
+    """Of each packing that may need the most; a forward alone keeps nothing of its layers, so that
+    one of them shows all."""
+    trainer = config.trainer
+    longest = config.generator.max_model_len - 1  # the last token is not fed
     kernel = attention_kernel(config, architecture)
-    return max(
+    return [
         _measure(
-            replace(architecture, num_layers=1),
+            replace(architecture, num_layers=2 if is_trained else 1),
             lengths,
             trainer.compute_dtype,
-            "none",
+            trainer.activation_checkpointing,
             trainer.tensor_parallel,
             kernel,
-            is_trained=False,
-        ).head_peak
+            is_trained,
+        )
         for lengths in fullest_packings(num_tokens, longest, kernel)
-    )
+    ]
 
 
 def attention_kernel(config: Config, architecture: Architecture) -> str:
@@ -200,18 +198,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Bytes alive after the forward, those of one layer among them; most until the head's backward,
-    in the layers', and after."""
-
-    saved: int
-    layer: int
-    head_peak: int
-    layers_peak: int
-    embedding_peak: int
-
-
 @lru_cache(maxsize=64)
 def _measure(
     architecture: Architecture,
@@ -220,7 +206,7 @@ def _measure(
     checkpointing: str,
     num_tensor_ranks: int,
     kernel: str,
-    is_trained: bool = True,
+    is_trained: bool,
 ) -> _Measured:
     with _tensor_mesh(num_tensor_ranks) as mesh:
         with META:

@@ -5,8 +5,6 @@ torch is imported only if the bound leaves it open whether all fits, so the cont
 never loads it for a small run on CPUs.
 """
 
-from __future__ import annotations
-
 import math
 
 from llamarl.config import Config, VllmConfig

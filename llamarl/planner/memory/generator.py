@@ -10,8 +10,6 @@ sets. vLLM quantises one linear layer at a time and copies it into place; out of
 host memory each passes through one of two slots (`generation/vllm/staging.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -22,21 +20,18 @@ from llamarl.config import Config, VllmConfig
 from llamarl.generation.cpu_kv_cache import CpuKVCache
 from llamarl.generation.cuda_kv_cache import CudaKVCache
 from llamarl.generation.engine import PREFILL_TOKENS
-from llamarl.generation.parameters import DTYPES, BufferLayout
+from llamarl.generation.parameters import DTYPES, BufferLayout, bind, quantize, tensors
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
 from llamarl.planner.memory.placements import weight_buffer
+from llamarl.planner.memory.trainer import Kinds
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.table import TRANSPORTS
 
-QUANTIZED = ("qkv.weight", "o_proj.weight", "gate_up.weight", "down_proj.weight", "lm_head.weight")
 LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in LINEARS)
 FUSED_INTO = {part: whole for whole, parts in FUSED.items() for part in parts}
 FLOAT32_BYTES = 4
-
-Kinds = dict[str, int]
-"""Bytes by kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,21 +102,11 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
 
 
 def quantized_bytes(architecture: Architecture, dtype: str, num_ranks: int) -> int:
-    """Of one set of the embedded engine's weights in eight bits: see `parameters.quantize`."""
-    layout, item = BufferLayout(architecture, dtype, 0, num_ranks), DTYPE_BYTES[dtype]
-    total = 0
-    for name, (_, shape) in layout.fused.items():
-        num_elements = math.prod(shape)
-        if name.endswith(QUANTIZED):
-            total += num_elements + shape[-1] * item
-        elif name.endswith("norm.weight"):
-            total += num_elements * FLOAT32_BYTES
-        else:
-            total += num_elements * item
-    if architecture.tie_embeddings:  # the head is a quantised copy
-        rows, columns = layout.fused["model.embed_tokens.weight"][1]
-        total += rows * columns + rows * item
-    return total
+    """Of one set of the embedded engine's weights in eight bits."""
+    layout = BufferLayout(architecture, dtype, 0, num_ranks)
+    flat = torch.empty(layout.num_elements, dtype=DTYPES[dtype], device="meta")
+    made = quantize(bind(layout, architecture, flat), "int8", flat)
+    return sum(tensor.nbytes for tensor in tensors(made))
 
 
 def vllm_quantized_bytes(config: Config, architecture: Architecture) -> int:

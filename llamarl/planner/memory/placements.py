@@ -15,8 +15,6 @@ vocabulary to whole 64s) and in offsets, neither of which changes who sends what
 padding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,11 +55,9 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
     return layouts
 
 
-def generator_layouts(
-    config: Config, architecture: Architecture, replica: int = 0
-) -> list[RankLayout]:
-    """The layout of each rank of one replica, in order of rank, as one bucket."""
-    devices = assign(config)[f"generator-{replica}"]
+def generator_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
+    """The layout of each rank of the first replica, in order of rank, as one bucket."""
+    devices = assign(config)["generator-0"]
     return [
         _rank_layout(rank, device, parameters, (tuple(parameters),))
         for rank, device in enumerate(devices)

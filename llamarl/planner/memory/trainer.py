@@ -14,8 +14,6 @@ and head, which stays gathered from forward to backward):
   as the input of the reduce-scatter. What comes out of it becomes the shard's gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

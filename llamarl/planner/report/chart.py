@@ -8,8 +8,6 @@ Drawn here because the page is one file of 60 kB that opens anywhere: plotly's h
 JavaScript, matplotlib takes 80 MB and a second to import, and its SVG has no tooltips.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape, quoteattr

@@ -10,8 +10,6 @@ MATH and GSM8K prompts, against a synchronous colocated system in the manner of 
 baselines of 8B and 70B are speed-up times step. Publishes: its section on DDMA.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llamarl.models.architecture import Architecture
@@ -25,8 +23,8 @@ class Published:
     step_s: float
     baseline_s: float
     speedup: float
-    num_gpus: int | None
-    publish_s: float | None
+    num_gpus: int | None = None
+    publish_s: float | None = None
 
 
 PUBLISHED: dict[tuple[int, int, int], Published] = {  # by vocabulary, width and number of layers
@@ -35,15 +33,12 @@ PUBLISHED: dict[tuple[int, int, int], Published] = {  # by vocabulary, width and
         step_s=8.90,
         baseline_s=2.52 * 8.90,
         speedup=2.52,
-        num_gpus=None,
-        publish_s=None,
     ),
     (128256, 8192, 80): Published(
         model="Llama 3.1 70B",
         step_s=20.67,
         baseline_s=3.98 * 20.67,
         speedup=3.98,
-        num_gpus=None,
         publish_s=1.15,
     ),
     (128256, 16384, 126): Published(

@@ -5,8 +5,6 @@ answer (`memory/`, `simulation/`). Invariant: starts
 no process, and reads nothing but the architecture and, if asked to, a finished run's folder.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import asdict, replace

@@ -4,8 +4,6 @@ Owns: the tables of `llamarl plan` and the words around them. Does not own: any 
 lines of at most WIDTH characters, the same on a terminal and in a file.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 

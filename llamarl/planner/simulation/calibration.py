@@ -6,13 +6,11 @@ wall times: what processes took from each other by sharing processors is estimat
 spans overlap, and taken out.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,8 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import simulate
 
 Floats = npt.NDArray[np.float64]
+Processes = dict[str, list[Span]]
+"""Spans by process."""
 
 COMPUTING = {  # spans in which a process computes by itself, by executor
     "generator": ("decode", "prefill"),
@@ -70,11 +70,10 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """Spans of one name: [n] seconds, [n, 2] times in ns, [n] tokens (or rollouts), how many other
-    processes computed meanwhile, [n], and the weights' versions, [n]."""
+    """Spans of one name, [n] each: seconds, tokens (or rollouts), how many other processes computed
+    meanwhile, and the weights' versions."""
 
     seconds: Floats
-    times_ns: Intervals
     amount: Floats
     others: Floats
     version: npt.NDArray[np.int64]
@@ -84,23 +83,38 @@ class Busy:
         return self.seconds / _slowness(self.others, slowdown, num_cores)
 
 
-def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
-    """Executor times of a finished run; ValueError if spans are missing.
+def read_trace(
+    run_dir: str | Path, rollouts_per_prompt: int, *, num_cores: int | None = None
+) -> Trace:
+    """Costs and workload of a finished run; ValueError if it has trained nothing, or if spans are
+    missing.
 
     It ran on `num_cores` processors (default: those that this process may use). What spans do not
     show stays 0: `row_s`, what the controller and messages take (see `fit_overhead`).
     """
-    num_cores = num_cores or len(os.sched_getaffinity(0))
-    spans = _settled(_read_spans(Path(run_dir) / SPANS_FOLDER))
     rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
+    if not rows:
+        raise ValueError(f"the run must have trained rollouts, got none in {run_dir}")
+    spans = _read_spans(Path(run_dir) / SPANS_FOLDER)
+    settled = _settled(spans)
+    for executor, name in (("generator", "decode"), ("trainer", "accumulate")):
+        if not _of(settled, executor, name):
+            raise ValueError(f"the run must have recorded {name} spans, got none in {run_dir}")
+    return Trace(
+        costs=_fit_costs(settled, rows, num_cores or len(os.sched_getaffinity(0))),
+        lengths=tuple(row["num_tokens"] for row in rows),
+        prompt_tokens=max(1, round(sum(row["num_prompt_tokens"] for row in rows) / len(rows))),
+        rewards=_groups(rows, rollouts_per_prompt),
+        step_s=_step_s(spans),
+    )
+
+
+def _fit_costs(spans: Processes, rows: list[dict[str, Any]], num_cores: int) -> Costs:
     busy = {
         name: _busy(spans, executor, name)
         for executor, names in COMPUTING.items()
         for name in names
     }
-    for name in ("decode", "accumulate"):
-        if not len(busy[name].seconds):
-            raise ValueError(f"the run must have recorded {name} spans, got none in {run_dir}")
     slowdown = _fit_slowdown(busy["decode"], num_cores)
     free = {name: each.free_s(slowdown, num_cores) for name, each in busy.items()}
     decode_step_s, decode_row_s = _line(busy["decode"].amount, free["decode"])
@@ -111,7 +125,7 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
         spans, decode_step_s + decode_row_s * float(busy["decode"].amount.mean())
     )
     store_row_s, turnaround_s = _store_row_s(spans), _turnaround_s(spans)
-    num_rows = len(rows) / max(1, len({row["version"] for row in rows}))
+    num_rows = len(rows) / len({row["version"] for row in rows})
     return Costs(
         decode_step_s=decode_step_s,
         decode_row_s=decode_row_s,
@@ -127,22 +141,6 @@ def read_costs(run_dir: str | Path, *, num_cores: int | None = None) -> Costs:
         **calls,
         num_cores=num_cores,
         shared_speed=1 / (1 + slowdown),
-    )
-
-
-def read_trace(
-    run_dir: str | Path, rollouts_per_prompt: int, *, num_cores: int | None = None
-) -> Trace:
-    """Costs and workload of a finished run; ValueError if it has trained nothing."""
-    rows = list(_trained_rows(Path(run_dir) / ARCHIVE_FOLDER))
-    if not rows:
-        raise ValueError(f"the run must have trained rollouts, got none in {run_dir}")
-    return Trace(
-        costs=read_costs(run_dir, num_cores=num_cores),
-        lengths=tuple(row["num_tokens"] for row in rows),
-        prompt_tokens=max(1, round(sum(row["num_prompt_tokens"] for row in rows) / len(rows))),
-        rewards=_groups(rows, rollouts_per_prompt),
-        step_s=measured_step_s(run_dir),
     )
 
 
@@ -176,16 +174,20 @@ def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Tr
 
 def measured_step_s(run_dir: str | Path) -> float:
     """The mean of a run's steps but the first SETTLING_STEPS."""
-    steps = _steps(_read_spans(Path(run_dir) / SPANS_FOLDER))
+    return _step_s(_read_spans(Path(run_dir) / SPANS_FOLDER))
+
+
+def _step_s(spans: Processes) -> float:
+    steps = _steps(spans)
     return _mean(np.array([_seconds(step) for step in steps[SETTLING_STEPS:] or steps]))
 
 
-def _steps(spans: dict[str, list[Span]]) -> list[Span]:
+def _steps(spans: Processes) -> list[Span]:
     marks = (s for each in spans.values() for s in each if (s.cat, s.name) == ("mark", "step"))
     return sorted(marks, key=lambda step: step.end_ns)
 
 
-def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
+def _settled(spans: Processes) -> Processes:
     """Without the first steps, in which memory is first touched and code first runs."""
     steps = _steps(spans)
     if len(steps) <= SETTLING_STEPS:
@@ -194,12 +196,23 @@ def _settled(spans: dict[str, list[Span]]) -> dict[str, list[Span]]:
     return {name: [s for s in each if s.start_ns >= start_ns] for name, each in spans.items()}
 
 
-def _read_spans(folder: Path) -> dict[str, list[Span]]:
+def _read_spans(folder: Path) -> Processes:
     """All spans by process; sums of old ones do not show what one call takes."""
     readers = [SpanReader(path) for path in span_files(folder)]
     if not readers:
         raise ValueError(f"the run must have recorded spans, got none in {folder}")
     return {r.process: [span for span in r.read() if not span.is_sum] for r in readers}
+
+
+def _of(spans: Processes, executor: str, name: str = "") -> list[Span]:
+    """Those of all processes of an executor, of this name unless it is empty."""
+    chosen = (each for process, each in spans.items() if executor_of(process) == executor)
+    return [span for each in chosen for span in each if name in ("", span.name)]
+
+
+def _times(spans: Iterable[Span]) -> Intervals:
+    times = [(span.start_ns, span.end_ns) for span in spans]
+    return np.array(times, dtype=np.int64).reshape(-1, 2)
 
 
 def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -210,36 +223,29 @@ def _trained_rows(folder: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _busy(spans: dict[str, list[Span]], executor: str, name: str) -> Busy:
+def _busy(spans: Processes, executor: str, name: str) -> Busy:
     """The spans of this name of all processes of an executor."""
-    computing = {process: union(_computing(process, each)) for process, each in spans.items()}
-    times, amounts, others, versions = [], [], [], []
+    computing = {}
     for process, each in spans.items():
-        chosen = [s for s in each if s.name == name and executor_of(process) == executor]
-        if chosen:
-            own = np.array([(s.start_ns, s.end_ns) for s in chosen], dtype=np.int64)
-            beside = sum(
-                (overlaps(held, own) for other, held in computing.items() if other != process),
-                np.zeros(len(own), dtype=np.int64),
-            )
-            times.append(own)
-            amounts.append([s.args.get("tokens", s.args.get("rollouts", 0)) for s in chosen])
-            others.append(beside / np.maximum(own[:, 1] - own[:, 0], 1))
-            versions.append([s.args.get("version", 0) for s in chosen])
-    joined = np.concatenate(times) if times else np.zeros((0, 2), dtype=np.int64)
+        names = COMPUTING.get(executor_of(process), ())
+        computing[process] = union(_times(span for span in each if span.name in names))
+    seconds, others = [np.zeros(0)], [np.zeros(0)]
+    for process, each in spans.items():
+        if executor_of(process) == executor:
+            own = _times(span for span in each if span.name == name)
+            beside = np.zeros(len(own), dtype=np.int64)
+            for other, held in computing.items():
+                beside += overlaps(held, own) if other != process else 0
+            duration_ns = own[:, 1] - own[:, 0]
+            seconds.append(duration_ns / 1e9)
+            others.append(beside / np.maximum(duration_ns, 1))
+    args = [span.args for span in _of(spans, executor, name)]
     return Busy(
-        seconds=(joined[:, 1] - joined[:, 0]) / 1e9,
-        times_ns=joined,
-        amount=np.concatenate(amounts).astype(float) if times else np.zeros(0),
-        others=np.concatenate(others) if times else np.zeros(0),
-        version=np.concatenate(versions) if times else np.zeros(0, dtype=np.int64),
+        seconds=np.concatenate(seconds),
+        amount=np.array([each.get("tokens", each.get("rollouts", 0)) for each in args], float),
+        others=np.concatenate(others),
+        version=np.array([each.get("version", 0) for each in args], np.int64),
     )
-
-
-def _computing(process: str, spans: list[Span]) -> Intervals:
-    names = COMPUTING.get(executor_of(process), ())
-    times = [(span.start_ns, span.end_ns) for span in spans if span.name in names]
-    return np.array(times, dtype=np.int64).reshape(-1, 2)
 
 
 def _slowness(others: Floats, slowdown: float, num_cores: int) -> Floats:
@@ -277,37 +283,32 @@ def _line(amount: Floats, seconds: Floats) -> tuple[float, float]:
     return (0.0, float(seconds.sum()) / total) if total else (_mean(seconds), 0.0)
 
 
-def _publish_costs(spans: dict[str, list[Span]], step_s: float) -> dict[str, Any]:
+def _publish_costs(spans: Processes, step_s: float) -> dict[str, Any]:
     """Writing, checking and committing one replica, and what is left of a publish for each call."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for process, each in spans.items():
-        for span in each:
-            if span.name == "publish" and "replica" not in span.args:
-                continue  # of all replicas together
-            seconds[f"{executor_of(process)} {span.name}"].append(_seconds(span))
-    found = {key: float(np.median(values)) for key, values in seconds.items()}
-    write_s = found.get("trainer write", 0.0)
-    check_s = found.get("generator verify", 0.0) + found.get("generator process_weights", 0.0)
-    commit_s = found.get("generator commit", 0.0)
+
+    def median_s(executor: str, name: str, default_s: float = 0.0) -> float:
+        chosen = _of(spans, executor, name)
+        if name == "publish":  # else of all replicas together
+            chosen = [span for span in chosen if "replica" in span.args]
+        return float(np.median([_seconds(span) for span in chosen])) if chosen else default_s
+
+    write_s = median_s("trainer", "write")
+    check_s = median_s("generator", "verify") + median_s("generator", "process_weights")
+    commit_s = median_s("generator", "commit")
     known_s = write_s + check_s + commit_s + step_s / 2  # a commit waits for half a step
-    rest_s = found.get("controller publish", known_s) - known_s
+    rest_s = median_s("controller", "publish", known_s) - known_s
     return {
         "write_s": write_s,
-        "relay_s": found.get("generator write", write_s),
+        "relay_s": median_s("generator", "write", write_s),
         "check_s": check_s,
         "commit_s": commit_s,
         "message_s": max(0.0, rest_s / NUM_CALLS),
     }
 
 
-def _turnaround_s(spans: dict[str, list[Span]]) -> float:
+def _turnaround_s(spans: Processes) -> float:
     """From one step's end to the next one's first pass, less what was waited for groups."""
-    waits = union(
-        np.array(
-            [(s.start_ns, s.end_ns) for each in spans.values() for s in each if _is_gate_wait(s)],
-            dtype=np.int64,
-        ).reshape(-1, 2)
-    )
+    waits = union(_times(s for each in spans.values() for s in each if _is_gate_wait(s)))
     found = []
     for process, each in spans.items():
         if executor_of(process) == "trainer":
@@ -325,9 +326,9 @@ def _is_gate_wait(span: Span) -> bool:
     return (span.cat, span.name) == ("wait", "batch") and "version" not in span.args
 
 
-def _store_row_s(spans: dict[str, list[Span]]) -> float:
+def _store_row_s(spans: Processes) -> float:
     """Storage's work per row and call."""
-    served = [span for p, each in spans.items() if executor_of(p) == "storage" for span in each]
+    served = _of(spans, "storage")
     rows = sum(span.args.get("rows", 0) for span in served)
     return sum(_seconds(span) for span in served) / rows if rows else 0.0
 

@@ -6,8 +6,6 @@ runnable or a thread works, so a simulation gives the same times on any machine.
 measures.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine

@@ -5,8 +5,6 @@ Owns: the record, and what of it follows from hardware. Does not own: measured c
 on a free processor; waiting, sharing and order come from the simulation.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -101,16 +99,18 @@ class Costs:
         """One prefill of sequences with these lengths."""
         if not any(lengths):
             return 0.0
-        squares = sum(length * length for length in lengths)
-        tokens_s = sum(lengths) * self.prefill_token_s
-        return self.prefill_call_s + tokens_s + squares * self.prefill_square_s
+        tokens_s = _sum_s(lengths, self.prefill_token_s, self.prefill_square_s)
+        return self.prefill_call_s + tokens_s
 
     def infer_s(self, lengths: list[int]) -> float:
         """The reference's pass over rollouts with these lengths, prompt included."""
-        squares = sum(length * length for length in lengths)
-        return sum(lengths) * self.infer_token_s + squares * self.infer_square_s
+        return _sum_s(lengths, self.infer_token_s, self.infer_square_s)
 
     def arithmetic_s(self, lengths: list[int]) -> float:
         """Forward and backward of rollouts with these lengths, prompt included, on one rank."""
-        squares = sum(length * length for length in lengths)
-        return sum(lengths) * self.token_s + squares * self.square_s
+        return _sum_s(lengths, self.token_s, self.square_s)
+
+
+def _sum_s(lengths: list[int], token_s: float, square_s: float) -> float:
+    """Seconds that grow with tokens, and with squares of lengths."""
+    return sum(lengths) * token_s + sum(length * length for length in lengths) * square_s

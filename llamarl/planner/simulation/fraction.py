@@ -10,8 +10,6 @@ ranks is a little faster. At 4096 GPUs with 65,536 rollouts a step (k = 16) a sy
 out 1.7 % shorter than that of the whole, one with max_staleness 4 0.2 %.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

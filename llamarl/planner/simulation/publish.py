@@ -16,8 +16,6 @@ their host's. Copies between two hosts need a card at both ends; those within a 
 those within a GPU its memory. A staging in host memory is reached over PCIe.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ durations (`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equ
 equal times.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ or what follows an end (`replica.py`). Invariant: `steps` and `context` are thos
 that have been done; planning a stretch of them changes nothing.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

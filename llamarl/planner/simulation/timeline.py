@@ -4,8 +4,6 @@ Owns: the bars and what is added up from them. Does not own: when anything happe
 of one executor do not overlap within a category, so shares are within 0 and 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
