@@ -46,7 +46,6 @@ from llamarl.planner.simulation.calibration import (
 )
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import forecast, run, simulate
-from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,8 +135,7 @@ def predict(
         config,
         architecture,
         costs,
-        lengths=trace.lengths,
-        equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
+        workload=trace.workload(config),
         num_steps=num_steps,
         num_skipped=SETTLING_STEPS,
     )
@@ -152,7 +150,7 @@ def costs_on(trace: Trace, name: str) -> Costs:
 def replay(trace: Trace, name: str, architecture: Architecture, num_steps: int) -> Comparison:
     """Forecast and replay, all executors in this process."""
     config, costs = configure(trace, name), costs_on(trace, name)
-    timeline = asyncio.run(run(config, costs, architecture, workload_of(trace, config), num_steps))
+    timeline = asyncio.run(run(config, costs, architecture, trace.workload(config), num_steps))
     predicted_s = predict(trace, costs, name, architecture, num_steps)
     return Comparison(predicted_s, forecast(timeline, SETTLING_STEPS).step_s)
 
@@ -161,7 +159,7 @@ def replay_apart(trace: Trace, name: str, architecture: Architecture, num_steps:
     """Forecast and replay, each executor in a process of its own, on a processor of its own:
     sleeping takes none."""
     config, costs = configure(trace, name), replace(trace.costs, num_cores=0, row_s=0.0)
-    workload = workload_of(trace, config)
+    workload = trace.workload(config)
     with tempfile.TemporaryDirectory() as logs:
         ends_s, message_s = asyncio.run(
             processes.replay(config, costs, architecture, workload, num_steps, Path(logs))
@@ -170,12 +168,6 @@ def replay_apart(trace: Trace, name: str, architecture: Architecture, num_steps:
     predicted_s = predict(trace, costs, name, architecture, num_steps)
     measured_s = (ends_s[-1] - ends_s[SETTLING_STEPS - 1]) / (num_steps - SETTLING_STEPS)
     return Comparison(predicted_s, measured_s)
-
-
-def workload_of(trace: Trace, config: Config) -> Workload:
-    """The rollouts of the run, for a setting."""
-    share = trace.equal_share(config.sampling.rollouts_per_prompt)
-    return make_workload(config, lengths=trace.lengths, equal_share=share)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from llamarl.planner.report.recipe import run_config
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.workload import make_workload
 from tests.unit.test_planner_step import TINY, make_config
 
 SHARED_SPEED = 0.8
@@ -154,7 +155,8 @@ def test_work_without_a_span_comes_out_of_the_step_time() -> None:
     lengths = (20,) * GROUPS * ROLLOUTS * 5
     costs = Costs(decode_row_s=1e-3, token_s=2e-4, num_cores=2)
     known = replace(costs, row_s=5e-3)
-    step_s = simulate(config, TINY, known, lengths=lengths, num_steps=5, num_skipped=2).step_s
+    workload = make_workload(config, lengths=lengths)
+    step_s = simulate(config, TINY, known, workload=workload, num_steps=5, num_skipped=2).step_s
     rewards = ((0.0, 1.0, 0.0, 1.0),)
     trace = Trace(costs=costs, lengths=lengths, prompt_tokens=10, rewards=rewards, step_s=step_s)
     assert fit_overhead(trace, config, TINY).costs.row_s == pytest.approx(5e-3, rel=0.1)

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+import torch
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -51,7 +53,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
             if (name, size, start) not in made:
                 made[name, size, start] = _shard(name, shape, size, start)
             parameters[name] = made[name, size, start]
-        layouts.append(_rank_layout(rank, devices[rank], parameters, (tuple(shapes),)))
+        layouts.append(_rank_layout(rank, devices[rank], parameters))
     return layouts
 
 
@@ -59,9 +61,8 @@ def generator_layouts(config: Config, architecture: Architecture) -> list[RankLa
     """The layout of each rank of the first replica, in order of rank, as one bucket."""
     devices = assign(config)["generator-0"]
     return [
-        _rank_layout(rank, device, parameters, (tuple(parameters),))
+        _rank_layout(rank, device, weight_buffer(config, architecture, rank)[0])
         for rank, device in enumerate(devices)
-        for parameters, _ in [weight_buffer(config, architecture, rank)]
     ]
 
 
@@ -88,11 +89,7 @@ def local_elements(config: Config, architecture: Architecture, rank: int) -> dic
 
 def coordinate(rank: int, mesh: Shape) -> Shape:
     """Where `rank` is in a mesh of this shape: a row-major count."""
-    found = []
-    for size in reversed(mesh):
-        rank, place = divmod(rank, size)
-        found.append(place)
-    return tuple(reversed(found))
+    return tuple(map(int, np.unravel_index(rank, mesh)))
 
 
 def local_box(
@@ -132,18 +129,13 @@ def _shard(name: str, shape: Shape, size: Shape, start: Shape) -> ParameterLayou
 
 
 def _strides(size: Shape) -> Shape:
-    """Of a tensor of this shape, row after row; torch counts an empty dimension as one."""
-    return tuple(
-        math.prod(max(extent, 1) for extent in size[dim + 1 :]) for dim in range(len(size))
-    )
+    """Of a tensor of this shape, row after row."""
+    return torch.empty(size, device="meta").stride()
 
 
-def _rank_layout(
-    rank: int,
-    device: Device,
-    parameters: dict[str, ParameterLayout],
-    buckets: tuple[tuple[str, ...], ...],
-) -> RankLayout:
+def _rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
+    """With all parameters in one bucket."""
+    buckets = (tuple(parameters),)
     return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters, buckets=buckets)
 
 

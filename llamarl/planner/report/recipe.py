@@ -51,15 +51,8 @@ def forecast_recipe(
 
     def simulate_recipe(config: Config) -> StepForecast:
         if trace is None:
-            costs = hardware_costs(config, architecture, publish)
-            return simulate(config, architecture, costs)
-        return simulate(
-            config,
-            architecture,
-            trace.costs,
-            lengths=trace.lengths,
-            equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
-        )
+            return simulate(config, architecture, hardware_costs(config, architecture, publish))
+        return simulate(config, architecture, trace.costs, workload=trace.workload(config))
 
     step = simulate_recipe(config)
     name, other = _other_staleness(config)

@@ -26,6 +26,7 @@ from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
 from llamarl.models.architecture import Architecture
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.workload import Workload, make_workload
 
 Floats = npt.NDArray[np.float64]
 Processes = dict[str, list[Span]]
@@ -66,6 +67,11 @@ class Trace:
             ways = sum(math.comb(number, drawn) for number in Counter(group).values())
             shares.append(ways / math.comb(len(group), drawn))
         return sum(shares) / len(shares)
+
+    def workload(self, config: Config) -> Workload:
+        """Rollouts like the run's, with the prompts of `config`."""
+        share = self.equal_share(config.sampling.rollouts_per_prompt)
+        return make_workload(config, lengths=self.lengths, equal_share=share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +162,7 @@ def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Tr
             config,
             architecture,
             replace(trace.costs, row_s=row_s),
-            lengths=trace.lengths,
-            equal_share=trace.equal_share(config.sampling.rollouts_per_prompt),
+            workload=trace.workload(config),
             num_steps=min(num_steps, OVERHEAD_STEPS),
             num_skipped=SETTLING_STEPS,
         )

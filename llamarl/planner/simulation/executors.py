@@ -12,7 +12,7 @@ from llamarl.algorithms.policy_loss import is_inert
 from llamarl.errors import StaleVersion
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.receiving import Layouts
+from llamarl.planner.simulation.layouts import Layouts
 from llamarl.planner.simulation.setting import Setting, SimulatedExecutor
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.types import (

@@ -4,14 +4,19 @@ Owns: continuous batching over slots, version spans, commits between steps, all 
 Does not own: who runs (`slots.py`), durations (`costs.py`) or lengths (`workload.py`). Invariant:
 its queue and its rules of starting are the embedded engine's, and it advances from event to event
 (a prompt's last rollout stops, slots become free for what waits, a request or a commit arrives),
-never token by token.
+never token by token. What a real generator does on its compute thread waits for a moment between
+two decode steps here too; the rest goes on beside decoding.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
+from llamarl.errors import StaleVersion
 from llamarl.executors.engine_output import GATHER_S
+from llamarl.executors.standstill import Standstill
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
     OpenGroups,
@@ -24,15 +29,20 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.receiving import Receiving
+from llamarl.planner.simulation.layouts import Layouts
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
+from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+
+T = TypeVar("T")
+Command = tuple[float, Callable[[], None], str]
+"""Seconds on the compute thread, what is done at their end, and what they are called."""
 
 NOTHING = PartialOutput()
 
 
-class SimulatedReplica(Receiving):
+class SimulatedReplica(Layouts):
     """Generator, WeightTarget, WeightSource and Offloadable of `protocols.py` for replica `index`
     on `hosts`.
 
@@ -48,11 +58,18 @@ class SimulatedReplica(Receiving):
         index: int,
         hosts: tuple[str, ...],
     ) -> None:
-        super().__init__(setting, costs, cores, index=index, hosts=hosts)
-        config = self._config
-        self._max_num_seqs = config.generator.max_num_seqs
-        self._max_model_len = config.generator.max_model_len
-        self._recomputes = config.generator.kv_after_commit == "recompute"
+        super().__init__(setting, costs, cores, hosts=hosts)
+        self.index, self.name, self.version = index, f"generator-{index}", -1
+        generator = self._config.generator
+        self._weight = generator.num_ranks
+        self._max_num_seqs, self._max_model_len = generator.max_num_seqs, generator.max_model_len
+        self._recomputes = generator.kv_after_commit == "recompute"
+        self._commands: deque[Command] = deque()
+        self._standstill = Standstill(
+            cores.time,
+            lambda name, start, end: self._timeline.record(self.name, name, start, end, "wait"),
+        )
+        self._is_busy = False
         self._queue, self._prefixes = Queue(), PrefixIndex()
         self._slots = Slots(self._max_num_seqs, costs)
         self._stretch: tuple[Job, list[Piece]] | None = None  # decode steps under way
@@ -108,7 +125,103 @@ class SimulatedReplica(Receiving):
         for slot in self._slots.remove(wanted):
             self._stop(slot.request, self._spans(slot), FinishReason.ABORTED)
 
+    # WeightTarget
+
+    async def target_layout(self) -> list[RankLayout]:
+        return self._layouts(tuple((bucket,) for bucket in self._buckets))
+
+    async def connect_source(self, route: Route) -> list[None]:
+        return [None for _ in self._hosts]
+
+    async def prepare(self, version: int, bucket: int) -> list[StagingHandle]:
+        await self._travel()
+        assert version > self.version, (version, self.version)
+        self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
+        return [
+            StagingHandle(
+                version=version,
+                bucket=bucket,
+                replica=self.index,
+                rank=rank,
+                host=host,
+                address=None,
+                num_bytes=4,
+            )
+            for rank, host in enumerate(self._hosts)
+        ]
+
+    async def verify(self, version: int, bucket: int) -> list[dict[str, int]]:
+        await self._travel()
+        if self._buckets[bucket] == "rest":
+            await self._cores.work(self._costs.check_s, self._weight)
+        return [{self._buckets[bucket]: version} for _ in self._hosts]
+
+    async def commit(self, version: int, bucket: int) -> list[int]:
+        await self._travel()
+        is_last = bucket + 1 == len(self._buckets)
+
+        def commit() -> int:
+            self._standstill.is_mixed = not is_last
+            if is_last:
+                self.version = version
+                self._commits.append((self._slots.steps, version))
+                self._must_recompute = self._recomputes
+                return len(self._slots)
+            return 0
+
+        return [
+            await self._between_steps(self._costs.commit_s if is_last else 0.0, commit, "commit")
+        ]
+
+    async def abort(self, version: int) -> list[None]:
+        return [None for _ in self._hosts]
+
+    # WeightSource
+
+    async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
+        if version != self.version:
+            raise StaleVersion(f"{version} is not {self.version}")
+        bucket = self._buckets[handles[0].bucket]
+        if bucket == "rest":
+            await self._cores.work(self._costs.relay_s)
+        return [{bucket: version * len(handles)}]
+
+    # Offloadable
+
+    async def offload(self, tags: list[str]) -> None:
+        for tag in tags:
+            if tag not in self._standstill.away:
+                self._catch_up()
+                if tag == "kv" and not self._slots:
+                    self._prefixes.clear()
+                await self._move("offload", tag, partial(self._standstill.away.add, tag))
+
+    async def prefetch(self, tags: list[str]) -> None: ...
+
+    async def onload(self, tags: list[str]) -> None:
+        for tag in tags:
+            if tag in self._standstill.away:
+                await self._move("onload", tag, partial(self._standstill.away.discard, tag))
+
+    async def _move(self, name: str, tag: str, then: Callable[[], None]) -> None:
+        await self._travel()
+        seconds = self._costs.moves_s.get(f"generator {tag}", 0.0)
+        await self._between_steps(seconds, then, name)
+
     # Between two steps
+
+    async def _between_steps(self, seconds: float, call: Callable[[], T], name: str) -> T:
+        """Run `call` at the end of `seconds` on the compute thread."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def end() -> None:
+            if not done.done():
+                done.set_result(call())
+            self._go_on()
+
+        self._commands.append((seconds, end, name))
+        self._interrupt()
+        return await done
 
     def _interrupt(self) -> None:
         """Something waits for the next moment between two steps."""
@@ -248,16 +361,6 @@ class SimulatedReplica(Receiving):
         self._stopped.append((request, row))
         if self._open.stop(request, reason):
             self._has_news.set()
-
-    def _committed(self, version: int) -> int:
-        self._commits.append((self._slots.steps, version))
-        self._must_recompute = self._recomputes
-        return len(self._slots)
-
-    def _forget(self, tag: str) -> None:
-        self._catch_up()
-        if tag == "kv" and not self._slots:
-            self._prefixes.clear()
 
     def _busy(self, seconds: float, then: Callable[[], None], name: str) -> None:
         """Occupy the compute thread."""

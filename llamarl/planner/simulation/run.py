@@ -35,19 +35,17 @@ def simulate(
     architecture: Architecture,
     costs: Costs,
     *,
-    lengths: Sequence[int] | None = None,
-    equal_share: float = 0.0,
+    workload: Workload | None = None,
     num_steps: int | None = None,
     num_skipped: int | None = None,
 ) -> StepForecast:
     """The steady state of `num_steps` (default: plan.num_steps) steps of `config`, without the
     first `num_skipped` (default: until the gate's run-ahead has passed through).
 
-    `lengths` (tokens of rollouts) and `equal_share` (of groups with equal rewards) default to what
-    config.plan assumes. Evaluation, checkpoints and export are left out. Of a large cluster a
-    fraction is simulated (`fraction.py`).
+    `workload` defaults to what config.plan assumes. Evaluation, checkpoints and export are left
+    out. Of a large cluster a fraction is simulated (`fraction.py`).
     """
-    workload = make_workload(config, lengths=lengths, equal_share=equal_share)
+    workload = workload or make_workload(config)
     steps = config.plan.num_steps if num_steps is None else num_steps
     k = fraction.divisor(config, costs)
     timeline = clock.run(run(*fraction.take(config, costs, k), architecture, workload, steps))

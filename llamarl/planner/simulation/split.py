@@ -74,9 +74,7 @@ def best_split(
     )
 
 
-def nearby_splits(
-    config: Config, num_gpus: int, share: float, num_neighbours: int = NUM_NEIGHBOURS
-) -> list[Config]:
+def nearby_splits(config: Config, num_gpus: int, share: float, num_neighbours: int) -> list[Config]:
     """The recipe's own split and those around `share` of the GPUs for the trainer, in the smallest
     steps that keep whole hosts, whole replicas and the trainer's mesh."""
     trainer, generator = config.trainer, config.generator
