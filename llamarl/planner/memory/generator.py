@@ -2,12 +2,12 @@
 
 Owns: weight buffer and staging, weights that are derived from it, KV cache and working memory of
 the fullest rank, for both engines. Does not own: sharing a device with others (`ranks.py`).
-Invariant: kinds mirror `weight_buffer.py` and the embedded engine; vLLM's memory is its
-own, and follows its settings.
+Invariant: kinds mirror `weight_buffer.py` and the embedded engine; vLLM's memory follows its own
+settings.
 
 While the embedded engine quantises a version for a commit, it decodes with the one before: two
-sets. vLLM quantises one linear layer at a time and copies it into place; out of
-host memory each passes through one of two slots (`generation/vllm/staging.py`).
+sets. vLLM quantises one linear layer at a time and copies it into place; out of host memory each
+passes through one of two slots (`generation/vllm/staging.py`).
 """
 
 import math

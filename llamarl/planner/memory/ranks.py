@@ -1,8 +1,8 @@
 """How much memory every rank needs, by kind.
 
-Owns: who is in memory together when, the fullest rank of every executor, the advice. Does not own:
-what a trainer or a generator needs by itself (`trainer.py`, `generator.py`).
-Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
+Owns: what is in memory at the same time, the fullest rank of every executor, the advice. Does not
+own: what a trainer or a generator needs by itself (`trainer.py`, `generator.py`). Invariant: advice
+comes from forecasts of changed recipes, never from a rule of thumb.
 
 Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
 each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
@@ -261,8 +261,8 @@ def _change(
 
 
 def _concerns(name: str, executor: str, config: Config) -> bool:
-    """Whether a change of this field can help the executor: sides with devices of their own do not
-    feel each other's."""
+    """Whether a change of this field can help the executor: on devices of its own it needs no less
+    memory when another executor's fields change."""
     if config.placement.colocated or executor == HOST:
         return True
     return name.startswith("trainer.") == (executor == "trainer")

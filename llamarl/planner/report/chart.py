@@ -1,4 +1,4 @@
-"""A forecast drawn: where the memory goes, and who does what when.
+"""A forecast as drawings: memory by kind, and a timeline of what each executor does.
 
 Owns: one HTML page with inline SVG. Does not own: the numbers. Invariant: the page is well-formed
 XML and refers to nothing outside itself; a text stands in a box of its own or is left out, so no

@@ -1,8 +1,8 @@
 """The forecast of one recipe, put together.
 
 Owns: which questions `llamarl plan` asks, and the figures it writes as JSON. Does not own: any
-answer (`memory/`, `simulation/`). Invariant: starts
-no process, and reads nothing but the architecture and, if asked to, a finished run's folder.
+answer (`memory/`, `simulation/`). Invariant: starts no process, and reads nothing but the
+architecture and, if asked to, a finished run's folder.
 """
 
 import math

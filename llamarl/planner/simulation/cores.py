@@ -37,7 +37,7 @@ class Cores:
         self._due_s: float | None = None  # when the job was to end whose `then` is being called
 
     def time(self) -> float:
-        """The loop's time; during the call at a job's end, when it was to end."""
+        """The loop's time; while a job's `then` runs, the time at which the job was due."""
         return asyncio.get_running_loop().time() if self._due_s is None else self._due_s
 
     def start(self, seconds: float, then: Callable[[], None], weight: int = 1) -> Job:
@@ -61,7 +61,7 @@ class Cores:
         await asyncio.sleep(seconds)
 
     def done_s(self, job: Job) -> float:
-        """How much of it has been done by now."""
+        """Seconds of the job's work that are done."""
         return job.done_s + max(0.0, self.time() - job.since_s) * self._speed()
 
     def cut(self, job: Job, total_s: float) -> None:
@@ -77,7 +77,8 @@ class Cores:
             job.since_s = max(now_s, job.since_s)
 
     def _schedule(self, job: Job) -> None:
-        """A job is new or ends earlier; on shared processors the ends of all have moved."""
+        """Set the timer of a job that is new or ends earlier; on shared processors that of every
+        job, because all ends have moved."""
         loop, now_s, speed = asyncio.get_running_loop(), self.time(), self._speed()
         for each in self._jobs if self._num_cores else (job,):
             if each.timer is not None:

@@ -1,8 +1,8 @@
 """A cluster that is a fraction of a large one, for simulations that would take minutes.
 
-Owns: when a fraction does, and what is in it. Does not own: times or the simulation. Invariant:
-whatever one replica, one trainer rank and one host get to do stays as it is; a step then takes as
-long, and k times fewer tokens are trained in it.
+Owns: when a fraction may stand for the cluster, and what it consists of. Does not own: times or the
+simulation. Invariant: each replica, trainer rank and host does as much as in the whole cluster, so
+a step takes as long, and k times fewer tokens are trained in it.
 
 One k-th of the replicas, the trainer's data ranks and the groups of a step, with costs of the
 whole cluster. What is not the same: lengths are drawn again, and the slowest of fewer replicas and

@@ -68,7 +68,7 @@ class Traffic:
 
 @dataclass
 class Load:
-    """Bytes over one kind of way, by (host, GPU), out and in."""
+    """Bytes over network cards, over links or within memories: by device, out and in."""
 
     out: dict[Device, int] = field(default_factory=lambda: defaultdict(int))
     into: dict[Device, int] = field(default_factory=lambda: defaultdict(int))

@@ -224,7 +224,7 @@ class SimulatedReplica(Layouts):
         return await done
 
     def _interrupt(self) -> None:
-        """Something waits for the next moment between two steps."""
+        """Stop decoding after the step at work, because a command or a request waits."""
         if self._stretch is not None:
             self._catch_up()
             job, pieces = self._stretch
@@ -285,8 +285,8 @@ class SimulatedReplica(Layouts):
         return slot.context if assignment.source is None else 0
 
     def _decode(self) -> None:
-        """Steps in one piece, up to an end that somebody waits for: a prompt's last rollout, a cut
-        one, or the one that makes room for those that wait."""
+        """Start the decode steps until a rollout ends that others wait for: the last one of its
+        prompt, one that is cut, or the one that frees enough slots for waiting rollouts."""
         if self._commands or not self._slots:
             return self._go_on()
         most_left = -1
@@ -363,7 +363,7 @@ class SimulatedReplica(Layouts):
             self._has_news.set()
 
     def _busy(self, seconds: float, then: Callable[[], None], name: str) -> None:
-        """Occupy the compute thread."""
+        """Occupy the compute thread for so many seconds, then call `then`."""
         start_s = self._cores.time()
 
         def end() -> None:

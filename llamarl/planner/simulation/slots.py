@@ -1,8 +1,8 @@
-"""The rollouts that one simulated replica decodes together, and how far they get.
+"""The rollouts that one simulated replica decodes together, and how far each has come.
 
-Owns: who runs, in the order of ending, and the tokens in their KV caches. Does not own: the clock
-or what follows an end (`replica.py`). Invariant: `steps` and `context` are those of decode steps
-that have been done; planning a stretch of them changes nothing.
+Owns: the running rollouts in the order in which they end, and the tokens in their KV caches. Does
+not own: the clock, or what happens when a rollout ends (`replica.py`). Invariant: `steps` and
+`context` count decode steps that are done; planning the next ones changes neither.
 """
 
 from bisect import insort
@@ -28,15 +28,16 @@ class Slot:
 
 
 class Piece(NamedTuple):
-    """Decode steps of one batch size: `steps` are done when `done_s` of the stretch's work is."""
+    """Decode steps in which the same rollouts run. `steps` counts all decode steps done at its end,
+    `done_s` the seconds of work from the start of the stretch until then."""
 
     done_s: float
     steps: int
 
 
 class Slots:
-    """Who runs in one of `num_slots`, of which `free` are left. `steps`: decode steps done;
-    `context`: tokens in the KV caches of who runs."""
+    """The running rollouts, each in one of `num_slots` slots; `free` are the numbers of the empty
+    ones. `steps` counts the decode steps done, `context` the tokens in the KV caches."""
 
     def __init__(self, num_slots: int, costs: Costs) -> None:
         self._costs = costs
@@ -56,7 +57,7 @@ class Slots:
         return slot.context + self.steps - slot.start
 
     def add(self, slot: Slot) -> None:
-        """Let it run from now on."""
+        """Start to decode a rollout."""
         insort(self._ends, (self.steps + slot.total - slot.before, slot.request.row_id, slot))
         self.context += slot.context
 
@@ -67,8 +68,8 @@ class Slots:
         return [self._release(slot) for *_, slot in removed]
 
     def plan(self, is_last: Callable[[Slot, int], bool]) -> list[Piece]:
-        """The steps up to the first end of which `is_last(rollout, number left)` says that others
-        care, one piece for each end on the way."""
+        """The decode steps until a rollout ends for which `is_last(rollout, number of rollouts
+        left)` is true: one piece for each end on the way."""
         pieces = []
         done_s, steps, context, num_ended = 0.0, self.steps, self.context, 0
         is_over = False
@@ -87,8 +88,8 @@ class Slots:
         return pieces
 
     def cut(self, since_s: float, done_s: float, piece: Piece) -> Piece:
-        """So much of `piece` as has begun once `done_s` of the stretch are done; what `steps`
-        counts was done at `since_s`."""
+        """The steps of `piece` that have begun after `done_s` seconds of the stretch's work;
+        `self.steps` steps were done after `since_s` seconds."""
         rows, most = len(self._ends), piece.steps - self.steps
         num_steps = self._costs.steps_within(rows, self.context, done_s - since_s, most)
         seconds = self._costs.decode_s(rows, self.context, num_steps)

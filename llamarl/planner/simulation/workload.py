@@ -34,7 +34,8 @@ class Workload:
         return self.lengths[request.seed % len(self.lengths)]
 
     def score(self, row_id: int, prompt: Prompt) -> Score:
-        """Rewards of 0 and 1 in turns, or 0 for the whole group."""
+        """1 for rows with odd numbers and 0 for the others; 0 for all rows of `equal_share` of the
+        groups."""
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
         reward = 0.0 if spread(number) < self.equal_share else float(row_id % 2)
         return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
