@@ -1,6 +1,7 @@
 """Which bytes travel on which route when replicas connect, on fakes that model buckets."""
 
 import asyncio
+import operator
 
 import pytest
 
@@ -41,6 +42,19 @@ def test_one_replica_feeds_the_others_of_its_host_and_the_trainer_only_the_first
         assert (stats.num_bytes, stats.num_relayed_bytes) == (NUM_BYTES, 2 * NUM_BYTES)
         assert stats.seconds >= 0
         assert sorted(world.events) == [(0, 7), (1, 7), (2, 7)]
+
+    run(main())
+
+
+def test_replicas_that_look_alike_on_different_hosts_share_one_plan() -> None:
+    async def main():
+        world = await World("abab", transport="rdma").connected()
+        (first, second, *relays) = [world.generators[i].route for i in range(4)]
+        assert [first.source, *(relay.source for relay in relays)] == [
+            "trainer", "generator-0", "generator-1",
+        ]  # fmt: skip
+        assert all(map(operator.is_, first.copies, second.copies))
+        assert all(map(operator.is_, relays[0].copies, relays[1].copies))
 
     run(main())
 

@@ -5,14 +5,12 @@ The source is the trainer, or a replica that passes on what it received; errors 
 Owns: which source rank sends which box to which target rank. Does not own: moving bytes
 (`writer.py`) or when (`publisher.py`). Invariant: pure; on every target rank each element the rank
 holds is written by exactly one copy. Standard library only, because the controller process plans.
-
-Layers are alike: parameters whose boxes have the same places on all ranks share a pattern, which is
-cut and joined once; each of them then costs only its copies.
 """
 
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -31,26 +29,15 @@ Held = dict[int, ParameterLayout]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A region of box `target_box` (its number) of a target rank, and the `holders` (source rank,
-    number of its box) that can send it."""
-
-    region: Region
-    holders: list[tuple[int, int]]
-    target_rank: int
-    target_box: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    """Parameters that lie alike on all ranks, as those of all layers do.
-
-    `copies` are those of parameter `name` that only one source can send, or that are shared out
-    in slabs; any of several sources can send one of the `free` pieces.
-    """
+    """A `region` of parameter `name` in box `target` of a target rank, and the `holders` (source
+    rank, its box) that can send it."""
 
     name: str
-    copies: list[Copy]
-    free: list[_Piece]
+    region: Region
+    holders: list[tuple[int, Box]]
+    target_rank: int
+    target: Box
+    target_dtype: str
 
 
 def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
@@ -65,23 +52,21 @@ def plan(source: list[RankLayout], target: list[RankLayout]) -> list[Copy]:
     for name in sorted(sources.keys() ^ targets.keys()):
         side = "generator" if name in sources else "trainer"
         raise ValueError(f"parameter {name} must be on both sides, but the {side} does not have it")
-    patterns: dict[object, _Pattern] = {}
-    fixed: dict[str, list[Copy]] = {}
-    free: list[tuple[str, _Piece]] = []
-    for name, held in targets.items():
-        key = _places(name, sources[name]), _places(name, held)
-        if key not in patterns:
-            patterns[key] = _pattern(name, sources[name], held)
-        pattern = patterns[key]
-        model = sources[pattern.name], targets[pattern.name]
-        fixed[name] = _repeated(pattern.copies, name, model, (sources[name], held))
-        free += [(name, piece) for piece in pattern.free]
-    sent_bytes = dict.fromkeys(sorted(layout.rank for layout in source), 0)
-    for copy in itertools.chain.from_iterable(fixed.values()):
-        sent_bytes[copy.source_rank] += math.prod(copy.shape) * DTYPE_BYTES[copy.target_dtype]
-    for name, copies in _assign(free, sources, targets, sent_bytes).items():
-        fixed[name] = _coalesce(copies + fixed[name])
-    return sorted(itertools.chain.from_iterable(fixed.values()), key=functools.partial(_order, 0))
+    pieces = [
+        piece for name, held in targets.items() for piece in _pieces(name, sources[name], held)
+    ]
+    # First those that only one source can send, then, largest first, each of the others is sent by
+    # the holder that sends the fewest bytes so far.
+    pieces.sort(key=lambda piece: (len(piece.holders) > 1, -_num_elements(piece.region)))
+    sent_bytes = Counter[int]()
+    copies: dict[str, list[Copy]] = {name: [] for name in targets}
+    for piece in pieces:
+        rank, box = min(piece.holders, key=lambda holder: sent_bytes[holder[0]])
+        copy = _copy(piece, rank, box)
+        sent_bytes[rank] += num_bytes([copy])
+        copies[piece.name].append(copy)
+    joined = itertools.chain.from_iterable(map(_coalesce, copies.values()))
+    return sorted(joined, key=functools.partial(_order, 0))
 
 
 def num_bytes(copies: Iterable[Copy]) -> int:
@@ -121,62 +106,6 @@ def _check_box(name: str, shape: tuple[int, ...], box: Box) -> None:
         )
 
 
-def _places(name: str, held: Held) -> object:
-    """What decides on pieces and their joints: equal for parameters of one pattern."""
-    places = []
-    for rank, layout in held.items():
-        first = layout.boxes[0] if layout.boxes else None
-        boxes = tuple(
-            (box.start, box.stop, box.strides, box.offset - first.offset)
-            for box in layout.boxes
-            if first
-        )
-        is_one = len({box.buffer for box in layout.boxes}) < 2
-        places.append((rank, layout.shape, layout.dtype, boxes, "" if is_one else name))
-    return tuple(places)
-
-
-def _pattern(name: str, sources: Held, targets: Held) -> _Pattern:
-    """The pattern of one parameter: its copies, and what several sources could send."""
-    copies, free = [], []
-    for piece in _pieces(name, sources, targets):
-        if len(piece.holders) > 1:
-            free.append(piece)
-        else:
-            copies.append(_copy(name, piece, piece.holders[0], sources, targets))
-    return _Pattern(name, _coalesce(copies), free)
-
-
-def _repeated(
-    copies: list[Copy], name: str, model: tuple[Held, Held], own: tuple[Held, Held]
-) -> list[Copy]:
-    """The copies of a pattern's `model`, of parameter `name` instead: other buffers, offsets."""
-    if copies and copies[0].name == name:
-        return copies
-    repeated = []
-    for copy in copies:
-        source, target = own[0][copy.source_rank].boxes[0], own[1][copy.target_rank].boxes[0]
-        source_model = model[0][copy.source_rank].boxes[0]
-        target_model = model[1][copy.target_rank].boxes[0]
-        repeated.append(
-            Copy(
-                name=name,
-                start=copy.start,
-                shape=copy.shape,
-                source_rank=copy.source_rank,
-                source_buffer=source.buffer,
-                source_offset=copy.source_offset + source.offset - source_model.offset,
-                source_strides=copy.source_strides,
-                target_rank=copy.target_rank,
-                target_buffer=target.buffer,
-                target_offset=copy.target_offset + target.offset - target_model.offset,
-                target_strides=copy.target_strides,
-                target_dtype=copy.target_dtype,
-            )
-        )
-    return repeated
-
-
 def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
     """Cut all target boxes of one parameter along the borders of the source boxes.
 
@@ -188,14 +117,14 @@ def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
             f"shape of parameter {name} must be equal on trainer and generator ranks, "
             f"got {' and '.join(map(str, sorted(shapes)))}"
         )
-    held: dict[Region, list[tuple[int, int]]] = {}
+    held: dict[Region, list[tuple[int, Box]]] = {}
     for rank, layout in sources.items():
-        for number, box in enumerate(layout.boxes):
-            held.setdefault((box.start, box.stop), []).append((rank, number))
+        for box in layout.boxes:
+            held.setdefault((box.start, box.stop), []).append((rank, box))
     shape = shapes.pop()
     missing: list[Region] = [((0,) * len(shape), shape)]
     for rank, layout in targets.items():
-        for number, box in enumerate(layout.boxes):
+        for box in layout.boxes:
             rest: list[Region] = [(box.start, box.stop)]
             missing = _subtract(missing, rest[0])
             for region, holders in held.items():
@@ -204,7 +133,7 @@ def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
                     slabs = _split(overlap, len(holders))
                     for i, slab in enumerate(slabs):
                         senders = [holders[i]] if len(slabs) == len(holders) else holders
-                        yield _Piece(slab, senders, rank, number)
+                        yield _Piece(name, slab, senders, rank, box, layout.dtype)
                 if overlaps:
                     rest = _subtract(rest, region)
             _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
@@ -267,46 +196,27 @@ def _split(region: Region, num_slabs: int) -> list[Region]:
     ]
 
 
-def _assign(
-    pieces: list[tuple[str, _Piece]],
-    sources: dict[str, Held],
-    targets: dict[str, Held],
-    sent_bytes: dict[int, int],
-) -> dict[str, list[Copy]]:
-    """Largest first, each piece to the holder that sends the fewest bytes so far."""
-    copies: dict[str, list[Copy]] = {}
-    for name, piece in sorted(pieces, key=lambda each: -_num_elements(each[1].region)):
-        holder = min(piece.holders, key=lambda holder: (sent_bytes[holder[0]], holder))
-        copy = _copy(name, piece, holder, sources[name], targets[name])
-        sent_bytes[holder[0]] += num_bytes([copy])
-        copies.setdefault(name, []).append(copy)
-    return copies
-
-
-def _copy(name: str, piece: _Piece, holder: tuple[int, int], sources: Held, targets: Held) -> Copy:
+def _copy(piece: _Piece, source_rank: int, source: Box) -> Copy:
     start, stop = piece.region
-    box = sources[holder[0]].boxes[holder[1]]
-    layout = targets[piece.target_rank]
-    target = layout.boxes[piece.target_box]
     return Copy(
-        name=name,
+        name=piece.name,
         start=start,
         shape=tuple(b - a for a, b in zip(start, stop, strict=True)),
-        source_rank=holder[0],
-        source_buffer=box.buffer,
-        source_offset=box.offset_of(start),
-        source_strides=box.strides,
+        source_rank=source_rank,
+        source_buffer=source.buffer,
+        source_offset=source.offset_of(start),
+        source_strides=source.strides,
         target_rank=piece.target_rank,
-        target_buffer=target.buffer,
-        target_offset=target.offset_of(start),
-        target_strides=target.strides,
-        target_dtype=layout.dtype,
+        target_buffer=piece.target.buffer,
+        target_offset=piece.target.offset_of(start),
+        target_strides=piece.target.strides,
+        target_dtype=piece.target_dtype,
     )
 
 
 def _coalesce(copies: list[Copy]) -> list[Copy]:
-    """Join copies that continue each other in both memories; sorted by ranks, name and place."""
-    for dim in range(max((len(copy.shape) for copy in copies), default=0)):
+    """Join copies of one parameter that continue each other in both memories."""
+    for dim in range(len(copies[0].shape) if copies else 0):
         joined: list[Copy] = []
         for copy in sorted(copies, key=functools.partial(_order, dim)):
             last = joined[-1] if joined else None
@@ -315,7 +225,7 @@ def _coalesce(copies: list[Copy]) -> list[Copy]:
             else:
                 joined.append(copy)
         copies = joined
-    return sorted(copies, key=lambda copy: _order(0, copy))
+    return copies
 
 
 def _order(dim: int, copy: Copy) -> tuple[int, int, str, tuple[int, ...], tuple[int, ...]]:
@@ -325,6 +235,6 @@ def _order(dim: int, copy: Copy) -> tuple[int, int, str, tuple[int, ...], tuple[
 
 def _continues(first: Copy, second: Copy, dim: int) -> bool:
     """Whether `second` begins in both memories and globally where `first` ends along `dim`."""
-    if first.name != second.name or dim >= len(first.shape):
-        return False
+    if first.start[dim] + first.shape[dim] != second.start[dim]:
+        return False  # as mostly; what follows takes longer
     return first.slab(dim, first.shape[dim], second.shape[dim]) == second

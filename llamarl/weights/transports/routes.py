@@ -25,7 +25,7 @@ class Routes:
         self._config = config
         self._rendezvous_folder = rendezvous_folder
         self._relay_transport = mapped_on(generator_device)
-        self._planned: tuple[list[RankLayout], list[RankLayout], list[Copy]] = [], [], []
+        self._planned: dict[bool, tuple[object, list[Copy]]] = {}  # by is_relay
 
     def make(
         self,
@@ -48,8 +48,11 @@ class Routes:
                 f"from {source} on {', '.join(_hosts(source_layout))} to generator {replica} on "
                 f"{', '.join(_hosts(target))}"
             )
-        if self._planned[:2] != (source_layout, target):  # replicas mostly look alike
-            self._planned = source_layout, target, plan(source_layout, target)
+        boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (source_layout, target)]
+        planned, copies = self._planned.get(is_relay, (None, []))
+        if planned != boxes:  # replicas mostly look alike, on whichever hosts they are
+            copies = plan(source_layout, target)
+            self._planned[is_relay] = boxes, copies
         rendezvous = ""
         if transport.meets:
             os.makedirs(self._rendezvous_folder, exist_ok=True)
@@ -59,7 +62,7 @@ class Routes:
             source=source,
             replica=replica,
             transport=name,
-            copies=tuple(self._planned[2]),
+            copies=tuple(copies),
             rendezvous=rendezvous,
             bucket_bytes=self._config.bucket_bytes,
         )
