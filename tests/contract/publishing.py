@@ -14,7 +14,7 @@ from llamarl.weights.layout.boxes import Box, ParameterLayout
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.mapped import Opened
+from llamarl.weights.transports.mapped import opened
 from tests.allocation import LargestAllocation
 from tests.contract.publishing_damage import BitFlip, SocketRdma
 from tests.contract.publishing_layouts import (
@@ -210,10 +210,8 @@ class GeneratorRanks:
         bits(weight_buffer.staging)[last * (weight_buffer.staging.element_size() // 2)] ^= 1
 
     def peek(self, address, num_bytes):
-        """Open memory of another process, look at it, and close it again."""
-        opened = Opened(address, num_bytes)
-        opened.flat(torch.uint8)[0].item()
-        opened.close()
+        """Open memory of another process, look at it, and let it go again."""
+        opened(address, num_bytes)[0].item()
 
     def _each(self, call):
         """Of all ranks at once, as in processes of their own."""

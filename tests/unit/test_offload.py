@@ -29,8 +29,8 @@ def offload(tmp_path):
 
 
 def test_private_and_shared_memory_come_back_bit_for_bit_at_their_addresses(offload, tmp_path):
-    segment = Segment.create("weights", 24 << 20)
-    shared = segment.tensor(torch.float32)
+    segment = Segment("weights", 24 << 20)
+    shared = segment.flat.view(torch.float32)
     shared.copy_(filled(len(shared)))
     private = filled(6 << 20)
     tensors = [private, private[100:].view(-1, 4), shared[: 5 << 20], shared[1 << 20 :]]

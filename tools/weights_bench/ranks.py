@@ -83,11 +83,11 @@ class TrainerRank:
     def reserve_copy(self) -> None:
         """A shared segment as large as the shards, for `copy`."""
         num_bytes = sum(shard.nbytes for shard in self._shards.values())
-        self._segment = Segment.create(f"llamarl-bench-{self._rank}", num_bytes)
+        self._segment = Segment(f"llamarl-bench-{self._rank}", num_bytes)
 
     def copy(self) -> None:
         """Copy every shard into the segment."""
-        flat, end = self._segment.tensor(DTYPES[self._model.dtype]), 0
+        flat, end = self._segment.flat.view(DTYPES[self._model.dtype]), 0
         for shard in self._shards.values():
             flat[end : end + shard.numel()].view(shard.shape).copy_(shard)
             end += shard.numel()

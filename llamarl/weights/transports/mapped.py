@@ -15,7 +15,7 @@ from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import cut
 from llamarl.weights.transports.protocol import CopyCast
-from llamarl.weights.transports.shared_memory import Segment
+from llamarl.weights.transports.shared_memory import Segment, open_segment
 from llamarl.weights.transports.table import End
 
 PIECE_BYTES = 1 << 26  # a copy reads this much before it checks whether its version is still there
@@ -37,7 +37,7 @@ class MappedBlock:
         self.num_bytes = num_elements * dtype.itemsize
         self._segment: Segment | None = None
         self._pinned: int | None = None
-        self._address: str | CudaHandle | None = None
+        self._handle: CudaHandle | None = None
         if device.type == "cuda" and not is_host:
             try:
                 self.flat = torch.zeros(num_elements, dtype=dtype, device=device)
@@ -46,9 +46,8 @@ class MappedBlock:
                     f"GPU memory for {label} must have {self.num_bytes} bytes, got: out of memory"
                 ) from error
             return
-        self._segment = Segment.create(label, self.num_bytes)
-        self._address = self._segment.path
-        self.flat = self._segment.tensor(dtype)
+        self._segment = Segment(label, self.num_bytes)
+        self.flat = self._segment.flat.view(dtype)
         if device.type == "cuda":
             status = torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), self.num_bytes, 0)
             if int(status) != 0:
@@ -59,9 +58,11 @@ class MappedBlock:
     @property
     def address(self) -> str | CudaHandle:
         """How other processes open it: a path, or a CUDA handle."""
-        if self._address is None:
-            self._address = _share(self.flat)
-        return self._address
+        if self._segment is not None:
+            return self._segment.path
+        if self._handle is None:
+            self._handle = _share(self.flat)
+        return self._handle
 
     @property
     def is_freed_by_offload(self) -> bool:
@@ -70,8 +71,8 @@ class MappedBlock:
         return self._segment is None
 
     def renew(self) -> None:
-        """Renew the address at its next use: the memory may have been elsewhere meanwhile."""
-        self._address = self._segment.path if self._segment is not None else None
+        """Make another handle at the next use: the memory may have been elsewhere meanwhile."""
+        self._handle = None
 
     def close(self) -> None:
         """End the sharing; tensors handed out stay valid. May be called twice."""
@@ -99,32 +100,16 @@ def _share(flat: Tensor) -> CudaHandle:
     return device, memory, num_bytes, offset, b"/uncounted", 0, event, False
 
 
-class Opened:
-    """A block of another process, mapped. RuntimeError if it is gone."""
-
-    def __init__(self, address: object, num_bytes: int) -> None:
-        self._segment: Segment | None = None
-        self._bytes: Tensor | None
-        if isinstance(address, str):
-            self._segment = Segment.open(address, num_bytes)
-            self._bytes = self._segment.tensor(torch.uint8)
-        else:
-            assert isinstance(address, tuple), address
-            torch.cuda.init()
-            storage = torch.UntypedStorage._new_shared_cuda(*address)
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            self._bytes = flat.set_(storage)[:num_bytes]
-
-    def flat(self, dtype: torch.dtype) -> Tensor:
-        """The whole block as a flat tensor."""
-        assert self._bytes is not None
-        return self._bytes.view(dtype)
-
-    def close(self) -> None:
-        """Unmap it, once no tensor of it is left."""
-        self._bytes = None
-        if self._segment is not None:
-            self._segment.close()
+def opened(address: object, num_bytes: int) -> Tensor:
+    """A block of another process, uint8 [num_bytes]; its tensors keep it mapped. RuntimeError if it
+    is gone."""
+    if isinstance(address, str):
+        return open_segment(address, num_bytes)
+    assert isinstance(address, tuple), address
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*address)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage)[:num_bytes]
 
 
 class MappedSender:
@@ -132,7 +117,7 @@ class MappedSender:
 
     def __init__(self, route: Route, end: End) -> None:
         self._host = end.host
-        self._opened: dict[object, Opened] = {}
+        self._opened: dict[object, Tensor] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -163,16 +148,13 @@ class MappedSender:
     def close(self) -> None:
         self._is_closed = True  # the piece that is being written is the last one
         with self._lock:
-            for opened in self._opened.values():
-                opened.close()
             self._opened.clear()
 
     def _let_go(self, addresses: Sequence[object]) -> None:
         """Unmap these; all other memory stays mapped from write to write."""
         with self._lock:
             for address in addresses:
-                if address in self._opened:
-                    self._opened.pop(address).close()
+                self._opened.pop(address, None)
 
     def _flat(self, handle: StagingHandle, dtype: torch.dtype) -> Tensor:
         """The staging memory, mapped once; called with the lock held."""
@@ -180,9 +162,9 @@ class MappedSender:
             raise TargetLost(f"generator {handle.replica} was disconnected")
         if handle.address not in self._opened:
             try:
-                self._opened[handle.address] = Opened(handle.address, handle.num_bytes)
+                self._opened[handle.address] = opened(handle.address, handle.num_bytes)
             except RuntimeError as error:
                 raise TargetLost(
                     f"memory of generator {handle.replica} rank {handle.rank}: {error}"
                 ) from error
-        return self._opened[handle.address].flat(dtype)
+        return self._opened[handle.address].view(dtype)

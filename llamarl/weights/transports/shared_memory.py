@@ -8,8 +8,6 @@ the owner while the owner lives; the kernel frees it when the last process that 
 there are no names to clean up, and the size of /dev/shm (64 MB in many containers) does not matter.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket
@@ -24,58 +22,52 @@ HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker
 
 
 class Segment:
-    """One mapped segment. `path` is how other processes of this user on this host open it."""
+    """A zeroed segment `flat` (uint8 [num_bytes]) whose pages are all reserved now, so that no
+    later write can fail. `path` is how other processes of this user on this host open it.
 
-    def __init__(self, path: str, fd: int, num_bytes: int) -> None:
-        self.path = path
-        self.num_bytes = num_bytes
-        self._fd = fd
-        self._memory: mmap.mmap | None = mmap.mmap(
-            fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-        )
+    `label` shows in /proc/PID/maps. ValueError if the host has too little memory.
+    """
 
-    @classmethod
-    def create(cls, label: str, num_bytes: int) -> Segment:
-        """A zeroed segment whose pages are all reserved now, so that no later write can fail.
-
-        `label` shows in /proc/PID/maps. ValueError if the host has too little memory.
-        """
-        fd = os.memfd_create(label, os.MFD_CLOEXEC)
+    def __init__(self, label: str, num_bytes: int) -> None:
+        self._fd: int | None = os.memfd_create(label, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)
+            os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as error:
-            os.close(fd)
+            os.close(self._fd)
             raise ValueError(
                 f"shared memory for {label} must have {num_bytes} bytes, got: {error.strerror}"
             ) from error
-        return cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_bytes)
-
-    @classmethod
-    def open(cls, path: str, num_bytes: int) -> Segment:
-        """Map a segment of another process. RuntimeError if it is gone or not of this size."""
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise RuntimeError(f"shared memory {path} cannot be opened: {error}") from error
-        actual_bytes = os.fstat(fd).st_size
-        if actual_bytes != num_bytes:
-            os.close(fd)
-            raise RuntimeError(
-                f"shared memory {path} must have {num_bytes} bytes, got {actual_bytes}"
-            )
-        return cls(path, fd, num_bytes)
-
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        """The whole segment as a flat tensor; it keeps the mapping alive by itself."""
-        if self._memory is None:
-            raise RuntimeError(f"shared memory {self.path} is closed")
-        return torch.frombuffer(self._memory, dtype=dtype)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.flat = _map(self._fd, num_bytes)
 
     def close(self) -> None:
         """Stop others from opening it; the memory goes with the last tensor and mapping."""
-        if self._memory is not None:
-            self._memory = None
+        if self._fd is not None:
             os.close(self._fd)
+            self._fd = None
+
+
+def open_segment(path: str, num_bytes: int) -> Tensor:
+    """A segment of another process, uint8 [num_bytes]; its tensors keep it mapped. RuntimeError if
+    it is gone or not of this size."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(f"shared memory {path} cannot be opened: {error}") from error
+    try:
+        actual_bytes = os.fstat(fd).st_size
+        if actual_bytes != num_bytes:
+            raise RuntimeError(
+                f"shared memory {path} must have {num_bytes} bytes, got {actual_bytes}"
+            )
+        return _map(fd, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, num_bytes: int) -> Tensor:
+    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def this_host() -> str:
