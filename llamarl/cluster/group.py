@@ -4,8 +4,8 @@ Owns: the protocols that every backend satisfies, calls by attribute access, and
 named. Does not own: processes. Invariant: code above `cluster/` needs nothing but these.
 """
 
+import pkgutil
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from llamarl.config.rank_assignment import Device
@@ -19,11 +19,7 @@ Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 def resolve(factory: Factory) -> type:
     """The class that a factory names."""
-    if isinstance(factory, type):
-        return factory
-    module, _, name = factory.partition(":")
-    found = getattr(import_module(module), name)
-    assert isinstance(found, type), factory
+    found: type = pkgutil.resolve_name(factory) if isinstance(factory, str) else factory
     return found
 
 

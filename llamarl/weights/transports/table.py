@@ -7,7 +7,7 @@ used.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,7 +81,7 @@ class End:
 
 def make_sender(route: Route, end: End) -> TransportSender:
     """A source rank's end of `route`."""
-    sender: TransportSender = _load(TRANSPORTS[route.transport].sender)(route, end)
+    sender: TransportSender = pkgutil.resolve_name(TRANSPORTS[route.transport].sender)(route, end)
     return sender
 
 
@@ -90,7 +90,7 @@ def make_receiver(
 ) -> TransportReceiver | None:
     """A target rank's end of `route`, None if it takes no part; `buckets` name the parameters."""
     receiver = TRANSPORTS[route.transport].receiver
-    return None if receiver is None else _load(receiver)(route, end, buckets)
+    return None if receiver is None else pkgutil.resolve_name(receiver)(route, end, buckets)
 
 
 def mapped_on(device: str) -> str:
@@ -131,9 +131,3 @@ def check_transport(config: Config) -> None:
         f"be cpu with weights.transport={name} (which reaches a GPU only with "
         f"weights.staging=host; use weights={mapped_on('cuda')} or weights=collective)",
     )
-
-
-def _load(path: str) -> type:
-    module, _, name = path.partition(":")
-    found: type = getattr(importlib.import_module(module), name)
-    return found
