@@ -8,32 +8,20 @@ that joined first of those that are left, so when it leaves the next one succeed
 over several hosts is fed by the trainer.
 """
 
+from collections.abc import Mapping
+
 from llamarl.weights.layout.boxes import RankLayout
 
-Place = tuple[str | int, ...]
-"""Replicas of one place can pass weights on: a host, or a replica over several hosts."""
 
+def assign_sources(layouts: Mapping[int, list[RankLayout]]) -> dict[int, int | None]:
+    """Replica -> the replica that feeds it, None for the trainer.
 
-class Assignment:
-    """Sources of the replicas that have joined and not left."""
-
-    def __init__(self) -> None:
-        self._siblings: dict[Place, list[int]] = {}  # in the order they joined
-        self._place: dict[int, Place] = {}
-
-    def join(self, replica: int, layouts: list[RankLayout]) -> None:
-        """A replica whose ranks have these layouts is to be fed from now on."""
-        hosts = sorted({layout.host for layout in layouts})
-        place: Place = (hosts[0],) if len(hosts) == 1 else (replica, *hosts)
-        self._place[replica] = place
-        self._siblings.setdefault(place, []).append(replica)
-
-    def leave(self, replica: int) -> None:
-        """This replica neither feeds nor is fed any more; no effect if it has not joined."""
-        if replica in self._place:
-            self._siblings[self._place.pop(replica)].remove(replica)
-
-    def source_of(self, replica: int) -> int | None:
-        """The replica that feeds this one, or None for the trainer."""
-        head = self._siblings[self._place[replica]][0]
-        return None if head == replica else head
+    `layouts` are those of each replica's ranks, the replicas in the order they joined.
+    """
+    sources: dict[int, int | None] = {}
+    heads: dict[str, int] = {}  # by host
+    for replica, ranks in layouts.items():
+        hosts = {layout.host for layout in ranks}
+        head = heads.setdefault(hosts.pop(), replica) if len(hosts) == 1 else replica
+        sources[replica] = None if head == replica else head
+    return sources

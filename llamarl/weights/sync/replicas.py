@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
-from llamarl.weights.sync.assignment import Assignment
+from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.publish_stats import PublishStats
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
@@ -50,7 +50,6 @@ class Replicas:
         self._trainer, self._routes, self._spans = trainer, routes, spans
         self._timeout_s, self._staggers = timeout_s, staggers
         self._on_commit, self._on_lost = on_commit, on_lost
-        self._assignment = Assignment()
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
 
@@ -62,8 +61,7 @@ class Replicas:
         """
         try:
             for replica, generator in generators.items():
-                sync = self.syncs[replica] = await self._meet(replica, generator)
-                self._assignment.join(replica, sync.target)
+                self.syncs[replica] = await self._meet(replica, generator)
             self._assign_sources()
             joined = [self.syncs[replica] for replica in generators]
             routes = [await self._route(sync) for sync in joined]
@@ -110,9 +108,9 @@ class Replicas:
         )
 
     def _assign_sources(self) -> None:
-        for sync in self.syncs.values():
-            head = self._assignment.source_of(sync.replica)
-            sync.feed_from(self._trainer if head is None else self.syncs[head])
+        heads = assign_sources({sync.replica: sync.target for sync in self.syncs.values()})
+        for replica, head in heads.items():
+            self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
         self.change.notify()
 
     async def _route(self, sync: ReplicaSync) -> tuple[Source, Route]:
@@ -191,7 +189,6 @@ class Replicas:
         sync = self.syncs.pop(replica, None)
         if sync is None:
             return
-        self._assignment.leave(replica)
         sync.leave()
         _cancel([sync])
         self._assign_sources()
