@@ -87,10 +87,7 @@ async def spawn_executors(
         return group
 
     units = await asyncio.gather(
-        *(
-            start(f"storage-{unit}", _storage(config, run_dir, unit))
-            for unit in range(config.experience.num_storage_units)
-        )
+        *(start(f"storage-{spec.unit}", spec) for spec in _storage_specs(config, run_dir))
     )
     storage = Store([unit.call_one for unit in units])
     specs = _specs(config, inputs, storage, run_dir, trains=trains)
@@ -283,82 +280,71 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     return Colocated(executors.trainer.call_one, generators, spans)
 
 
+def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
+    return [
+        StorageSpec(
+            unit=unit,
+            archive_folder=f"{run_dir}/archive",
+            archive_tokens=config.experience.archive_tokens,
+        )
+        for unit in range(config.experience.num_storage_units)
+    ]
+
+
 def _specs(
     config: Config, inputs: Inputs, storage: Store, run_dir: str, *, trains: bool
 ) -> dict[str, Spec]:
     """By name, of the executors that use the store."""
-    specs: dict[str, Spec] = {"scorer": _scorer(config, inputs, storage)}
-    for i in range(config.generator.num_replicas):
-        specs[f"generator-{i}"] = _generator(config, inputs, storage, run_dir, i, not trains)
+    session = uuid.uuid4().hex[:8]  # names files that no earlier session of the run used
+    rdma = make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
+    specs: dict[str, Spec] = {
+        "scorer": ScorerSpec(
+            config=config.reward,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            storage=storage,
+        )
+    }
+    for replica in range(config.generator.num_replicas):
+        specs[f"generator-{replica}"] = GeneratorSpec(
+            replica=replica,
+            checkpoint=inputs.checkpoint,
+            load_weights=not trains,
+            tokenizer=inputs.tokenizer_folder,
+            config=config.generator,
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage,
+            run_dir=run_dir,
+            run_id=session,
+            rdma=rdma,
+        )
     if trains:
-        specs["trainer"] = _trainer(config, inputs, storage, run_dir)
+        specs["trainer"] = TrainerSpec(
+            checkpoint=inputs.checkpoint,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            rendezvous=f"{run_dir}/.rendezvous-trainer-{session}",
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage,
+            run_dir=run_dir,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            rdma=rdma,
+        )
     if trains and config.algorithm.has_reference:
-        specs["reference"] = _reference(config, inputs, storage, run_dir)
+        specs["reference"] = ReferenceSpec(
+            checkpoint=inputs.checkpoint,
+            rendezvous=f"{run_dir}/.rendezvous-reference-{session}",
+            config=config.trainer,
+            sampling=config.sampling,
+            storage=storage,
+        )
     return specs
-
-
-def _storage(config: Config, run_dir: str, unit: int) -> StorageSpec:
-    return StorageSpec(
-        unit=unit,
-        archive_folder=f"{run_dir}/archive",
-        archive_tokens=config.experience.archive_tokens,
-    )
-
-
-def _scorer(config: Config, inputs: Inputs, storage: Store) -> ScorerSpec:
-    return ScorerSpec(
-        config=config.reward,
-        tokenizer=inputs.tokenizer_folder,
-        task_source=inputs.task_source,
-        storage=storage,
-    )
-
-
-def _generator(
-    config: Config, inputs: Inputs, storage: Store, run_dir: str, replica: int, loads: bool
-) -> GeneratorSpec:
-    return GeneratorSpec(
-        replica=replica,
-        checkpoint=inputs.checkpoint,
-        load_weights=loads,
-        tokenizer=inputs.tokenizer_folder,
-        config=config.generator,
-        weights=config.weights,
-        placement=config.placement,
-        storage=storage,
-        run_dir=run_dir,
-        run_id=_new_id(),
-        rdma=_rdma(config),
-    )
-
-
-def _trainer(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> TrainerSpec:
-    return TrainerSpec(
-        checkpoint=inputs.checkpoint,
-        tokenizer=inputs.tokenizer_folder,
-        task_source=inputs.task_source,
-        rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
-        config=config.trainer,
-        algorithm=config.algorithm,
-        sampling=config.sampling,
-        weights=config.weights,
-        placement=config.placement,
-        storage=storage,
-        run_dir=run_dir,
-        num_steps=config.num_steps,
-        seed=config.seed,
-        rdma=_rdma(config),
-    )
-
-
-def _reference(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> ReferenceSpec:
-    return ReferenceSpec(
-        checkpoint=inputs.checkpoint,
-        rendezvous=f"{run_dir}/.rendezvous-reference-{_new_id()}",
-        config=config.trainer,
-        sampling=config.sampling,
-        storage=storage,
-    )
 
 
 def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
@@ -370,14 +356,6 @@ def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> lis
         )
         for number in range(num)
     ]
-
-
-def _rdma(config: Config) -> Any:
-    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:8]
 
 
 def _gate(config: Config, prompts: PromptStream, spans: Spans, state: dict[str, Any]) -> Gate:
