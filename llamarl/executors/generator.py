@@ -12,14 +12,13 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-from dataclasses import dataclass
 
 import torch
 
+from llamarl.config import EmbeddedConfig, VllmConfig
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
-from llamarl.executors.engines import make_engine
 from llamarl.executors.lockstep import Lockstep
 from llamarl.executors.offload import OffloadPart
 from llamarl.executors.offloader import Offloader
@@ -27,23 +26,13 @@ from llamarl.executors.rollouts import RolloutPart
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.executors.weight_source import SourcePart
 from llamarl.executors.weight_target import TargetPart
+from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.protocol import Engine
 from llamarl.metrics.span import Spans
+from llamarl.models.architecture import read_architecture
 from llamarl.models.process_group import compute_device, use_device
 from llamarl.weights.layout.boxes import BUFFER
 from llamarl.weights.sync.weight_buffer import WeightBuffer
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratorParts:
-    """What a started generator consists of."""
-
-    weight_buffer: WeightBuffer
-    decoding: Decoding
-    rollouts: RolloutPart
-    source: SourcePart
-    target: TargetPart
-    offload: OffloadPart
 
 
 class GeneratorExecutor:
@@ -59,20 +48,18 @@ class GeneratorExecutor:
         self._spans = spans
         self._name = f"generator-{spec.replica}-{rank}"
         self._thread: ComputeThread | None = None
-        self._made: GeneratorParts | None = None
+        self._parts: tuple[RolloutPart, SourcePart, TargetPart, OffloadPart] | None = None
         self._exit = contextlib.ExitStack()
 
     @property
-    def made(self) -> GeneratorParts:
-        """RuntimeError before `start`."""
-        if self._made is None:
-            raise RuntimeError(f"generator {self._spec.replica} must be started first")
-        return self._made
-
-    @property
     def parts(self) -> tuple[object, ...]:
-        """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable."""
-        return self.made.rollouts, self.made.source, self.made.target, self.made.offload
+        """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable.
+
+        RuntimeError before `start`.
+        """
+        if self._parts is None:
+            raise RuntimeError(f"generator {self._spec.replica} must be started first")
+        return self._parts
 
     async def start(self) -> None:
         """Make engine and memory, load the weights; ValueError if the checkpoint is bad."""
@@ -98,14 +85,7 @@ class GeneratorExecutor:
         spec, spans = self._spec, self._spans
         device = compute_device(spec.config.device, "generator.device")
         use_device(device)
-        engine = make_engine(
-            spec.config,
-            spec.checkpoint,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            rendezvous=self._meeting("engine"),
-            run_id=spec.run_id,
-        )
+        engine = self._engine()
         self._exit.callback(engine.close)
         buffer = self._weight_buffer(engine, device)
         self._exit.callback(buffer.close)
@@ -140,13 +120,29 @@ class GeneratorExecutor:
         if isinstance(thread, Lockstep):
             thread.join(self._meeting("commands"))
         thread.begin(decoding.work)
-        self._made = GeneratorParts(
-            weight_buffer=buffer,
-            decoding=decoding,
-            rollouts=RolloutPart(spec, decoding, output),
-            source=source,
-            target=target,
-            offload=OffloadPart(decoding, decoding.run, spans, source, target),
+        rollouts = RolloutPart(spec, decoding, output)
+        offload = OffloadPart(decoding, decoding.run, spans, source, target)
+        self._parts = rollouts, source, target, offload
+
+    def _engine(self) -> Engine:
+        """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""
+        spec, config = self._spec, self._spec.config
+        rank, num_ranks, rendezvous = self._rank, self._num_ranks, self._meeting("engine")
+        if isinstance(config, VllmConfig):
+            from llamarl.generation.vllm.engine import VllmEngine  # here, for it imports vLLM
+
+            return VllmEngine(
+                spec.checkpoint,
+                config,
+                rank=rank,
+                num_ranks=num_ranks,
+                rendezvous=rendezvous,
+                run_id=spec.run_id,
+            )
+        assert isinstance(config, EmbeddedConfig)
+        architecture = read_architecture(spec.checkpoint)
+        return EmbeddedEngine(
+            architecture, config, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous
         )
 
     def _weight_buffer(self, engine: Engine, device: torch.device) -> WeightBuffer:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
+from llamarl.executors.generator import GeneratorExecutor
+from llamarl.generation.engine import EmbeddedEngine
 from llamarl.models.inventory import parameter_shapes
 from tests.contract import generator_contract
 from tests.contract.generator_contract import *  # noqa: F403 - the questions
@@ -84,6 +86,11 @@ def test_two_ranks_answer_what_is_hardest_for_them(checkpoint: str, run_dir: str
     questions.test_a_replica_passes_on_what_it_received(case, run_dir)
 
 
+def engine_of(rank: GeneratorExecutor) -> EmbeddedEngine:
+    """The engine behind the parts of a started rank."""
+    return rank.parts[2]._decoding.engine
+
+
 def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, run_dir: str) -> None:
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint, num_ranks=2)
 
@@ -93,10 +100,10 @@ def test_a_version_lies_bit_by_bit_in_the_boxes_of_two_ranks(checkpoint: str, ru
         await publish(source, generator, 1)
         held = []
         for rank in generator.ranks:
-            engine = rank.made.decoding.engine
+            engine, active = engine_of(rank), rank.parts[2]._buffer.active
             expected = torch.zeros(engine.memory.num_elements)
             engine.load(expected, checkpoint)
-            assert torch.equal(rank.made.weight_buffer.active, expected)
+            assert torch.equal(active, expected)
             held.append(expected.numel())
         whole = sum(math.prod(shape) for shape in parameter_shapes(engine.architecture).values())
         assert max(held) < 0.55 * whole
@@ -108,7 +115,7 @@ def test_an_engine_error_comes_out_of_collect_with_its_traceback(
     checkpoint: str, run_dir: str
 ) -> None:
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        generator.ranks[0].made.decoding.engine._decoder.weights.layers[1].down = torch.zeros(3, 3)
+        engine_of(generator.ranks[0])._decoder.weights.layers[1].down = torch.zeros(3, 3)
         await generator.submit([request(0)])
         with pytest.raises(RuntimeError) as caught:
             await gather(generator, 1)
@@ -126,7 +133,7 @@ def test_weights_prepared_for_a_version_that_was_given_up_are_not_used(
     case = EngineCase(config=EmbeddedConfig, checkpoint=checkpoint)
 
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        engine, may_end = generator.ranks[0].made.decoding.engine, threading.Event()
+        engine, may_end = engine_of(generator.ranks[0]), threading.Event()
         process_weights, commit = engine.process_weights, engine.commit
         made: list[object] = []
         used: list[object] = []
