@@ -1,11 +1,12 @@
 """The rdma transport: the source writes messages into an inbox of the target, one-sided.
 
 Owns: inboxes, and both ends over them. Does not own: how a message gets there (`cluster/rdma.py`)
-or what is in it (`packed.py`). Invariant: a message has its own place in the inbox of its source
-rank, so sources need no answer from the target while they write; inboxes are host memory as large
-as the largest bucket.
+or what is in it (`packed.py`). Invariant: each message of a bucket has an inbox of its own,
+so sources need no answer from the target while they write; inboxes are host memory, and the next
+bucket's messages go into the same ones.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,15 +15,12 @@ from torch import Tensor
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
 from llamarl.weights.transports.packed import (
-    ALIGN_BYTES,
-    Message,
     in_turns,
     messages_by,
     messages_to,
-    source_ranks,
     unpack,
 )
-from llamarl.weights.transports.protocol import CopyCast, Rdma
+from llamarl.weights.transports.protocol import CopyCast
 from llamarl.weights.transports.shared_memory import require_memory
 from llamarl.weights.transports.table import End
 
@@ -32,7 +30,8 @@ class RdmaSender:
 
     def __init__(self, route: Route, end: End) -> None:
         self._route, self._rank, self._timeout_s = route, end.rank, end.timeout_s
-        self._rdma = require_rdma(end)
+        assert end.rdma is not None
+        self._rdma = end.rdma
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_closed = False
 
@@ -65,30 +64,30 @@ class RdmaReceiver:
     """Inboxes of one target rank, taken apart when it verifies; see `TransportReceiver`."""
 
     def __init__(self, route: Route, end: End, buckets: Sequence[Sequence[str]]) -> None:
-        self._rdma, rank = require_rdma(end), end.rank
+        assert end.rdma is not None
+        self._rdma, rank = end.rdma, end.rank
         self._flat = torch.empty(0)  # what is open
         self._messages = [messages_to(route, rank, names) for names in buckets]
-        sizes = {
-            source: max(_end(each.get(source, [])) for each in self._messages)
-            for source in source_ranks(route)
-        }
+        sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for by_source in self._messages:
+            for source, index, message in in_turns(by_source):
+                sizes[source, index] = max(sizes[source, index], message.num_bytes)
         require_memory(f"inboxes of generator {route.replica} rank {rank}", sum(sizes.values()))
         self._inboxes = {
-            source: torch.zeros(num_bytes, dtype=torch.uint8) for source, num_bytes in sizes.items()
+            place: torch.empty(num_bytes, dtype=torch.uint8) for place, num_bytes in sizes.items()
         }
         self._handles: dict[tuple[int, int, int], object] = {}
 
     def open(self, version: int, bucket: int, flat: Tensor) -> object:
         self._flat = flat
         return {
-            source: [self._handle(source, *place) for place in _places(made)]
+            source: [self._handle(source, i, made[i].num_bytes) for i in range(len(made))]
             for source, made in self._messages[bucket].items()
         }
 
     def arrive(self, version: int, bucket: int) -> None:
-        for source, made in self._messages[bucket].items():
-            for message, (begin, end) in zip(made, _places(made), strict=True):
-                unpack(message, self._inboxes[source][begin:end], self._flat)
+        for source, index, message in in_turns(self._messages[bucket]):
+            unpack(message, self._inboxes[source, index], self._flat)
         if self._flat.is_cuda:
             torch.cuda.current_stream(self._flat.device).synchronize()
 
@@ -100,29 +99,8 @@ class RdmaReceiver:
             self._rdma.forget(handle)
         self._handles.clear()
 
-    def _handle(self, source: int, begin: int, end: int) -> object:
-        place = (source, begin, end)
+    def _handle(self, source: int, index: int, num_bytes: int) -> object:
+        place = (source, index, num_bytes)
         if place not in self._handles:
-            self._handles[place] = self._rdma.register(self._inboxes[source][begin:end])
+            self._handles[place] = self._rdma.register(self._inboxes[source, index][:num_bytes])
         return self._handles[place]
-
-
-def require_rdma(end: End) -> Rdma:
-    """What the ends write through; ValueError without it."""
-    if end.rdma is None:
-        raise ValueError("weights.transport must not be rdma without Monarch")
-    return end.rdma
-
-
-def _places(made: Sequence[Message]) -> list[tuple[int, int]]:
-    """Where each message lies in the inbox: (begin, end) in bytes."""
-    places, end = [], 0
-    for message in made:
-        begin = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        end = begin + message.num_bytes
-        places.append((begin, end))
-    return places
-
-
-def _end(made: Sequence[Message]) -> int:
-    return _places(made)[-1][1] if made else 0
