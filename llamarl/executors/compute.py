@@ -26,7 +26,7 @@ class Command:
 
 
 class ComputeThread:
-    """Runs commands in order, and `work` repeatedly while it returns True.
+    """Runs commands in order and, once `begin` has named it, `work` as long as it returns True.
 
     `work` does one bounded step (a decode step, say) and returns whether more is to be done; when
     it returns False the thread sleeps until the next command. An exception from `work` goes to
@@ -34,13 +34,10 @@ class ComputeThread:
     """
 
     def __init__(
-        self,
-        name: str,
-        work: Callable[[], bool] | None = None,
-        on_error: Callable[[BaseException], None] | None = None,
+        self, name: str, on_error: Callable[[BaseException], None] = lambda error: None
     ) -> None:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._work = work
+        self._work: Callable[[], bool] | None = None
         self._on_error = on_error
         self._last: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -64,7 +61,7 @@ class ComputeThread:
             self._thread.join()
 
     def _loop(self) -> None:
-        has_work = self._work is not None
+        has_work = False
         while True:
             commands, goes_on = self._next(has_work)
             for command in commands:
@@ -99,8 +96,7 @@ class ComputeThread:
 
     def _stop_work(self, error: BaseException) -> None:
         self._work = None
-        if self._on_error is not None:
-            self._on_error(error)
+        self._on_error(error)
 
 
 def _run(command: Command) -> None:

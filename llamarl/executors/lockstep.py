@@ -42,13 +42,7 @@ class Lockstep(ComputeThread):
     """
 
     def __init__(
-        self,
-        name: str,
-        work: Callable[[], bool] | None = None,
-        on_error: Callable[[BaseException], None] | None = None,
-        *,
-        rank: int,
-        num_ranks: int,
+        self, name: str, on_error: Callable[[BaseException], None], *, rank: int, num_ranks: int
     ) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self._group: dist.ProcessGroupGloo | None = None
@@ -56,7 +50,7 @@ class Lockstep(ComputeThread):
         self._taken: list[Command] = []  # for this round
         self._error: BaseException | None = None
         self._is_closing = False
-        super().__init__(name, work, on_error)
+        super().__init__(name, on_error)
 
     def join(self, rendezvous: str) -> None:
         """Meet the other ranks at the file `rendezvous`, which no others use; call it on the

@@ -71,7 +71,7 @@ class Rank:
         self.error: BaseException | None = None
         self.failed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.lockstep = Lockstep(f"rank-{rank}", self._work, self._fail, rank=rank, num_ranks=2)
+        self.lockstep = Lockstep(f"rank-{rank}", self._fail, rank=rank, num_ranks=2)
 
     async def start(self) -> None:
         await self.lockstep.run(self._build)
@@ -79,9 +79,7 @@ class Rank:
     def _build(self) -> None:
         self.engine = FakeEngine(self.rank, self.folder)
         self.lockstep.join(str(self.folder / "commands"))
-
-    def _work(self) -> bool:
-        return hasattr(self, "engine") and self.engine.work()
+        self.lockstep.begin(self.engine.work)
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
