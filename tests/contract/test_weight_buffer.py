@@ -17,7 +17,6 @@ from tests.contract.test_shared_memory import layout, make_weight_buffer
             {"num_elements": 31},
             r"w must lie within the weight buffer's 31 elements, got elements 8 to 31",
         ),
-        ({"num_elements": 0}, "num_elements must be at least 1"),
         (
             {"dtype": torch.bfloat16},
             "dtype of w must be the weight buffer's torch.bfloat16, got float32",

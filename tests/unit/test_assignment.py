@@ -33,7 +33,7 @@ def test_the_next_replica_of_the_host_succeeds_a_head_that_leaves() -> None:
     assert sources({1: "a", 3: "a", 0: "a"})[0] == 1, "it comes back as the last one of its host"
 
 
-def test_every_host_has_one_head_whoever_joins_and_leaves() -> None:
+def test_every_host_has_one_head_whichever_replica_joins_or_leaves() -> None:
     rng, hosts = random.Random(0), {}
     for _ in range(500):
         replica = rng.randrange(12)

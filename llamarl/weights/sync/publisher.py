@@ -18,9 +18,8 @@ from llamarl.errors import NoGenerator, ReplicaLost
 from llamarl.metrics.span import Spans
 from llamarl.protocols import WeightSource
 from llamarl.weights.sync.calls import Stagger
-from llamarl.weights.sync.publish_stats import PublishStats
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
-from llamarl.weights.sync.replicas import Replicas
+from llamarl.weights.sync.replicas import PublishStats, Replicas
 from llamarl.weights.sync.states import State
 from llamarl.weights.transports.routes import Routes
 

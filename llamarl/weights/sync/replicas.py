@@ -9,18 +9,35 @@ the trainer or a wrong fingerprint ends all tasks.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
 from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
-from llamarl.weights.sync.publish_stats import PublishStats
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.states import State
 from llamarl.weights.transports.routes import Routes
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishStats:
+    """The figures of one publish, and what the replicas took between the one before and this one.
+
+    `num_bytes` counts what the trainer sent, `num_relayed_bytes` what replicas passed on.
+    `num_running`: replica -> rollouts that were being decoded when it committed; empty if the
+    trainer had gone on before any replica could take the version. `lost`: replica -> why.
+    """
+
+    version: int = -1
+    seconds: float = 0.0
+    num_bytes: int = 0
+    num_relayed_bytes: int = 0
+    num_running: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, ReplicaLost] = field(default_factory=dict)
 
 
 class Replicas:

@@ -72,8 +72,6 @@ class WeightBuffer:
         is_offloaded: bool = False,
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index
-        if num_elements < 1:
-            raise ValueError(f"num_elements must be at least 1, got {num_elements}")
         if is_staged and staging == "bucket":
             raise ValueError(
                 "weights.staging must be double_buffer or host for an engine with weights of its "
