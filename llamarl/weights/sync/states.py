@@ -32,7 +32,7 @@ class State(Enum):
     """Some buckets of the new version are active; the next one is prepared and being written."""
 
     GONE = "gone"
-    """Lost or dropped."""
+    """Lost."""
 
     @property
     def is_whole(self) -> bool:
@@ -65,7 +65,7 @@ class Event(Enum):
     """The write, the comparison or the source failed; what was prepared is given up."""
 
     LEAVE = "leave"
-    """It failed, or was dropped."""
+    """It failed."""
 
 
 TRANSITIONS = {
