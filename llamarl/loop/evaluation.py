@@ -98,20 +98,16 @@ class Evaluator:
         return score is not None and score.correct
 
     def _result(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
-        asked = [self.ledger.entries[row_id] for row_id in row_ids]
-        entries = [entry for entry in asked if entry.rollout is not None]
-        if len(entries) < len(asked):
-            num_lost = len(asked) - len(entries)
-            log.warning(
-                "version %d: %d of %d prompts were not evaluated, for their generators were lost",
-                version,
-                num_lost,
-                len(asked),
-            )
-        if not entries:
-            return None
+        entries = [self.ledger.entries[row_id] for row_id in row_ids]
         rows = [entry.rollout for entry in entries if entry.rollout is not None]
-        scores = [entry.score for entry in entries if entry.score is not None]
+        scores = [entry.score for entry in entries if entry.score and entry.rollout]
+        if num_lost := len(entries) - len(rows):
+            words = (
+                "version %d: %d of %d prompts were not evaluated, for their generators were lost"
+            )
+            log.warning(words, version, num_lost, len(entries))
+        if not rows:
+            return None
         foreign = {span.version for row in rows for span in row.spans} - {version}
         if foreign:
             raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,21 +115,32 @@ def read_timeline(
     steps: dict[tuple[str, int], list[int]] = {}
     sessions: dict[tuple[str, int], list[int]] = {}
     whole_ns = 0
-    for path in span_files(folder):
-        tracks: Tracks = defaultdict(Track)
+
+    def read(path: Path) -> Iterator[Span]:
+        nonlocal whole_ns
         for span in SpanReader(path).read():
             on_span(path.stem, span)
             if span.is_sum:
                 whole_ns = max(whole_ns, span.end_ns)
-            track = tracks[span.cat, span.name]
-            track.times_ns.extend((span.start_ns, span.end_ns))
-            if span.name == "decode":
-                track.tokens.append(span.args.get("tokens", 0))
             _stretch(sessions, (path.stem, span.session), span)
             if (span.cat, span.name) == ("mark", "step"):
                 _stretch(steps, (path.stem, span.session), span)
-        processes[path.stem] = dict(tracks)
+            yield span
+
+    for path in span_files(folder):
+        processes[path.stem] = tracks_of(read(path))
     return RunTimeline(processes, _as_intervals(steps), _as_intervals(sessions), whole_ns)
+
+
+def tracks_of(spans: Iterable[Span]) -> Tracks:
+    """These spans of one process, by category and name."""
+    tracks: Tracks = defaultdict(Track)
+    for span in spans:
+        track = tracks[span.cat, span.name]
+        track.times_ns.extend((span.start_ns, span.end_ns))
+        if span.name == "decode":
+            track.tokens.append(span.args.get("tokens", 0))
+    return dict(tracks)
 
 
 def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:

@@ -8,14 +8,13 @@ when several threads ask.
 import math
 import threading
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from llamarl.metrics.aggregate import Shares, Track, Tracks, by_executor, executor_of, shares_of
+from llamarl.metrics.aggregate import Shares, by_executor, executor_of, shares_of, tracks_of
 from llamarl.metrics.intervals import union
 from llamarl.metrics.span_file import Span, SpanReader, span_files
 
@@ -37,7 +36,7 @@ class RecentSpans:
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._readers: dict[str, SpanReader] = {}
         self._seen: set[str] = set()
-        self._processes: dict[str, Tracks] = {}
+        self._spans: dict[str, list[Span]] = defaultdict(list)  # by process
         self._waited_ns: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -46,8 +45,8 @@ class RecentSpans:
         with self._lock:
             self._read()
             shares = {
-                process: shares_of(tracks, union(np.array([self._window(tracks)])))
-                for process, tracks in self._processes.items()
+                process: shares_of(tracks_of(spans), union(np.array([self._window(spans)])))
+                for process, spans in self._spans.items()
             }
         return by_executor(shares)
 
@@ -66,13 +65,12 @@ class RecentSpans:
 
     def _read(self) -> None:
         for process, span in self._new_spans():
-            tracks = self._processes.setdefault(process, {})
-            track = tracks.setdefault((span.cat, span.name), Track())
-            track.times_ns.extend((span.start_ns, span.end_ns))
+            self._spans[process].append(span)
             waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
             self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
-        for tracks in self._processes.values():
-            _drop_before(tracks, self._window(tracks)[0])
+        for spans in self._spans.values():
+            start_ns = self._window(spans)[0]
+            spans[:] = [span for span in spans if span.end_ns > start_ns]
 
     def _new_spans(self) -> Iterator[tuple[str, Span]]:
         """(process, span) of each busy or wait span that was not read yet."""
@@ -93,16 +91,6 @@ class RecentSpans:
             chosen = paths[:: math.ceil(len(paths) / room)] if room else []
             self._readers |= {path.stem: SpanReader(path) for path in chosen}
 
-    def _window(self, tracks: Tracks) -> tuple[int, int]:
-        newest_ns = max((track.times_ns[-1] for track in tracks.values()), default=0)
+    def _window(self, spans: list[Span]) -> tuple[int, int]:
+        newest_ns = max((span.end_ns for span in spans), default=0)
         return max(newest_ns - WINDOW_NS, self._since_ns), newest_ns
-
-
-def _drop_before(tracks: Tracks, time_ns: int) -> None:
-    for key, track in list(tracks.items()):
-        times_ns = track.intervals()
-        kept = times_ns[times_ns[:, 1] > time_ns]
-        if len(kept):
-            track.times_ns = array("q", kept.tobytes())
-        else:
-            del tracks[key]

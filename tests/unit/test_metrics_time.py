@@ -235,7 +235,7 @@ def test_recent_shares_cover_the_last_ten_seconds_and_each_wait_counts_once(tmp_
     assert times.take_waits_s() == {"trainer": 0.0}
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 98, 99)])
     times.take_waits_s()
-    assert list(times._processes["trainer-0"]) == [("wait", "batch")], "what is past is forgotten"
+    assert [s.name for s in times._spans["trainer-0"]] == ["batch"], "what is past is forgotten"
 
 
 def test_recent_shares_leave_out_an_earlier_session(tmp_path):

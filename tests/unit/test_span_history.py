@@ -7,7 +7,6 @@ import json
 import random
 import tempfile
 import time
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.metrics.aggregate import Shares, Track, Tracks, read_timeline, shares_of
+from llamarl.metrics.aggregate import Shares, read_timeline, shares_of, tracks_of
 from llamarl.metrics.intervals import length
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import Span, SpanReader, span_files
@@ -191,10 +190,7 @@ def test_sums_keep_busy_and_wait_time_and_tokens(work, max_bins):
 
 
 def _shares(spans: list[Span], window: np.ndarray) -> Shares:
-    tracks: Tracks = defaultdict(Track)
-    for span in spans:
-        tracks[span.cat, span.name].times_ns.extend((span.start_ns, span.end_ns))
-    shares = shares_of(tracks, window)
+    shares = shares_of(tracks_of(spans), window)
     return Shares(shares.busy, {name: share for name, share in shares.waits.items() if share})
 
 
