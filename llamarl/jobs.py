@@ -56,8 +56,8 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
-CLAIM_S = 5.0  # for the processes of a run that was killed just now
-GC_THRESHOLDS = 50_000, 20, 20  # tens of thousands of rollouts are open: look at them less often
+CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
+GC_THRESHOLDS = 50_000, 20, 20  # rare collections, as tens of thousands of rollouts are open
 
 
 Record = Callable[[], None]
@@ -150,7 +150,7 @@ async def _until_end(
     except BaseException:
         signals.hold()
         progress.show_phase("saving what was learnt")
-        # As a task, or what it meets would take this error for its own cause.
+        # As a task of its own: else exceptions in it would name this one as their context.
         await asyncio.create_task(controller.saver.rescue())
         raise
 
@@ -267,10 +267,10 @@ def launch(
 
 @contextlib.contextmanager
 def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
-    """Keep the run folder from every other run; ValueError if one works or has worked there.
+    """Keep every other run out of the run folder; ValueError if one works or has worked there.
 
-    The run's processes on this machine inherit the claim. So one that goes on after a kill meets
-    none of them: it waits for `CLAIM_S` until they have ended.
+    The run's processes on this machine inherit the claim, and a run that resumes waits up to
+    `CLAIM_S` for it. So after a kill it starts only once the killed run's processes have ended.
     """
     path = Path(run_dir, ".lock")
     with path.open("w") as lock:

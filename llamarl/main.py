@@ -84,7 +84,7 @@ def main() -> None:
         except KeyboardInterrupt:
             sys.exit(_end(signal.SIGINT))
         finally:
-            gc.freeze()  # else the interpreter's end looks at all that was imported
+            gc.freeze()  # else the interpreter, as it ends, collects garbage among all modules
 
 
 def _main(command: str, *arguments: str) -> None:

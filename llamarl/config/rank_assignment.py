@@ -4,9 +4,10 @@ Owns: the assignment, for a run and for a forecast alike. Does not own: starting
 (`cluster/`). Invariant: pure; with disaggregated placement no two ranks share a GPU, except that
 the reference shares the trainer's.
 
-Devices are taken in order: by the trainer first, then by replica after replica. The ranks of a
-replica are on two hosts only if they need whole ones. Colocated, the replicas begin again at the
-first device. On CPUs a host has as many devices as an even spread over the hosts needs.
+Devices are taken in order: by the trainer first, then by one replica after another. The ranks of a
+replica are on several hosts only if one host is too small for them. Colocated, the replicas begin
+again at the first device. Without GPUs a host counts as many devices as an even spread of the ranks
+over the hosts needs.
 """
 
 import math
@@ -81,8 +82,8 @@ def devices_per_host(config: Config) -> int:
 
 
 def _align(end: int, num_ranks: int, per_host: int) -> int:
-    """The first device from `end` on where `num_ranks` ranks are not divided between hosts without
-    need."""
+    """The first device from `end` on where `num_ranks` ranks are on one host, or, if they need
+    several, begin one."""
     room = per_host - end % per_host
     return end if num_ranks <= room or room == per_host else end + room
 

@@ -36,7 +36,7 @@ class Phase(StrEnum):
 
 
 class Colocation:
-    """What the controller knows of where executors are. Without more, no phase waits."""
+    """What the controller asks for when it needs a device. This base class changes nothing."""
 
     async def begin(self) -> None:
         """Called once all executors have started, before the first phase."""
@@ -51,8 +51,7 @@ class Colocation:
 
 
 class Disaggregated(Colocation):
-    """Generators and trainer have devices of their own: a phase is its body, and no `when` is
-    asked."""
+    """Generators and trainer have devices of their own, so no phase waits, not even for `when`."""
 
 
 class Colocated(Colocation):
@@ -92,8 +91,8 @@ class Colocated(Colocation):
             self._ended.notify_all()
 
     async def recall(self) -> None:
-        """The generators offload if they can: one may be lost, which holds no memory, or amid a
-        publish."""
+        """Generators that do not offload in time are left: a lost one holds no memory any more,
+        and one in the middle of a publish may be unable to."""
         calls = (each.offload(["kv", "weights"]) for each in self._generators.values())
         offloading = asyncio.gather(*calls, return_exceptions=True)
         await asyncio.wait([offloading], timeout=RECALL_S)

@@ -3,8 +3,8 @@
 Owns: the live replicas, what runs on each, and what becomes of a lost one's work. Does not own: the
 bound (`gate.py`) or the weights. Invariant: every request submitted comes out of `collect`
 exactly once, or `collect` raises; a lost replica's requests start again elsewhere, once its
-processes have ended. If they hang for longer than STOP_S, or a message of theirs is under way,
-storage takes nothing from them: what starts again has a higher `Request.attempt`.
+processes have ended, or after STOP_S if they do not end. What the lost replica still sends to
+storage is refused then, because a request that starts again has a higher `Request.attempt`.
 
 The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
 It is itself a Generator, so the controller sees one however many replicas there are.
@@ -24,15 +24,16 @@ from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
 log = logging.getLogger(__name__)
 
-BEHIND_SHARE = 0.25  # more loaded than it is counts a replica that has yet to commit
-STOP_S = 10.0  # for the processes of a lost replica to end; its rollouts wait no longer
+BEHIND_SHARE = 0.25  # by which a replica that has yet to commit counts as more loaded than it is
+STOP_S = 10.0  # longest wait for the processes of a lost replica to end
 
 
 @dataclass(slots=True)
 class Replica:
     """One engine: its handle, the version it serves, and the requests it holds.
 
-    `load` is the tokens it may still have to write: length makes a replica late, not count.
+    `load` is the number of tokens it may still have to write: a replica is late with long rollouts
+    more than with many.
     """
 
     generator: Generator
@@ -130,7 +131,7 @@ class Dispatch:
         await self._ask(replica, index, replica.generator.submit(requests))
 
     async def _ask(self, replica: Replica, index: int, call: Awaitable[None]) -> None:
-        """Await a call; its replica may be lost before, meanwhile or by what it raises."""
+        """Await a call to a replica, which may be lost before it, during it or because of it."""
         try:
             await call
         except GroupLost as error:
@@ -199,8 +200,8 @@ class Dispatch:
     def _choose(
         self, queue: list[tuple[bool, float, int]], min_version: int, is_evaluation: bool
     ) -> int:
-        """The replica that suits best; `queue` is a heap of all that others were chosen from
-        since, or empty. Loads only grow meanwhile, so an entry may only be too low."""
+        """The replica that suits best. `queue` is empty at first and then the heap of all ranks.
+        Loads only grow during a `submit`, so an entry of it may be too low but never too high."""
         if not self.replicas:
             raise NoGenerator("every generator replica is lost")
         if not queue:
@@ -244,8 +245,8 @@ class Dispatch:
             self._rows.put_nowait(error)
 
     def _release(self, index: int, rows: list[RolloutInfo]) -> None:
-        """Pass on rows that stopped on a replica, but none that a given-up one reports late through
-        its collector: they have started again."""
+        """Pass on rows that stopped on a replica. Those that a collector reports late, after the
+        replica was given up, are left out: they have started again."""
         replica = self.replicas.get(index)
         known = [row for row in rows if replica and replica.release(row.row_id)]
         if known:

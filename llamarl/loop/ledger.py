@@ -123,7 +123,7 @@ class Ledger:
         self.mark([score.row_id for score in scores], REWARD)
 
     def mark(self, row_ids: Iterable[int], column: str) -> None:
-        """Say that `column` of these rows is ready; rows meanwhile forgotten are ignored."""
+        """Note that `column` of these rows is ready; rows that were forgotten are ignored."""
         for row_id in row_ids:
             entry = self.entries.get(row_id)
             if entry is None or column in entry.ready:

@@ -32,14 +32,14 @@ NUM_START_ROWS = 16  # of a replica, after its first publish: they show what is 
 # row above the floor is proof. Coarser rounding (bfloat16, int8, fp8) has a long tail: the largest
 # difference of a row is 0.01 to 0.04 in the middle, but seven times that in every tenth and 30 to
 # 80 times that in one of 100; and all of it grows, slowly, as training sharpens the policy. So
-# there the measure is the middle of the latest rows, and proof are NUM_PROOFS rows running of one
-# replica. Rows written with scaled, permuted or missing weights exceed FACTOR times it mostly.
+# there the measure is the median of the latest rows, and NUM_PROOFS successive rows of one replica
+# are proof. Rows of scaled, permuted or missing weights mostly exceed FACTOR times the median.
 FLOAT32_DIFFERENCE = 1e-4
 FLOOR = 1e-3
 FACTOR = 32.0
 NUM_PROOFS = 5
 NUM_LATEST = 64
-# The middle row of a policy that is another one differs by several nats; no rounding does that.
+# Half of the rows of another policy differ by several nats; no rounding does that.
 LARGEST_MEDIAN = 1.0
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Tolerance:
         self._is_sharp = False
 
     def find_excess(self, replica: int, difference: float) -> float | None:
-        """Take in the next row of `replica`. If it, after those before, proves another policy, then
-        the tolerance that it exceeds."""
+        """Count the next row of `replica`. If it proves, with those before it, that the replica has
+        another policy, the tolerance that it exceeds; else None."""
         if not math.isfinite(difference):
             return self.value or LARGEST_MEDIAN
         if self.value is None:
@@ -155,8 +155,11 @@ class LogprobCheck:
         """
         if self.mode == "off":
             return {}
-        self._look_after_submits()
-        rows = self._arrived()
+        for task in [task for task in self._submits if task.done()]:
+            self._submits.remove(task)
+            task.result()  # raises what went wrong with its requests
+        entries = (self.ledger.entries[row_id] for row_id in self.ledger.rows(Purpose.CHECK))
+        rows = [entry.rollout for entry in entries if entry.rollout is not None]
         good = [row for row in rows if {span.version for span in row.spans} == {version}]
         differences = await self.trainer.infer([row.row_id for row in good]) if good else []
         for row, difference in zip(good, differences, strict=True):
@@ -170,18 +173,6 @@ class LogprobCheck:
         await self.storage.retire([row.row_id for row in rows], outcome)
         self.ledger.forget([row.row_id for row in rows])
         return scalars
-
-    def _look_after_submits(self) -> None:
-        """Drop the tasks of requests that were sent; raise what went wrong with one."""
-        done = {task for task in self._submits if task.done()}
-        self._submits -= done
-        errors = [error for error in (task.exception() for task in done) if error is not None]
-        if errors:
-            raise errors[0]
-
-    def _arrived(self) -> list[RolloutInfo]:
-        entries = (self.ledger.entries[r] for r in self.ledger.rows(Purpose.CHECK))
-        return [entry.rollout for entry in entries if entry.rollout is not None]
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
         """RuntimeError or a warning if this row, after those before it, proves another policy."""

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves one run. `version` is the trainer's, `last` the one to end with; what the run starts at
-    needs no saving."""
+    """Saves one run. `version` is the trainer's, `last` the one to end with. The version that the
+    run starts with counts as saved."""
 
     config: CheckpointConfig
     run_dir: str
@@ -67,8 +67,9 @@ class Saver:
         self._step = [task]
 
     async def drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
-        """Let the gate drop `group`, and await `archiving` of its rollouts. Both happen though the
-        run is cancelled; no state is saved between them, or a resumed run would have neither."""
+        """Let the gate drop `group`, and await `archiving` of its rollouts. Both are done even if
+        the run is cancelled, and no state is saved between them: a run resumed from it would lack
+        the group and its records."""
         task = self._protect(self._drop(group, reason, archiving))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
@@ -175,7 +176,7 @@ class Saver:
         self._saved = version, solved
 
     def _protect(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Work that goes on though the run is cancelled."""
+        """Start `work` as a task that goes on when the run is cancelled."""
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         task.add_done_callback(self._let_go)
@@ -184,7 +185,7 @@ class Saver:
     def _let_go(self, task: asyncio.Future[None]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # a run that has ended meanwhile does not ask for it
+            task.exception()  # else asyncio warns of it, if the run ended before it was awaited
 
 
 def _is_timeout(error: Exception) -> bool:

@@ -52,7 +52,7 @@ class Signals:
     def grant(self, end_after_step: Callable[[Callable[[], None]], None], grace_s: float) -> None:
         """Let SIGTERM end the job after the step under way, `grace_s` later at the latest.
 
-        `end_after_step` gets what is then to be called.
+        `end_after_step` is called with the function that ends the job.
         """
         self._end_after_step, self._grace_s = end_after_step, grace_s
 

@@ -159,7 +159,8 @@ def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
 
 
 def shares_of(tracks: Tracks, window: Intervals) -> Shares:
-    """Time both busy and waiting counts as busy; in two waits, as the first by name."""
+    """The shares of one process. Time that is busy and a wait counts as busy; time in two waits
+    counts as the first of them by name."""
     taken = _union_of(track for (cat, _), track in tracks.items() if cat == "busy")
     busy = _share(intersect(taken, window), window)
     waits = {}

@@ -104,7 +104,7 @@ class Progress:
             self._live = None
             restore_terminal()
             if kind is not None and self._step:
-                self._print_line(self._step_line())  # the display, with this in it, is gone
+                self._print_line(self._step_line())  # the display that showed it is gone
 
     def show_phase(self, words: str) -> None:
         """Say what the run does now, such as `starting 4 processes`."""

@@ -22,7 +22,7 @@ from typing import Any
 from llamarl.metrics.span_history import FULL_SHARE, sum_old_spans
 
 FLUSH_SPANS = 256  # a killed process loses at most this many spans
-FLUSH_NS = 10**9  # and none that is followed by another one this much later
+FLUSH_NS = 10**9  # what is older is written when the next span is recorded
 
 
 class Spans:
@@ -81,7 +81,7 @@ class Spans:
 
     def _flush(self, path: Path) -> None:
         if self._summing is not None:
-            self._summing.join()  # over long ago, unless spans come by the ten thousand a second
+            self._summing.join()  # no wait, unless tens of thousands of spans come in a second
         self._flushed_ns = time.monotonic_ns()
         text = "".join(line + "\n" for line in self._lines)
         self._lines.clear()

@@ -75,7 +75,7 @@ class SpanReader:
                         yield span
 
     def _enter(self, num_summed: int, head_bytes: int) -> None:
-        """Begin a file that has come into the place of the one read until now, if any."""
+        """Start a file that replaces the one read until now, if any."""
         if self._num_summed is not None:
             num_read = self._num_summed + self._offset - self._first_kept
             self._known_until = head_bytes + max(0, num_read - num_summed)

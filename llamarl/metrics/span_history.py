@@ -29,7 +29,7 @@ TimedCounts = list[tuple[int, int, int, int]]  # start, end, tokens, number of s
 def sum_old_spans(path: Path, limit_bytes: int) -> int:
     """Replace all but the newest spans of a span file by sums, in one move; its new size.
 
-    The file must not be written to meanwhile.
+    The file must not be written to before it returns.
     """
     with path.open("rb") as file:
         num_summed, head_bytes = read_head(file)
@@ -122,7 +122,7 @@ def _first_moments(own: Intervals, edges: np.ndarray) -> np.ndarray:
 def _lines(
     process: str, sessions: list[list[Span]], parser: SpanParser
 ) -> Iterator[dict[str, object]]:
-    """Those of the sums, and the origin of the spans that follow them."""
+    """The lines of the sums, then the origin line of the spans that follow them."""
     for spans in sessions:
         yield {"process": process, "unix_minus_monotonic_ns": 0}
         for span in spans:

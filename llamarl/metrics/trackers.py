@@ -24,8 +24,8 @@ class Tracker(Protocol):
     """Takes the numbers of one run."""
 
     def log(self, step: int, scalars: Scalars, histograms: Histograms, texts: Texts) -> None:
-        """Record values by tag for `step` (optimizer steps completed). A step may come again, and
-        after later ones: its version is evaluated during later training."""
+        """Record values by tag for `step` (optimizer steps completed). A step may be logged again,
+        even after later ones, because a version is evaluated while later ones are trained."""
         ...
 
     def close(self) -> None:

@@ -102,8 +102,9 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     """What a resumed run must have in common with the one that was saved, by config key; JSON.
 
-    What would else be wrong without an error: the prompts and their order (to which the saved
-    position and open prompts refer), the optimizer, and what the model's tensors do not show.
+    If one of these differed, the run would go on without an error and be wrong: the prompts and
+    their order (to which the saved position and open prompts refer), the optimizer, and what the
+    model's tensors do not show.
     """
     sizes = {name: value for name, value in asdict(inputs.architecture).items() if name != EOS}
     return {
