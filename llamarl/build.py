@@ -8,7 +8,7 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
@@ -42,6 +42,18 @@ from llamarl.metrics.startup import ReportState
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.transports.table import TRANSPORTS
+
+if TYPE_CHECKING:  # mypy compares the methods of each class with those that are asked of it
+    from llamarl import protocols
+    from llamarl.executors import collector, offload, reference, rollouts, scorer, storage, trainer
+
+    Generator: type[protocols.Generator] = rollouts.RolloutPart
+    Collector: type[protocols.Collector] = collector.CollectorExecutor
+    Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
+    Scorer: type[protocols.Scorer] = scorer.ScorerExecutor
+    Reference: type[protocols.Reference] = reference.ReferenceExecutor
+    Storage: type[protocols.Storage] = storage.StorageExecutor
+    Offloadable: type[protocols.Offloadable] = offload.OffloadPart
 
 
 @dataclass(frozen=True, kw_only=True)
