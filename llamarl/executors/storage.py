@@ -124,11 +124,6 @@ class StorageExecutor:
             if outcome["outcome"] == "lost":
                 self._attempts.update(row_ids)
 
-    async def usage(self) -> dict[str, int]:
-        """`num_rows` held now and the `num_bytes` of their arrays."""
-        num_bytes = sum(cell.nbytes for row in self._rows.values() for cell in row.values())
-        return {"num_rows": len(self._rows), "num_bytes": num_bytes}
-
     async def close(self) -> None:
         """Close the archive."""
         if self._archive is not None:

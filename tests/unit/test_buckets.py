@@ -62,7 +62,7 @@ def test_messages_carry_every_element_once_and_keep_their_size(shapes, bucket_by
             Copy(
                 name="w", start=(0,) * len(shape), shape=shape, source_rank=0, source_buffer="w",
                 source_offset=offset, source_strides=strides, target_rank=0,
-                target_buffer="weights", target_offset=offset, target_strides=strides,
+                target_offset=offset, target_strides=strides,
                 target_dtype=dtype,
             )
         )  # fmt: skip
@@ -86,7 +86,7 @@ def test_messages_carry_every_element_once_and_keep_their_size(shapes, bucket_by
 def test_a_piece_knows_its_global_index() -> None:
     whole = Copy(
         name="w", start=(3, 5), shape=(4, 6), source_rank=0, source_buffer="w", source_offset=7,
-        source_strides=(6, 1), target_rank=1, target_buffer="weights", target_offset=2,
+        source_strides=(6, 1), target_rank=1, target_offset=2,
         target_strides=(1, 4), target_dtype="float32",
     )  # fmt: skip
     pieces = list(cut(whole, 4))
@@ -100,7 +100,7 @@ def test_a_piece_knows_its_global_index() -> None:
 def test_pieces_keep_the_limit(limit) -> None:
     whole = Copy(
         name="w", start=(0, 0), shape=(4, 6), source_rank=0, source_buffer="w", source_offset=0,
-        source_strides=(6, 1), target_rank=0, target_buffer="weights", target_offset=0,
+        source_strides=(6, 1), target_rank=0, target_offset=0,
         target_strides=(6, 1), target_dtype="float32",
     )  # fmt: skip
     sizes = [math.prod(piece.shape) for piece in cut(whole, limit)]

@@ -72,7 +72,7 @@ class Copy:
     """One strided copy of `shape` elements of parameter `name` from a source rank to a target rank.
 
     `start` is the global index of its first element, which the fingerprint needs. Strides and
-    offsets count elements of the respective dtype.
+    offsets count elements of the respective dtype, in the target's weight buffer from its start.
     """
 
     name: str
@@ -83,7 +83,6 @@ class Copy:
     source_offset: int
     source_strides: tuple[int, ...]
     target_rank: int
-    target_buffer: str
     target_offset: int
     target_strides: tuple[int, ...]
     target_dtype: str

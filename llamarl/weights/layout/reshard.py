@@ -207,7 +207,6 @@ def _copy(piece: _Piece, source_rank: int, source: Box) -> Copy:
         source_offset=source.offset_of(start),
         source_strides=source.strides,
         target_rank=piece.target_rank,
-        target_buffer=piece.target.buffer,
         target_offset=piece.target.offset_of(start),
         target_strides=piece.target.strides,
         target_dtype=piece.target_dtype,
