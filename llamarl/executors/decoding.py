@@ -60,7 +60,7 @@ class Decoding:
 
     async def run(self, call: Callable[[], T], key: object) -> T:
         """Run `call` on the thread between two steps, on all ranks between the same two; `key`
-        tells the ranks which call it is. Raises the engine's error."""
+        says which call it is, and is the same on all ranks. Raises the engine's error."""
         self.check()
         return await self._thread.run(call, key)
 

@@ -71,7 +71,7 @@ class StorageExecutor:
         """Open the archive; lines of an earlier session stay."""
         if self._path is not None and self._archive is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_mixed_line(self._path)
+            _drop_unfinished_line(self._path)
             self._archive = self._path.open("a")
 
     async def write(
@@ -192,7 +192,7 @@ class StorageExecutor:
             raise OSError(error.errno, reason, str(path)) from error
 
 
-def _drop_mixed_line(path: Path) -> None:
+def _drop_unfinished_line(path: Path) -> None:
     """Cut off a line that a killed session did not finish."""
     data = path.read_bytes() if path.exists() else b""
     whole = data.rfind(b"\n") + 1

@@ -76,7 +76,7 @@ class Training:
         self.version = 0
         self.source.tensors.label(self.version)
         self._rows: list[BatchRollout] = []  # of the current step, on all ranks
-        self._is_whole = True  # False amid an update
+        self._is_whole = True  # False while an update runs
 
     def share(self, batch: Batch) -> list[tuple[int, ...]]:
         """The micro-batches of this rank's data rank without the rows that have no gradient.
@@ -139,7 +139,7 @@ class Training:
     def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists.
 
-        RuntimeError after a step that broke amid its update: some weights may be of either version.
+        RuntimeError after a step that failed during its update: weights may be of either version.
         """
         if not self._is_whole:
             raise RuntimeError(f"the step to version {self.version} broke amid its update")

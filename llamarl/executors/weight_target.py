@@ -39,7 +39,7 @@ class TargetPart:
         self._spans, self._loop = spans, loop
         self._is_processed_early = is_processed_early
         self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
-        self._opening: object = None  # another one at every `prepare`
+        self._opening: object = None  # a new object at each `prepare`
         self._has_memory, self._is_closed = asyncio.Event(), asyncio.Event()
         self._has_memory.set()
         self._is_closed.set()  # no version is open

@@ -146,7 +146,7 @@ class ReplicaSync(Source):
 
         Raises StaleVersion, SourceLost, ReplicaLost, FingerprintMismatch, or what the trainer
         raised (TimeoutError if nothing).
-        After StaleVersion or SourceLost amid its commit the replica is gone.
+        After StaleVersion or SourceLost between two buckets of its commit the replica is gone.
         """
         source = self.source
         assert source is not None
