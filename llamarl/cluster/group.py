@@ -100,9 +100,6 @@ class Cluster(Protocol):
         constructor raises.
         """
 
-    async def watch(self) -> None:
-        """Wait until some group is lost and raise its GroupLost; return once stopped."""
-
     async def stop(self) -> None:
         """Stop all groups at once; afterwards none of their processes, nor any process started by
         them, is alive. Never hangs, never raises, may be repeated."""

@@ -25,7 +25,6 @@ class InlineCluster:
     def __init__(self, make_spans: Callable[[str], Spans]) -> None:
         self._make_spans = make_spans
         self._groups: dict[str, InlineGroup] = {}
-        self._stopped = asyncio.Event()
 
     async def spawn(
         self,
@@ -50,11 +49,7 @@ class InlineCluster:
             group.executors.append(executor)
         return group
 
-    async def watch(self) -> None:
-        await self._stopped.wait()
-
     async def stop(self) -> None:
-        self._stopped.set()
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
 
 

@@ -56,19 +56,11 @@ class HostRanks:
 class MonarchGroup:
     """Processes with one executor each, on one host or several."""
 
-    def __init__(
-        self,
-        name: str,
-        num_ranks: int,
-        mark: str,
-        logs_folder: str,
-        report: Callable[[GroupLost], None],
-    ) -> None:
+    def __init__(self, name: str, num_ranks: int, mark: str, logs_folder: str) -> None:
         self.name = name
         self.num_ranks = num_ranks
         self.mark = mark
         self._logs_folder = logs_folder
-        self._report = report
         # The result None means stopped on purpose.
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lost.add_done_callback(mark_retrieved)
@@ -237,9 +229,7 @@ class MonarchGroup:
         tail = log_tail(self._logs_folder, process)
         if tail:
             reason += f"\nlast lines of {log_path(self._logs_folder, process)}:\n{tail}"
-        loss = GroupLost(self.name, rank, reason)
-        self._lost.set_exception(loss)
-        self._report(loss)
+        self._lost.set_exception(GroupLost(self.name, rank, reason))
 
 
 class MonarchCluster:
@@ -254,8 +244,6 @@ class MonarchCluster:
         self._id = uuid.uuid4().hex
         self._groups: dict[str, MonarchGroup] = {}
         self._attaching: asyncio.Task[list[Host]] | None = None
-        self._loss: GroupLost | None = None
-        self._is_over = asyncio.Event()  # a group is lost, or the cluster stopped
         self._is_stopped = False
 
     async def spawn(
@@ -271,7 +259,7 @@ class MonarchCluster:
         if self._is_stopped:
             raise RuntimeError("the cluster was stopped")
         mark = f"{self._id}/{name}"
-        group = MonarchGroup(name, num_ranks, mark, self._logs_folder, self._report)
+        group = MonarchGroup(name, num_ranks, mark, self._logs_folder)
         self._groups[name] = group
         if self._attaching is None:
             self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
@@ -280,18 +268,9 @@ class MonarchCluster:
         await group.start(hosts, places, self._config, (factory, spec), self._make_spans)
         return group
 
-    async def watch(self) -> None:
-        await self._is_over.wait()
-        if self._loss is not None:
-            raise self._loss
-
     async def stop(self) -> None:
         self._is_stopped = True
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
-        await self._detach()
-        self._is_over.set()
-
-    async def _detach(self) -> None:
         if self._attaching is None:
             return
         self._attaching.cancel()
@@ -300,10 +279,6 @@ class MonarchCluster:
         except (ValueError, asyncio.CancelledError):  # raised by the spawn
             return
         await asyncio.gather(*(host.detach() for host in hosts))
-
-    def _report(self, loss: GroupLost) -> None:
-        self._loss = self._loss or loss
-        self._is_over.set()
 
 
 def parts_of(

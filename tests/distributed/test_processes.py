@@ -81,7 +81,7 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         )
         pids.extend([*trainer.pids, *other.pids, *await trainer.call_all.start_child()])
         pids.append(await other.call_one.start_child())
-        calls = [trainer.call_all.forever(), cluster.watch(), trainer.watch()]
+        calls = [trainer.call_all.forever(), trainer.watch()]
         pending = [asyncio.create_task(call) for call in calls]
         peer = asyncio.create_task(other.call_one.ask(trainer.call_one, "forever"))
         await asyncio.sleep(0.1)
