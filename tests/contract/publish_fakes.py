@@ -8,7 +8,6 @@ from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, StagingHandle
 from llamarl.weights.layout.reshard import num_bytes
 from llamarl.weights.sync.publisher import Publisher
-from llamarl.weights.sync.replica_sync import SourceLost
 
 NAMES = ("layers.0.weight", "layers.1.weight", "norm")
 
@@ -215,9 +214,3 @@ class FakeGenerator(FakeSource):
     async def write(self, version, handles):
         await self.note("pass_on", version)
         return await super().write(version, handles)
-
-
-def lose(world, replica):
-    """Have the publisher give the replica up."""
-    replicas = world.publisher._replicas
-    replicas.give_up_source(SourceLost(replicas.syncs[replica], "it left"))

@@ -14,6 +14,7 @@ from llamarl.weights.sync.calls import Stagger
 from tests.contract.publish_fakes import (
     NUM_BYTES,
     SINGLE,
+    FakeGenerator,
     World,
 )
 
@@ -95,6 +96,24 @@ def test_a_slow_replica_holds_no_other_and_catches_up_with_the_newest() -> None:
     run(main())
 
 
+def test_a_replica_that_joins_or_comes_back_gets_the_newest_version() -> None:
+    async def main():
+        world = await World().connected()
+        world.failures[0, "prepare"] = ConnectionError("gone")
+        await world.publish(0)
+        world.failures.clear()
+        for replica in (0, 5):
+            world.generators[replica] = FakeGenerator(world, replica, "h")
+            await world.publisher.connect_replica(replica, world.generators[replica])
+        await asyncio.sleep(1)
+        assert world.versions() == [0, 0, 0]
+        await world.publish(1)
+        assert world.versions() == [1, 1, 1]
+        assert world.generators[0].route.source == "generator-1"
+
+    run(main())
+
+
 def test_a_version_that_its_source_has_no_more_is_aborted_and_the_next_one_taken() -> None:
     async def main():
         world = await World("ab").connected()
@@ -147,6 +166,31 @@ def test_a_publish_in_buckets_waits_for_those_that_the_trainer_feeds_and_no_othe
     run(main())
 
 
+def test_a_replica_with_buckets_that_joins_too_late_for_a_version_waits_for_the_next() -> None:
+    async def main():
+        world = await World("a", buckets=SINGLE, straggler_timeout_s=0.0).connected()
+        await world.publish(0)
+        world.delay_s = lambda who, step: {"commit": 0.5, "verify": 1.0}.get(step, 0.0)
+        world.trainer.version = 1
+        publishing = asyncio.create_task(world.publish(1))
+        await asyncio.sleep(4)
+        world.generators[1] = FakeGenerator(world, 1, "b")
+        await world.publisher.connect_replica(1, world.generators[1])
+        await publishing
+        world.trainer.version = 2
+        await asyncio.sleep(10)
+        assert world.versions() == [1, -1]
+        assert "abort" in world.steps(1)
+        await world.publisher.connect_replica(1, world.generators[1])
+        num_steps = len(world.steps(1))
+        await asyncio.sleep(10)
+        assert len(world.steps(1)) == num_steps, "it does not even try"
+        stats = await world.publish(2)
+        assert (world.versions(), stats.lost) == ([2, 2], {})
+
+    run(main())
+
+
 def test_a_head_does_not_change_while_others_take_it_over_bucket_by_bucket() -> None:
     async def main():
         world = await World(
@@ -172,6 +216,10 @@ def test_versions_go_up_and_publishes_go_one_by_one() -> None:
         for version in (3, 2):
             with pytest.raises(RuntimeError, match="newer than 3"):
                 await world.publish(version)
+        replica = world.publisher._replicas.syncs[0]
+        for version in (3, 2):
+            with pytest.raises(RuntimeError, match="newer than 3, which generator 0 has"):
+                await replica.update(version)
         running = asyncio.create_task(world.publish(4))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="must wait"):

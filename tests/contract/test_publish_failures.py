@@ -16,7 +16,6 @@ from tests.contract.publish_fakes import (
     WHOLE,
     FakeGenerator,
     World,
-    lose,
 )
 
 
@@ -102,7 +101,7 @@ def test_a_failure_before_the_first_commit_is_aborted_and_after_it_the_replica_i
             assert world.publisher.replicas == [0, 1]
             assert world.generators[1].version == 0
             assert "abort" in world.steps(1)
-            lose(world, 0)
+            await world.publisher.drop(0)
             await asyncio.sleep(1)
             assert world.generators[1].version == 1, "the trainer still has it"
         else:
@@ -131,7 +130,7 @@ def test_when_the_head_of_a_host_is_lost_the_next_replica_takes_its_place() -> N
             assert world.generators[3].route.source == "generator-2"
             stats = await world.publish(2)
             assert (stats.num_bytes, stats.num_relayed_bytes) == (2 * NUM_BYTES, NUM_BYTES)
-            lose(world, 2)
+            await world.publisher.drop(2)
             await world.publish(3)
             assert [world.generators[i].version for i in (0, 1, 2, 3)] == [3, 1, 2, 3]
             assert world.generators[3].route.source == "trainer"
@@ -288,18 +287,17 @@ def test_a_loss_is_reported_while_other_replicas_are_busy() -> None:
     run(main())
 
 
-def test_a_replica_that_is_lost_while_it_is_written_to_is_forgotten_after_its_abort() -> None:
+def test_a_replica_that_is_dropped_while_it_is_written_to_is_forgotten_after_its_abort() -> None:
     async def main():
         world = await World("abc").connected()
         world.failures["verify"] = "hang"
         world.delay_s = lambda who, step: 0.5 * (step == "abort")
         task = asyncio.create_task(world.publish(0))
         await asyncio.sleep(1)
-        lose(world, 1)
-        await asyncio.sleep(1)
+        await world.publisher.drop(1)
         assert world.journal[-2:] == [(1, "abort", 0), ("trainer", "connect_target", 1)]
         world.failures["trainer", "connect_target"] = MemoryError("own")
-        lose(world, 0)
+        await world.publisher.drop(0)
         with pytest.raises(MemoryError):
             await world.publisher.watch()
         with pytest.raises(MemoryError):
@@ -363,6 +361,11 @@ def test_whichever_replica_dies_the_others_get_to_the_newest_version(buckets) ->
         for version in range(12):
             await world.publish(version)
             world.trainer.version += rng.random() < 0.5  # the trainer may step at once
+            if rng.random() < 0.2:
+                who = rng.choice(world.publisher.replicas)
+                world.generators[who] = FakeGenerator(world, who, world.generators[who].host)
+                await world.publisher.connect_replica(who, world.generators[who])
+                world.generators[who].calls_left = None
             await asyncio.sleep(rng.random() * 0.2)
         world.trainer.version = 12
         world.delay_s = lambda who, step: 0.01

@@ -53,7 +53,7 @@ class Publisher:
         ),
         on_hold: Callable[[set[int]], None] = lambda replicas: None,
     ) -> None:
-        self._generators = generators
+        self._waiting = dict(generators)
         self._straggler_timeout_s = config.straggler_timeout_s
         self._spans, self._on_hold = spans, on_hold
         self._trainer = Source("trainer", trainer)
@@ -83,10 +83,30 @@ class Publisher:
 
         Any failure is raised: ValueError from the reshard plan, or what the executor raised.
         """
+        waiting, self._waiting = self._waiting, {}
         try:
-            await self._replicas.join(self._generators)
+            await self._replicas.join(waiting)
         except (ReplicaLost, SourceLost) as error:
             raise error.__cause__ or error from None
+
+    async def connect_replica(self, replica: int, generator: PeerRelay) -> None:
+        """Let a replica take part, from the newest version on; again if it was restarted.
+
+        Any failure of it is raised. If the head of its host fails, that one is lost and the next
+        head is tried.
+        """
+        while True:
+            await self.drop(replica)
+            try:
+                return await self._replicas.join({replica: generator})
+            except ReplicaLost as error:
+                raise error.__cause__ or error from None
+            except SourceLost as error:
+                self._replicas.give_up_source(error)
+
+    async def drop(self, replica: int) -> None:
+        """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it."""
+        await self._replicas.leave(replica)
 
     async def publish(self, version: int) -> PublishStats:
         """Bring `version`, the trainer's present weights, to the connected replicas.

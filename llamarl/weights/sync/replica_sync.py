@@ -98,7 +98,7 @@ class ReplicaSync(Source):
             self.source, self.refused = source, -1
 
     def leave(self) -> None:
-        """The replica is lost."""
+        """The replica is lost or dropped."""
         self._move(Event.LEAVE)
 
     def next_version(self) -> int | None:
@@ -144,13 +144,16 @@ class ReplicaSync(Source):
     async def update(self, version: int) -> int:
         """Bring `version` from the source into the replica; returns its running rollouts.
 
-        Raises StaleVersion, SourceLost, ReplicaLost, FingerprintMismatch, or what the trainer
-        raised (TimeoutError if nothing).
+        Raises RuntimeError if it is not newer than what the replica has, StaleVersion, SourceLost,
+        ReplicaLost, FingerprintMismatch, or what the trainer raised (TimeoutError if nothing).
         After StaleVersion or SourceLost between two buckets of its commit the replica is gone.
         """
         source = self.source
-        assert source is not None
-        assert version > self.version
+        if source is None or version <= self.version:
+            raise RuntimeError(
+                f"version {version} must be newer than {self.version}, which generator "
+                f"{self.replica} has"
+            )
         origin = self._origin(source, version)
         sums: dict[str, int] = {}
         async with AsyncExitStack() as turn:

@@ -8,7 +8,7 @@ the trainer or a wrong fingerprint ends all tasks.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.errors import ReplicaLost, StaleVersion
@@ -67,24 +67,35 @@ class Replicas:
         self._trainer, self._routes, self._spans = trainer, routes, spans
         self._timeout_s, self._staggers = timeout_s, staggers
         self._on_commit, self._on_lost = on_commit, on_lost
-        self._leaving: list[asyncio.Task[None]] = []
+        self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
 
-    async def join(self, generators: Mapping[int, PeerRelay]) -> None:
-        """Exchange layouts, then connect, then start the tasks; once, at the start.
+    async def join(self, generators: dict[int, PeerRelay]) -> None:
+        """Exchange layouts, then connect, then start the tasks; if one fails, none joins.
 
         Raises ValueError if layouts do not fit, ReplicaLost, SourceLost, or what the trainer
         raised (TimeoutError if nothing).
         """
-        for replica, generator in generators.items():
-            self.syncs[replica] = await self._meet(replica, generator)
-        self._assign_sources()
-        joined = list(self.syncs.values())
-        routes = [await self._route(sync) for sync in joined]
-        for sync, (source, route) in zip(joined, routes, strict=True):
-            await sync.connect(source, route)
+        try:
+            for replica, generator in generators.items():
+                self.syncs[replica] = await self._meet(replica, generator)
+            self._assign_sources()
+            joined = [self.syncs[replica] for replica in generators]
+            routes = [await self._route(sync) for sync in joined]
+            for sync, (source, route) in zip(joined, routes, strict=True):
+                await sync.connect(source, route)
+        except BaseException:
+            for replica in generators:
+                self._remove(replica)
+            raise
         for sync in joined:
             sync.task = asyncio.create_task(self._drive(sync))
+
+    async def leave(self, replica: int) -> None:
+        """Forget a replica; returns once its source has unmapped its memory."""
+        self._remove(replica)
+        if replica in self._leaving:
+            await self._leaving[replica]
 
     def give_up_source(self, error: SourceLost) -> None:
         """A replica failed to feed another: it is lost, unless it has gone already."""
@@ -94,7 +105,7 @@ class Replicas:
     async def close(self) -> None:
         """End all tasks; what is prepared and not committed is aborted."""
         tasks = [sync.task for sync in self.syncs.values() if sync.task]
-        tasks += self._leaving
+        tasks += self._leaving.values()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -175,26 +186,31 @@ class Replicas:
         self._on_commit(sync.replica, version)
 
     def _lose(self, sync: ReplicaSync, why: ReplicaLost) -> None:
-        """Give a replica up; in the background its source forgets it."""
-        if self.syncs.pop(sync.replica, None) is None:
-            return
-        self.stats.lost[sync.replica] = why
-        sync.leave()
-        _cancel([sync])
-        self._assign_sources()
-        if sync.route_source is not None:
-            leaving = self._disconnect(sync, sync.route_source)
-            self._leaving.append(asyncio.create_task(leaving))
-        ending = self._on_lost(sync.replica, why)
-        if ending is not None:
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+        """Give a replica up."""
+        if self.syncs.get(sync.replica) is sync:
+            self.stats.lost[sync.replica] = why
+            self._remove(sync.replica)
+            ending = self._on_lost(sync.replica, why)
+            if ending is not None:
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
     def _fail(self, error: BaseException) -> None:
         """End all tasks for this error."""
         self.error = self.error or error
         _cancel(self.syncs.values())
         self.change.notify()
+
+    def _remove(self, replica: int) -> None:
+        """Forget a replica; in the background its source does so too."""
+        sync = self.syncs.pop(replica, None)
+        if sync is None:
+            return
+        sync.leave()
+        _cancel([sync])
+        self._assign_sources()
+        if sync.route_source is not None:
+            self._leaving[replica] = asyncio.create_task(self._disconnect(sync, sync.route_source))
 
     async def _disconnect(self, sync: ReplicaSync, source: Source) -> None:
         """Let the source forget a replica that is gone, once nothing is written to it any more."""

@@ -32,7 +32,7 @@ class State(Enum):
     """Some buckets of the new version are active; the next one is prepared and being written."""
 
     GONE = "gone"
-    """Lost."""
+    """Lost or dropped."""
 
     @property
     def is_whole(self) -> bool:
@@ -65,7 +65,7 @@ class Event(Enum):
     """The write, the comparison or the source failed; what was prepared is given up."""
 
     LEAVE = "leave"
-    """It failed."""
+    """It failed, or was dropped."""
 
 
 TRANSITIONS = {
