@@ -68,10 +68,6 @@ class ExecutorGroup(Protocol):
     call_one: Any
     call_all: Any
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-
     async def watch(self) -> None:
         """Wait until the group is lost and raise its GroupLost; return once it was stopped."""
 

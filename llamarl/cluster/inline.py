@@ -7,7 +7,6 @@ with processes.
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,10 +62,6 @@ class InlineGroup:
         self.call_one = Calls(self._run, is_first=True)
         self.call_all = Calls(self._run, is_first=False)
         self._stopped = asyncio.Event()
-
-    @property
-    def pids(self) -> list[int]:
-        return [os.getpid()] * len(self.executors)
 
     async def watch(self) -> None:
         await self._stopped.wait()

@@ -69,7 +69,7 @@ class MonarchGroup:
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
         self._parts: list[HostRanks] = []
-        self.pids: list[int] = []
+        self.pids: list[int] = []  # by rank
         self.call_one: Any = None
         self.call_all: Any = None
 

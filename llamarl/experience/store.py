@@ -51,8 +51,6 @@ class Store:
     """
 
     def __init__(self, units: list[Storage]) -> None:
-        if not units:
-            raise ValueError("a store must have at least one storage unit, got none")
         self._units = units
 
     async def write(

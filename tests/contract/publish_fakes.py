@@ -83,6 +83,9 @@ class World:
     def steps(self, who):
         return [entry[1] for entry in self.journal if entry[0] == who]
 
+    def connected_replicas(self):
+        return sorted(self.publisher._replicas.syncs)
+
     def versions(self):
         return [generator.version for generator in self.generators.values()]
 

@@ -43,7 +43,7 @@ def test_a_replica_that_fails_at_any_step_is_lost_and_the_others_are_published(
         assert failure == "hang" or stats.lost[replica].__cause__ is failure
         expected = [(i, 1) for i in others] + [(replica, str(stats.lost[replica]))]
         assert sorted(world.events, key=str) == sorted(expected, key=str)
-        assert world.publisher.replicas == others
+        assert world.connected_replicas() == others
         source = world.generators[0] if replica else world.trainer
         await asyncio.sleep(0.1)
         assert source.routes[replica] is None, "its memory is unmapped"
@@ -64,13 +64,13 @@ def test_a_replica_killed_between_any_two_calls_has_the_old_version_or_is_lost(b
         victim.calls_left = num_calls
         for version in (1, 2):
             await world.publish(version)
-        for each in world.publisher.replicas:
+        for each in world.connected_replicas():
             assert world.generators[each].version == 2
-        for each in {0, 1, 2} - {replica, *world.publisher.replicas}:
+        for each in {0, 1, 2} - {replica, *world.connected_replicas()}:
             assert world.generators[each].committed > 0, "its head died amid its commit"
         if len(buckets) == 1:
             assert victim.version in (0, 1, 2), "what it decodes with is whole"
-        return replica in world.publisher.replicas
+        return replica in world.connected_replicas()
 
     for replica in (0, 1):
         ends = [run(main(replica, num_calls)) for num_calls in range(40)]
@@ -98,7 +98,7 @@ def test_a_failure_before_the_first_commit_is_aborted_and_after_it_the_replica_i
         stats = await world.publish(1)
         assert relay.version == 1
         if len(buckets) == 1:
-            assert world.publisher.replicas == [0, 1]
+            assert world.connected_replicas() == [0, 1]
             assert world.generators[1].version == 0
             assert "abort" in world.steps(1)
             await world.publisher.drop(0)
@@ -124,7 +124,7 @@ def test_when_the_head_of_a_host_is_lost_the_next_replica_takes_its_place() -> N
             stats = await world.publish(1)
             assert list(stats.lost) == [1], "the head, not those that it should feed"
             assert "generator-1" in str(stats.lost[1])
-            assert world.publisher.replicas == [0, 2, 3]
+            assert world.connected_replicas() == [0, 2, 3]
             assert [world.generators[i].version for i in (0, 2, 3)] == [1, 1, 1]
             assert world.generators[2].route.source == "trainer"
             assert world.generators[3].route.source == "generator-2"
@@ -362,7 +362,7 @@ def test_whichever_replica_dies_the_others_get_to_the_newest_version(buckets) ->
             await world.publish(version)
             world.trainer.version += rng.random() < 0.5  # the trainer may step at once
             if rng.random() < 0.2:
-                who = rng.choice(world.publisher.replicas)
+                who = rng.choice(world.connected_replicas())
                 world.generators[who] = FakeGenerator(world, who, world.generators[who].host)
                 await world.publisher.connect_replica(who, world.generators[who])
                 world.generators[who].calls_left = None
@@ -372,7 +372,7 @@ def test_whichever_replica_dies_the_others_get_to_the_newest_version(buckets) ->
         await world.publisher.publish(12)
         await asyncio.sleep(10)
         assert not watching.done()
-        whole = world.publisher.replicas
+        whole = world.connected_replicas()
         assert [world.generators[i].version for i in whole] == [12] * len(whole)
         lost = set(range(5)) - set(whole)
         assert len(buckets) > 1 or lost <= victims

@@ -34,7 +34,6 @@ class SimulatedProcess:
     def __init__(self, name: str, executor: Any) -> None:
         self.name, self.executor = name, executor
         self.call_one = self.call_all = executor
-        self.pids: list[int] = []
 
     async def watch(self) -> None:
         """Wait for ever."""

@@ -73,11 +73,6 @@ class Publisher:
         """The version published last, -1 before the first."""
         return self._trainer.version
 
-    @property
-    def replicas(self) -> list[int]:
-        """The connected replicas."""
-        return sorted(self._replicas.syncs)
-
     async def connect(self) -> None:
         """Connect all replicas given at the start; none is connected before all layouts fit.
 
