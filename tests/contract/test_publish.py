@@ -12,7 +12,6 @@ from llamarl.planner.simulation.clock import run
 from llamarl.weights.sync import publisher
 from llamarl.weights.sync.calls import Stagger
 from tests.contract.publish_fakes import (
-    NUM_BYTES,
     SINGLE,
     FakeGenerator,
     World,
@@ -91,7 +90,6 @@ def test_a_slow_replica_holds_no_other_and_catches_up_with_the_newest() -> None:
         assert len([v for r, v in world.events if r == 1]) <= 2, "it skipped what was overtaken"
         stats = await world.publish(5)
         assert stats.num_running == {0: 3, 1: 3, 2: 3}
-        assert stats.num_relayed_bytes >= 3 * NUM_BYTES, "the commits between publishes count too"
 
     run(main())
 
@@ -137,7 +135,7 @@ def test_a_publish_that_the_trainer_has_overtaken_ends_without_commits(hosts) ->
         world = await World(hosts).connected()
         world.trainer.version = 1
         stats = await world.publisher.publish(0)
-        assert (stats.num_running, stats.lost, stats.num_bytes) == ({}, {}, 0)
+        assert (stats.num_running, stats.lost) == ({}, {})
         await world.publish(1)
         assert world.versions() == [1] * len(hosts)
 

@@ -19,7 +19,7 @@ from tests.contract.publishing import (
     TrainerRank,
     World,
 )
-from tests.contract.publishing_layouts import KINDS, LARGEST_BYTES, SHAPES
+from tests.contract.publishing_layouts import KINDS, LARGEST_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,6 @@ def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
     async def run(kind):
         for replica, host in enumerate(world.hosts):
             host.call("build", replica, kind, staging)
-        dtype, num_ranks = KINDS[kind]
-        num_elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-        num_elements += (num_ranks - 1) * 97  # norm and scale lie on every rank
         generators = [Generator(host) for host in world.hosts]
         async with connected(
             world, transport, staging, Trainer(world.trainers), generators
@@ -68,8 +65,6 @@ def test_every_version_arrives_bit_by_bit_while_the_active_weights_are_read(
             for _ in range(3):
                 stats = await publisher.publish(world.train())
                 assert stats.num_running == {0: 3, 1: 3}
-                assert stats.num_bytes == dtype.itemsize * num_elements
-                assert stats.num_relayed_bytes == stats.num_bytes
         for host in world.hosts:
             num_reads, num_wrong = host.call("reads")
             assert num_wrong == 0

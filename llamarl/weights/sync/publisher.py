@@ -131,7 +131,7 @@ class Publisher:
         finally:
             self._trainer.is_steady = False
         done, self._replicas.stats = self._replicas.stats, PublishStats()
-        return replace(done, version=version, seconds=time.monotonic() - start_s)
+        return replace(done, seconds=time.monotonic() - start_s)
 
     @contextmanager
     def hold(self, version: int, at_most: int | None) -> Iterator[None]:

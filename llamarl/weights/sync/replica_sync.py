@@ -16,7 +16,6 @@ from llamarl.errors import ReplicaLost, StaleVersion, TargetLost
 from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.weights.integrity.comparison import add_up, compare
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
-from llamarl.weights.layout.reshard import num_bytes
 from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.states import Event, State, next_state
 from llamarl.weights.transports.routes import buckets_of
@@ -82,7 +81,6 @@ class ReplicaSync(Source):
         self.route: Route | None = None
         self.route_source: Source | None = None  # where `route` begins
         self.refused = -1
-        self.num_bytes = 0
         self.task: asyncio.Task[None] | None = None
         self._generator = generator
         self._timeout_s, self._change, self._stagger = timeout_s, change, stagger
@@ -138,7 +136,6 @@ class ReplicaSync(Source):
             self._answer(receiving, "connect")
         self._result(source, sending, "connect")
         self._answer(receiving, "connect")
-        self.num_bytes = num_bytes(route.copies)
         self._move(Event.CONNECT)
 
     async def update(self, version: int) -> int:

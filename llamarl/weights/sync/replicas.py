@@ -27,15 +27,11 @@ log = logging.getLogger(__name__)
 class PublishStats:
     """The figures of one publish, and what the replicas took between the one before and this one.
 
-    `num_bytes` counts what the trainer sent, `num_relayed_bytes` what replicas passed on.
     `num_running`: replica -> rollouts that were being decoded when it committed; empty if the
     trainer had gone on before any replica could take the version. `lost`: replica -> why.
     """
 
-    version: int = -1
     seconds: float = 0.0
-    num_bytes: int = 0
-    num_relayed_bytes: int = 0
     num_running: dict[int, int] = field(default_factory=dict)
     lost: dict[int, ReplicaLost] = field(default_factory=dict)
 
@@ -179,10 +175,7 @@ class Replicas:
             if sync.source is source:  # another one may have it
                 sync.refused = version
             raise
-        is_relayed = source is not self._trainer
         self.stats.num_running[sync.replica] = num_running
-        self.stats.num_bytes += sync.num_bytes * (not is_relayed)
-        self.stats.num_relayed_bytes += sync.num_bytes * is_relayed
         self._on_commit(sync.replica, version)
 
     def _lose(self, sync: ReplicaSync, why: ReplicaLost) -> None:
