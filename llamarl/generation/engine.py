@@ -273,7 +273,6 @@ class EmbeddedEngine:
         """Add the rollouts whose newest token completed a stop string."""
         reasons = dict(ended)
         running = self._running
-        assert self.decode_text is not None
         for slot in np.flatnonzero(running.watches_text).tolist():
             request = running.requests[slot]
             assert request is not None

@@ -54,9 +54,14 @@ def check_request(request: Request, *, context: int, vocab_size: int, reads_text
 
 
 def completes_stop_string(
-    sampling: Sampling, ids: np.ndarray | list[int], decode_text: Callable[[Sequence[int]], str]
+    sampling: Sampling,
+    ids: np.ndarray | list[int],
+    decode_text: Callable[[Sequence[int]], str] | None,
 ) -> bool:
     """True if the last token of a response of these `ids` completed a stop string."""
+    if not sampling.stop_strings:
+        return False
+    assert decode_text is not None  # else `check_request` has refused the request
     # A token is at least one byte, so the text of this many tokens holds the longest string.
     longest = max(len(text.encode()) for text in sampling.stop_strings)
     text = decode_text(list(ids[-(longest + EDGE_TOKENS) :]))

@@ -226,17 +226,11 @@ class VllmEngine:
             raise RuntimeError(f"vLLM ended row {running.request.row_id} with {reason}")
         if reason == "stop":
             self._retire(running, FinishReason.STOP)
-        elif self._completes_stop_string(running):
+        elif completes_stop_string(running.request.sampling, running.ids, self.decode_text):
             self._stop(running, FinishReason.STOP)
         elif reason == "length":
             is_full = len(running.ids) >= running.limit
             self._retire(running, FinishReason.LENGTH if is_full else FinishReason.SEGMENT)
-
-    def _completes_stop_string(self, running: VllmRollout) -> bool:
-        sampling, decode_text = running.request.sampling, self.decode_text
-        if not sampling.stop_strings or decode_text is None:
-            return False
-        return completes_stop_string(sampling, running.ids, decode_text)
 
     def _stop(self, running: VllmRollout, reason: FinishReason) -> None:
         """End a rollout that vLLM would continue."""

@@ -53,7 +53,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
             if (name, size, start) not in made:
                 made[name, size, start] = _shard(name, shape, size, start)
             parameters[name] = made[name, size, start]
-        layouts.append(_rank_layout(rank, devices[rank], parameters))
+        layouts.append(rank_layout(rank, devices[rank], parameters))
     return layouts
 
 
@@ -61,7 +61,7 @@ def generator_layouts(config: Config, architecture: Architecture) -> list[RankLa
     """The layout of each rank of the first replica, in order of rank, as one bucket."""
     devices = assign(config)["generator-0"]
     return [
-        _rank_layout(rank, device, weight_buffer(config, architecture, rank)[0])
+        rank_layout(rank, device, weight_buffer(config, architecture, rank)[0])
         for rank, device in enumerate(devices)
     ]
 
@@ -133,7 +133,7 @@ def _strides(size: Shape) -> Shape:
     return torch.empty(size, device="meta").stride()
 
 
-def _rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
+def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
     """With all parameters in one bucket."""
     buckets = (tuple(parameters),)
     return RankLayout(rank=rank, host=f"host-{device.host}", parameters=parameters, buckets=buckets)

@@ -100,9 +100,7 @@ def _phases(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) 
 def _gpu_ranks(
     config: Config, trainer: TrainerMemory, generator: GeneratorMemory, phases: list[_Phase]
 ) -> Iterator[RankMemory]:
-    device = gpu(config.cluster.gpu)
-    num_trainers = config.trainer.num_ranks
-    num_generators = config.generator.num_replicas * config.generator.num_ranks
+    device, num_ranks = gpu(config.cluster.gpu), sum(_hosts(config), Counter())
     pinned = config.placement.colocated and config.placement.offload == "pinned"
     trainer_host = {"offloaded": trainer.weights + trainer.state.get("optimizer", 0)}
     generator_host = {"offloaded": generator.kept + generator.kv_cache}
@@ -113,24 +111,17 @@ def _gpu_ranks(
     num_extra = int(config.algorithm.has_reference) + int(config.placement.colocated)
 
     def rank(executor: str, num_ranks: int, kinds: Kinds, num_extra: int) -> RankMemory:
-        reserve = device.reserve_bytes + num_extra * PROCESS_BYTES
-        return RankMemory(
-            executor=executor,
-            num_ranks=num_ranks,
-            device_bytes=device.memory_bytes,
-            bytes_by_kind=_present(kinds | {"reserve": reserve}),
-            host_bytes_by_kind=host.get(executor, {}),
-        )
+        kinds = kinds | {"reserve": device.reserve_bytes + num_extra * PROCESS_BYTES}
+        return _rank(executor, num_ranks, device.memory_bytes, kinds, host.get(executor, {}))
 
     if not config.placement.colocated:
         if config.trainer.device == "cuda":
-            yield rank("trainer", num_trainers, phases[0].trainer, num_extra)
+            yield rank("trainer", num_ranks["trainer"], phases[0].trainer, num_extra)
         if config.generator.device == "cuda":
-            yield rank("generator", num_generators, phases[0].generator, 0)
+            yield rank("generator", num_ranks["generator"], phases[0].generator, 0)
     else:
-        num_ranks = max(num_trainers, num_generators)
         for phase in phases:
-            yield rank(phase.name, num_ranks, _together(phase), num_extra)
+            yield rank(phase.name, max(num_ranks.values()), _together(phase), num_extra)
     yield from _pinned(config, host, device.host_memory_bytes)
 
 
@@ -143,14 +134,8 @@ def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Itera
             for side in host
             for kind, num_bytes in host[side].items()
         }
-        found.append(
-            RankMemory(
-                executor=HOST,
-                num_ranks=counts.total(),
-                device_bytes=bytes_per_gpu * config.cluster.num_gpus_per_host,
-                bytes_by_kind=_present(kinds),
-            )
-        )
+        room = bytes_per_gpu * config.cluster.num_gpus_per_host
+        found.append(_rank(HOST, counts.total(), room, kinds))
     most = fullest(found)
     if not most.fits:
         yield most
@@ -158,20 +143,12 @@ def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Itera
 
 def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
     """Both sides for themselves, then the fullest host with all its processes."""
-    room, reserve = available_bytes(), GPUS[CPU].reserve_bytes
-    counts = max(_hosts(config), key=lambda counts: counts.total())
-    num_ranks = {
-        "trainer": config.trainer.num_ranks,
-        "generator": config.generator.num_replicas * config.generator.num_ranks,
-    }
+    room, reserve, hosts = available_bytes(), GPUS[CPU].reserve_bytes, _hosts(config)
+    num_ranks: Counter[str] = sum(hosts, Counter())
     for side in ("trainer", "generator"):
         kinds = max((getattr(phase, side) for phase in phases), key=lambda each: sum(each.values()))
-        yield RankMemory(
-            executor=side,
-            num_ranks=num_ranks[side],
-            device_bytes=room,
-            bytes_by_kind=_present(kinds | {"reserve": reserve}),
-        )
+        yield _rank(side, num_ranks[side], room, kinds | {"reserve": reserve})
+    counts = max(hosts, key=lambda counts: counts.total())
     # The reference sits beside the trainer; then scorer, storage and controller.
     num_processes = counts.total() + counts["trainer"] * config.algorithm.has_reference
     num_processes += 2 + config.experience.num_storage_units
@@ -181,11 +158,19 @@ def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
         for phase in phases
     ]
     most = max(sums, key=lambda each: each.total())
-    yield RankMemory(
-        executor=HOST,
-        num_ranks=num_processes,
-        device_bytes=room,
-        bytes_by_kind=_present(dict(most) | {"reserve": num_processes * reserve}),
+    yield _rank(HOST, num_processes, room, dict(most) | {"reserve": num_processes * reserve})
+
+
+def _rank(
+    executor: str, num_ranks: int, device_bytes: int, kinds: Kinds, host_kinds: Kinds | None = None
+) -> RankMemory:
+    """Kinds without any bytes are left out."""
+    return RankMemory(
+        executor=executor,
+        num_ranks=num_ranks,
+        device_bytes=device_bytes,
+        bytes_by_kind={kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes},
+        host_bytes_by_kind=host_kinds or {},
     )
 
 
@@ -205,10 +190,6 @@ def _together(phase: _Phase) -> Kinds:
     for kind, num_bytes in phase.generator.items():
         kinds[f"generator {kind}" if kind in phase.trainer else kind] = num_bytes
     return kinds
-
-
-def _present(kinds: Kinds) -> Kinds:
-    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
 
 
 def _advice(

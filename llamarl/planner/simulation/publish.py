@@ -16,7 +16,7 @@ their host's. Copies between two hosts need a card at both ends; those within a 
 those within a GPU its memory. A staging in host memory is reached over PCIe.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -30,12 +30,14 @@ from llamarl.planner.hardware import EFFICIENCY, gpu
 from llamarl.planner.memory.placements import (
     generator_layouts,
     one_layer,
+    rank_layout,
     trainer_layouts,
     weight_buffer,
 )
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
+from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.transports.table import TRANSPORTS
 
 MESSAGE_S = 20e-6
@@ -70,8 +72,8 @@ class Traffic:
 class Load:
     """Bytes over network cards, over links or within memories: by device, out and in."""
 
-    out: dict[Device, int] = field(default_factory=lambda: defaultdict(int))
-    into: dict[Device, int] = field(default_factory=lambda: defaultdict(int))
+    out: Counter[Device] = field(default_factory=Counter)
+    into: Counter[Device] = field(default_factory=Counter)
 
     def add(self, source: Device, target: Device, num_bytes: int) -> None:
         """Bytes from one end to the other."""
@@ -89,7 +91,7 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
     devices = assign(config)
     first = traffic(config, architecture)
     heads, siblings = relays(config)
-    out: dict[tuple[str, int], int] = defaultdict(int)
+    out: Counter[tuple[str, int]] = Counter()
     direct, relayed = Ways(), Ways()
     for head in heads:
         direct.copy_cast(devices["trainer"], devices[f"generator-{head}"], first.num_bytes)
@@ -134,15 +136,13 @@ def traffic(config: Config, architecture: Architecture) -> Traffic:
 def relays(config: Config) -> tuple[list[int], list[tuple[int, int]]]:
     """(replicas that the trainer feeds, (replica that passes on, replica that it feeds) each)."""
     devices = assign(config)
-    heads: dict[tuple[int, ...], int] = {}
-    siblings = []
+    layouts = {}
     for replica in range(config.generator.num_replicas):
-        hosts = sorted({device.host for device in devices[f"generator-{replica}"]})
-        place = (hosts[0],) if len(hosts) == 1 else (-1, replica)
-        head = heads.setdefault(place, replica)
-        if head != replica:
-            siblings.append((head, replica))
-    return list(heads.values()), siblings
+        ranks = enumerate(devices[f"generator-{replica}"])
+        layouts[replica] = [rank_layout(rank, device, {}) for rank, device in ranks]
+    sources = assign_sources(layouts)
+    heads = [replica for replica, head in sources.items() if head is None]
+    return heads, [(head, replica) for replica, head in sources.items() if head is not None]
 
 
 class Ways:
@@ -203,10 +203,7 @@ def _transfer_s(config: Config, ways: Ways) -> float:
     over_host = 0
     if config.weights.staging == "host" and config.generator.device == "cuda":
         ends = [load.into for load in (ways.card, ways.link, ways.memory)]
-        devices = {device for into in ends for device in into}
-        over_host = max(
-            (sum(into.get(device, 0) for into in ends) for device in devices), default=0
-        )
+        over_host = max(sum(ends, Counter()).values(), default=0)
     return max(
         ways.card.most / device.card_bytes_per_s,
         ways.link.most / device.link_bytes_per_s,
