@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ALIGN_BYTES = 64
+from llamarl.generation.parameters import ALIGN_BYTES
 
 
 @contextmanager

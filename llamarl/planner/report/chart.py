@@ -58,9 +58,9 @@ def draw_page(title: str, forecast: Forecast, assumptions: Sequence[str] = ()) -
         "<h2>Memory of the fullest rank</h2>",
         *draw_memory(forecast.memory.ranks),
     ]
-    body += ["<h2>What the times rest on</h2>", "<ul>"] if assumptions else []
-    body += [f"<li>{escape(words)}</li>" for words in assumptions]
-    body += ["</ul>"] if assumptions else []
+    if assumptions:
+        items = [f"<li>{escape(words)}</li>" for words in assumptions]
+        body += ["<h2>What the times rest on</h2>", "<ul>", *items, "</ul>"]
     for name, step in steps.items():
         if step.timeline:
             body += [f"<h2>Timeline: {escape(name)}</h2>", f"<p>{_step_words(step)}</p>"]

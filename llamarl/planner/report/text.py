@@ -118,9 +118,8 @@ def _parts(
 
 def _memory_table(memory: MemoryForecast) -> Table:
     """Kinds down, executors across; whether it fits stands below."""
-    table = _table("memory of the fullest rank, GiB")
-    for rank in memory.ranks:
-        table.add_column(f"{rank.executor} x{rank.num_ranks}", justify="right")
+    names = [f"{rank.executor} x{rank.num_ranks}" for rank in memory.ranks]
+    table = _table("memory of the fullest rank, GiB", *names)
     for kind in dict.fromkeys(kind for rank in memory.ranks for kind in rank.bytes_by_kind):
         table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in memory.ranks))
     table.add_row("total", *(_gib(rank.total_bytes) for rank in memory.ranks))
@@ -142,9 +141,8 @@ def _publish_words(publish: PublishForecast) -> str:
 
 
 def _step_table(config: Config, forecast: Forecast) -> Table:
-    table = _table("step, simulated with the run's own controller; busy shares")
-    for name in ("seconds", "tokens/s", "trainer", "generators", "staleness"):
-        table.add_column(name, justify="right")
+    title = "step, simulated with the run's own controller; busy shares"
+    table = _table(title, "seconds", "tokens/s", "trainer", "generators", "staleness")
     place = "colocated" if config.placement.colocated else "disaggregated"
     ahead = config.staleness.max_staleness
     table.add_row(f"as planned: staleness {ahead}, {place}", *_step_cells(forecast.step))
@@ -163,9 +161,7 @@ def _step_cells(step: StepForecast) -> Iterator[str]:
 
 def _split_parts(split: BestSplit) -> Iterator[RenderableType]:
     yield ""
-    table = _table("splits of the GPUs, best first")
-    for name in ("trainer ranks", "replicas", "s per step"):
-        table.add_column(name, justify="right")
+    table = _table("splits of the GPUs, best first", "trainer ranks", "replicas", "s per step")
     for i, candidate in enumerate(split.candidates):
         cells = (candidate.num_trainer_ranks, candidate.num_replicas)
         table.add_row("best" if i == 0 else "", *map(str, cells), f"{candidate.step_s:.1f}")
@@ -187,9 +183,7 @@ def _gain_parts(decomposition: Decomposition) -> Iterator[str]:
 def _published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
     yield ""
     yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
-    table = _table()
-    table.add_column("published", justify="right")
-    table.add_column("forecast", justify="right")
+    table = _table(None, "published", "forecast")
     gain = forecast.decomposition
     here = f"{gain.speedup:.2f}x" if gain else "-"
     baseline = f"{gain.baseline.step.step_s:.1f} s" if gain else "-"
@@ -203,9 +197,12 @@ def _published_parts(forecast: Forecast, published: Published) -> Iterator[Rende
     yield from (f"- {words}" for words in DIFFERENCES)
 
 
-def _table(title: str | None = None) -> Table:
+def _table(title: str | None, *columns: str) -> Table:
+    """With a column for the rows' names, then these."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
     return table
 
 

@@ -73,12 +73,11 @@ def make_executors(
     def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
         return cluster.spawn(name, partial(kind, setting, **options))
 
-    def spawn_replica(index: int) -> SimulatedProcess:
-        name = f"generator-{index}"
-        return spawn(name, SimulatedReplica, index=index, hosts=hosts[name])
-
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
-    generators = {i: spawn_replica(i) for i in range(config.generator.num_replicas)}
+    generators = {
+        i: spawn(f"generator-{i}", SimulatedReplica, index=i, hosts=hosts[f"generator-{i}"])
+        for i in range(config.generator.num_replicas)
+    }
     return Executors(
         vital=[],
         storage=Store([storage.call_one]),

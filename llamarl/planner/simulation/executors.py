@@ -54,10 +54,6 @@ class SimulatedStorage(SimulatedExecutor):
 class SimulatedScorer(SimulatedExecutor):
     """protocols.Scorer with the workload's scores."""
 
-    def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
-        super().__init__(setting, costs, cores)
-        self._lock = asyncio.Lock()
-
     async def score(self, pairs: list[tuple[int, Prompt]]) -> list[Score]:
         await self._travel()
         seconds = self._costs.score_row_s * len(pairs) / self._config.reward.num_workers
@@ -75,7 +71,6 @@ class SimulatedReference(SimulatedExecutor):
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, device: Cores) -> None:
         super().__init__(setting, costs, cores)
         self._device = device
-        self._lock = asyncio.Lock()
 
     async def infer(self, row_ids: list[int]) -> None:
         await self._travel()
@@ -107,7 +102,6 @@ class SimulatedTrainer(Layouts):
         super().__init__(setting, costs, cores, hosts=hosts)
         self._device = device
         self._weight = self._config.trainer.num_ranks
-        self._lock = asyncio.Lock()
         self._idle_since_s = 0.0
         self._num_writing = 0
         self._away: set[str] = set()

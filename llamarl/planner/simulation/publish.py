@@ -34,6 +34,7 @@ from llamarl.planner.memory.placements import (
     trainer_layouts,
     weight_buffer,
 )
+from llamarl.planner.memory.trainer import LAYER
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
@@ -56,8 +57,6 @@ NUM_READINGS = 2
 CORE_FINGERPRINT_BYTES_PER_S = 1e9
 """One CPU core taking fingerprints of bfloat16: measured with
 `weights/integrity/fingerprint.py`."""
-
-LAYER = "model.layers.0."
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class SimulatedExecutor:
         self._config, self._workload = setting.config, setting.workload
         self._rollouts, self._timeline = setting.rollouts, setting.timeline
         self._costs, self._cores = costs, cores
+        self._lock = asyncio.Lock()  # of executors that compute for one call at a time
 
     async def _travel(self) -> None:
         """A call is on its way to this process."""
