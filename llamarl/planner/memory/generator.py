@@ -36,8 +36,9 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorMemory:
-    """Bytes by kind: `weights` and `kv_cache` leave when another has the device, `kept` of the
-    weights with their content; `working` is there while decoding; `host` lies in host memory."""
+    """Bytes by kind. `weights` and `kv_cache` leave the device while another executor has it, and
+    `kept` bytes of the weights keep their content; `working` is there during decoding; `host` lies
+    in host memory."""
 
     weights: Kinds
     kept: int

@@ -16,8 +16,6 @@ padding.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -51,7 +49,7 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
             mesh, kinds = placements[name]
             size, start = local_box(shape, mesh, coordinate(rank, mesh), kinds)
             if (name, size, start) not in made:
-                made[name, size, start] = _shard(name, shape, size, start)
+                made[name, size, start] = _layout(shape, size, start, "float32", name, 0)
             parameters[name] = made[name, size, start]
         layouts.append(rank_layout(rank, devices[rank], parameters))
     return layouts
@@ -121,16 +119,16 @@ def _local_box(
     return tuple(size), tuple(start)
 
 
-def _shard(name: str, shape: Shape, size: Shape, start: Shape) -> ParameterLayout:
+def _layout(
+    shape: Shape, size: Shape, start: Shape, dtype: str, buffer: str, offset: int
+) -> ParameterLayout:
+    """A parameter of which the rank holds one box, row after row from `offset` of its `buffer`, or
+    nothing if that is empty."""
     stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
-    box = Box(start=start, stop=stop, buffer=name, offset=0, strides=_strides(size))
+    strides = torch.empty(size, device="meta").stride()
+    box = Box(start=start, stop=stop, buffer=buffer, offset=offset, strides=strides)
     boxes = (box,) if math.prod(size) else ()
-    return ParameterLayout(shape=shape, dtype="float32", boxes=boxes)
-
-
-def _strides(size: Shape) -> Shape:
-    """Of a tensor of this shape, row after row."""
-    return torch.empty(size, device="meta").stride()
+    return ParameterLayout(shape=shape, dtype=dtype, boxes=boxes)
 
 
 def rank_layout(rank: int, device: Device, parameters: dict[str, ParameterLayout]) -> RankLayout:
@@ -144,18 +142,6 @@ def _vllm_weight_buffer(
 ) -> tuple[dict[str, ParameterLayout], int]:
     """Boxes of one vLLM rank, one after the other: see the module."""
     parameters, end = {}, 0
-    for name, shape, start, size in _vllm_boxes(architecture, rank, num_ranks):
-        stop = tuple(first + extent for first, extent in zip(start, size, strict=True))
-        box = Box(start=start, stop=stop, buffer=BUFFER, offset=end, strides=_strides(size))
-        parameters[name] = ParameterLayout(shape=shape, dtype=dtype, boxes=(box,))
-        end += math.prod(size)
-    return parameters, end
-
-
-def _vllm_boxes(
-    architecture: Architecture, rank: int, num_ranks: int
-) -> Iterator[tuple[str, Shape, Shape, Shape]]:
-    """(name, whole shape, first index, shape) of each parameter of one vLLM rank."""
     for name, shape in parameter_shapes(architecture).items():
         dim = split_dimension(name)
         start, size = [0] * len(shape), list(shape)
@@ -168,9 +154,6 @@ def _vllm_boxes(
             size[dim] = -(-shape[dim] // parts)
             start[dim] = min(part * size[dim], shape[dim])
             size[dim] = min(size[dim], shape[dim] - start[dim])
-        yield name, shape, tuple(start), tuple(size)
-
-
-def one_layer(architecture: Architecture) -> Architecture:
-    """The same architecture with its first layer only."""
-    return replace(architecture, num_layers=1)
+        parameters[name] = _layout(shape, tuple(size), tuple(start), dtype, BUFFER, end)
+        end += math.prod(size)
+    return parameters, end

@@ -39,8 +39,9 @@ Kinds = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerMemory:
-    """Bytes by kind: `weights` and `state` (gradients and optimizer), which leave when another has
-    the device; `moments` of a phase, each with everything; `reference`, which stays."""
+    """Bytes by kind. `weights` and `state` (gradients and optimizer) leave the device while another
+    executor has it, `reference` stays. `moments` are the points of a step at which memory may be
+    fullest, each with all that is there."""
 
     weights: int
     state: Kinds
@@ -70,7 +71,8 @@ def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemor
 
 
 def _moments(config: Config, architecture: Architecture, weights: int) -> Iterable[Kinds]:
-    """What comes and goes: in the head's backward, in a layer's, in the embedding's, in a step."""
+    """What is there for a while: in the head's backward, a layer's, the embedding's, and in an
+    optimizer step."""
     trainer = config.trainer
     item = DTYPE_BYTES[trainer.compute_dtype]
     block, root = group_elements(trainer, architecture)

@@ -29,7 +29,6 @@ from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY, gpu
 from llamarl.planner.memory.placements import (
     generator_layouts,
-    one_layer,
     rank_layout,
     trainer_layouts,
     weight_buffer,
@@ -121,7 +120,7 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
 
 def traffic(config: Config, architecture: Architecture) -> Traffic:
     """From the trainer to one replica."""
-    small = one_layer(architecture)
+    small = replace(architecture, num_layers=1)
     source, target = trainer_layouts(config, small), generator_layouts(config, small)
     layer = _planned(source, target, is_layer=True)
     rest = _planned(source, target, is_layer=False)

@@ -1,7 +1,7 @@
 """What simulated executors did, from when to when, on the loop's clock.
 
-Owns: the bars and what is added up from them. Does not own: when anything happens. Invariant: bars
-of one executor do not overlap within a category, so shares are within 0 and 1.
+Owns: the bars and the shares of time made of them. Does not own: when anything happens. Invariant:
+bars of one executor do not overlap within a category, so shares are within 0 and 1.
 """
 
 import asyncio
