@@ -29,6 +29,7 @@ requests and hold them until they commit, so none waits for the controller when 
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from llamarl.algorithms.group_filters import SOLVED
 from llamarl.environments.prompts import PromptStream
@@ -201,12 +202,6 @@ class Gate:
         return group
 
     def _takeable(self, at_most: int) -> list[Group]:
-        groups: list[Group] = []
-        for group in self._waiting.values():
-            if len(groups) == at_most:
-                break
-            if group.group_id in self._settled:
-                groups.append(group)
-            elif self.late == "wait":
-                break
-        return groups
+        choose = takewhile if self.late == "wait" else filter
+        groups = choose(lambda group: group.group_id in self._settled, self._waiting.values())
+        return list(islice(groups, at_most))
