@@ -1,7 +1,8 @@
 """Exceptions that several rooms raise or know.
 
-Owns: their types. Does not own: which of them ends a run (`loop/`), or how they are shown
-(`main.py`). Invariant: each survives pickling, and needs neither torch nor Monarch.
+Owns: their types, and which one a group holds first. Does not own: which of them ends a run
+(`loop/`), or how they are shown (`main.py`). Invariant: each survives pickling, and needs neither
+torch nor Monarch.
 """
 
 
@@ -53,3 +54,10 @@ class ReplicaLost(Exception):  # noqa: N818 - an outcome more than an error
 
 class TaskError(UserCodeError):
     """A function of the recipe's task.py failed; the text is one line that names it."""
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The exception that ended the run, out of the groups that wrap it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

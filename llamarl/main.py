@@ -34,7 +34,7 @@ from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
-from llamarl.errors import NoGenerator, TaskError
+from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.ending import resume_command
 from llamarl.metrics.provenance import record_provenance
 from llamarl.metrics.rendering import shorten
@@ -232,7 +232,7 @@ def _report(error: Exception, run_dir: str | None) -> int:
     is from the running loop, after all checks of what the user wrote: a bug, with its traceback. Of
     a lost process: which one and why, without the traceback through calls that only waited.
     """
-    cause = _first(error)
+    cause = unwrap(error)
     if run_dir is not None and isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
         return _complain(
             f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}"
@@ -270,13 +270,6 @@ def _exit(code: int, command: list[str], run_dir: str) -> Any:
     elif command[1] == "train":
         sys.stderr.write(f"llamarl: no version is saved in {shorten(run_dir)}\n")
     sys.exit(code)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The exception that ended the run, out of the groups that wrap it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _complain(message: str) -> int:

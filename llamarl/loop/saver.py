@@ -15,7 +15,7 @@ from typing import Any
 
 from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
-from llamarl.errors import GroupLost, NoGenerator
+from llamarl.errors import GroupLost, NoGenerator, unwrap
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
@@ -125,10 +125,7 @@ class Saver:
         except* (GroupLost, NoGenerator) as losses:
             if not self.has_last:
                 raise
-            error: BaseException = losses
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            log.warning("version %d may lack its evaluation: %s", self.version, error)
+            log.warning("version %d may lack its evaluation: %s", self.version, unwrap(losses))
             while self._under_way:
                 await asyncio.gather(*self._under_way, return_exceptions=True)
             self._has_phases = False
