@@ -57,8 +57,7 @@ class ComputeThread:
         """Stop after the commands already queued, and after `last`; returns once it has ended."""
         self._last = last
         self._commands.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def _loop(self) -> None:
         has_work = False

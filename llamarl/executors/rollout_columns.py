@@ -15,7 +15,6 @@ from llamarl.types import (
     RESPONSE_IDS,
     SAMPLING,
     TOKEN_VERSIONS,
-    Columns,
     FinishReason,
     Request,
     RolloutInfo,
@@ -38,12 +37,16 @@ async def read_written(storage: Storage, requests: list[Request]) -> dict[int, P
 
 async def write_finished(storage: Storage, finished: list[RequestOutput]) -> None:
     """Store the columns of these rollouts."""
+    columns = {
+        PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
+        RESPONSE_IDS: [item.written.ids for item in finished],
+        GENERATOR_LOGPROBS: [item.written.logprobs for item in finished],
+        TOKEN_VERSIONS: [item.written.versions for item in finished],
+        SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
+    }
     requests = [item.request for item in finished]
-    await storage.write(
-        [request.row_id for request in requests],
-        columns_of(finished),
-        [request.attempt for request in requests],
-    )
+    row_ids = [request.row_id for request in requests]
+    await storage.write(row_ids, columns, [request.attempt for request in requests])
 
 
 def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
@@ -56,17 +59,6 @@ def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
         finish_reason=finished.reason,
         replica=replica,
     )
-
-
-def columns_of(finished: list[RequestOutput]) -> Columns:
-    """The columns that a generator writes, one array per rollout."""
-    return {
-        PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
-        RESPONSE_IDS: [item.written.ids for item in finished],
-        GENERATOR_LOGPROBS: [item.written.logprobs for item in finished],
-        TOKEN_VERSIONS: [item.written.versions for item in finished],
-        SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
-    }
 
 
 def _sampling_row(request: Request, reason: FinishReason) -> np.ndarray:

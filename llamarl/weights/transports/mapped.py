@@ -143,18 +143,15 @@ class MappedSender:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        self._let_go([handle.address for handle in handles.values() if handle.may_be_freed])
+        with self._lock:  # all other memory stays mapped from write to write
+            for handle in handles.values():
+                if handle.may_be_freed:
+                    self._opened.pop(handle.address, None)
 
     def close(self) -> None:
         self._is_closed = True  # the piece that is being written is the last one
         with self._lock:
             self._opened.clear()
-
-    def _let_go(self, addresses: Sequence[object]) -> None:
-        """Unmap these; all other memory stays mapped from write to write."""
-        with self._lock:
-            for address in addresses:
-                self._opened.pop(address, None)
 
     def _flat(self, handle: StagingHandle, dtype: torch.dtype) -> Tensor:
         """The staging memory, mapped once; called with the lock held."""
