@@ -121,23 +121,34 @@ def _pieces(name: str, sources: Held, targets: Held) -> Iterator[_Piece]:
     for rank, layout in sources.items():
         for box in layout.boxes:
             held.setdefault((box.start, box.stop), []).append((rank, box))
-    shape = shapes.pop()
+    shape, regions = shapes.pop(), tuple(held)
     missing: list[Region] = [((0,) * len(shape), shape)]
     for rank, layout in targets.items():
         for box in layout.boxes:
-            rest: list[Region] = [(box.start, box.stop)]
-            missing = _subtract(missing, rest[0])
-            for region, holders in held.items():
-                overlaps = _overlaps(rest, region)
-                for overlap in overlaps:
-                    slabs = _split(overlap, len(holders))
-                    for i, slab in enumerate(slabs):
-                        senders = [holders[i]] if len(slabs) == len(holders) else holders
-                        yield _Piece(name, slab, senders, rank, box, layout.dtype)
-                if overlaps:
-                    rest = _subtract(rest, region)
+            missing = _subtract(missing, (box.start, box.stop))
+            parts, rest = _cut((box.start, box.stop), regions)
+            for part, region in parts:
+                holders = held[region]
+                slabs = _split(part, len(holders))
+                for i, slab in enumerate(slabs):
+                    senders = [holders[i]] if len(slabs) == len(holders) else holders
+                    yield _Piece(name, slab, senders, rank, box, layout.dtype)
             _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
     _require_none(missing, f"parameter {name}: the generator ranks must hold all of")
+
+
+@functools.lru_cache(maxsize=4096)  # layers are alike
+def _cut(
+    box: Region, regions: tuple[Region, ...]
+) -> tuple[list[tuple[Region, Region]], list[Region]]:
+    """The parts of `box`, each with the region that it lies in, and what lies in none."""
+    parts: list[tuple[Region, Region]] = []
+    rest = [box]
+    for region in regions:
+        if overlaps := _overlaps(rest, region):
+            parts += [(overlap, region) for overlap in overlaps]
+            rest = _subtract(rest, region)
+    return parts, rest
 
 
 def _require_none(regions: list[Region], sentence: str) -> None:
