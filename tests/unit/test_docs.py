@@ -65,7 +65,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mine = folder / OWN_RECIPE
     mine.mkdir(parents=True)
     for recipe in (ROOT / "recipes").iterdir():
-        (folder / "recipes" / recipe.name).symlink_to(recipe)
+        if recipe.name != mine.name:  # a reader may have typed it in here
+            (folder / "recipes" / recipe.name).symlink_to(recipe)
     text = README.read_text()
     (recipe,), (task,) = blocks(text, "yaml"), blocks(text, "python")
     assert len((recipe + task).splitlines()) == 10, "the README says: two files, ten lines"

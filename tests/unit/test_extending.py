@@ -21,6 +21,7 @@ from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.config import Config, TrainerConfig
 from llamarl.errors import TaskError
 from llamarl.generation.parameters import BufferLayout
+from llamarl.metrics import trackers
 from llamarl.models import architecture, families
 from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import parameter_placements
@@ -263,3 +264,16 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     assert committed is not None
     assert torch.equal(committed.view(30, 40).T, weights)
     target.close()
+
+
+def test_the_tracker_of_the_page_writes_every_scalar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "TRACKERS", trackers.TRACKERS.copy())
+    exec(block("tracker", "python"), {})
+    trackers.check_trackers(["csv"])
+    tracker = trackers.open_trackers(["csv"], tmp_path, {}, 0)["csv"]
+    tracker.log(3, {"reward/mean": 0.5, "trainer/lr": 1e-6}, {}, {})
+    tracker.close()
+    rows = (tmp_path / "metrics.csv").read_text().split()
+    assert rows == ["3,reward/mean,0.5", "3,trainer/lr,1e-06"]
