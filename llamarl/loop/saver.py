@@ -43,7 +43,7 @@ class Saver:
     _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
     _dropping: set[asyncio.Future[None]] = field(default_factory=set)
-    _made: asyncio.Event = field(default_factory=asyncio.Event)
+    _made: asyncio.Event = field(default_factory=asyncio.Event)  # by the step under way
     _step: list[asyncio.Future[None]] = field(default_factory=list)  # one at most
     _end: Callable[[], None] | None = None
     _has_phases: bool = True  # else the trainer has the device for good
@@ -58,10 +58,10 @@ class Saver:
         was made is logged.
         """
         await self._end_step()
-        self._made.clear()
+        made = self._made = asyncio.Event()  # its own: the step before may still tell of its end
         task = self._protect(step)
-        task.add_done_callback(lambda _: self._made.set())
-        await self._made.wait()
+        task.add_done_callback(lambda _: made.set())
+        await made.wait()
         if task.done():
             task.result()
         self._step = [task]
