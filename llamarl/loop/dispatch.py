@@ -83,6 +83,7 @@ class Dispatch:
         self._keepers: set[int] = set()  # replicas that keep their version for an evaluation
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
+        self._last_loss: Exception | None = None
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best. Those of an
@@ -182,6 +183,7 @@ class Dispatch:
         replica = self.replicas.pop(index, None)
         if replica is None:
             return
+        self._last_loss = why
         task = self._collecting.pop(index, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -203,7 +205,7 @@ class Dispatch:
         """The replica that suits best. `queue` is empty at first and then the heap of all ranks.
         Loads only grow during a `submit`, so an entry of it may be too low but never too high."""
         if not self.replicas:
-            raise NoGenerator("every generator replica is lost")
+            raise NoGenerator("every generator replica is lost") from self._last_loss
         if not queue:
             candidates = self._keepers & self.replicas.keys() if is_evaluation else self.replicas
             queue += [self._rank(index, min_version) for index in candidates]

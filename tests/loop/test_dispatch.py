@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.build import make_dispatch
-from llamarl.errors import GroupLost
+from llamarl.errors import GroupLost, NoGenerator
 from llamarl.planner.simulation.clock import run
 from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
@@ -181,8 +181,9 @@ def test_losing_the_last_replica_is_an_error_of_collect(caplog: pytest.LogCaptur
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
         try:
-            with pytest.raises(RuntimeError, match="every generator replica is lost"):
+            with pytest.raises(NoGenerator, match="every generator replica is lost") as caught:
                 await dispatch.collect()
+            assert isinstance(caught.value.__cause__, GroupLost)
         finally:
             await dispatch.close()
 
