@@ -155,9 +155,9 @@ class LogprobCheck:
         """
         if self.mode == "off":
             return {}
-        for task in [task for task in self._submits if task.done()]:
-            self._submits.remove(task)
-            task.result()  # raises what went wrong with its requests
+        sent = [task for task in self._submits if task.done()]
+        self._submits.difference_update(sent)
+        await asyncio.gather(*sent)  # raises what went wrong first, and asyncio warns of no other
         entries = (self.ledger.entries[row_id] for row_id in self.ledger.rows(Purpose.CHECK))
         rows = [entry.rollout for entry in entries if entry.rollout is not None]
         good = [row for row in rows if {span.version for span in row.spans} == {version}]
