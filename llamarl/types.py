@@ -13,22 +13,36 @@ Glossary
                 as Columns; the controller has its RolloutInfo (lengths, spans), a Batch its
                 BatchRollout (with the advantage), a trainer rank its part of a MicroBatch.
     outcome     what became of a rollout: trained, dropped, evaluated, lost, ...
+    row         a rollout's place in storage and its number, `row_id`.
+    span        tokens in a row that one version wrote: a rollout's versions are a list of spans. In
+                metrics: what a process did from one moment to another (metrics/span.py).
+    segment     the tokens that a replica adds to a rollout until the rollout is interrupted and may
+                continue on another replica (`sampling.segment_tokens`).
+    full marks  a reward of 1 or more from the first reward function. Accuracy is the share of
+                rollouts with full marks.
     Group       the n rollouts of one prompt, scored together.
     admitted, settled, consumed
                 the states of a group: its rollouts were requested; they are scored and worth
                 training on (else the group is dropped); it was handed to the trainer.
+    slot        the place of one open group: a group is open from its admission until it is dropped
+                or the step that trains it is complete. There are (S + 1) P slots.
+    gate, ledger
+                two parts of the controller: the gate admits groups and hands them to the trainer in
+                order; the ledger holds which rows are ready for which stage.
     Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.
-    version     optimizer steps completed. One optimizer step per batch.
-    advance     a step has made a version: the slots of its groups are free, others are admitted.
+    version     one state of the weights, numbered by the optimizer steps completed. One optimizer
+                step per batch.
+    advance     after an optimizer step: the slots of its groups become free, and other groups are
+                admitted.
     staleness   of a token: trainer version when it is used minus the version that wrote it; of a
                 rollout: of its oldest trained token.
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
-    column      one array per row of storage.
+    column      one kind of array in storage, such as the token ids: one array per row.
     storage unit
-                a process that holds some of the rows.
+                a process that holds the arrays of some rows.
     executor    the processes of one role: generator, trainer, scorer, reference, storage,
                 collector.
     replica     one generator engine, with one or more ranks.
@@ -39,6 +53,8 @@ Glossary
                 the copies that turn one layout into another.
     route       a reshard plan and the transport that carries it.
     bucket      parameters that are published together.
+    fingerprint
+                a sum over a parameter's elements that changes with any wrong bit or wrong place.
     active, staging
                 the weights that a generator decodes with, and those that a publish writes.
     prepare, write, verify, commit, abort
@@ -47,7 +63,8 @@ Glossary
                 active. An abort before that leaves the active weights as they were.
     log-prob check
                 after a commit: the generator's log-probs of a short rollout against the trainer's.
-    phase       the time in which generators, or the trainer, have a device that they share.
+    phase       with `placement=colocated`: the time in which one side, the generators or the
+                trainer, has the device that both share.
 """
 
 import math

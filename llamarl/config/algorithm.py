@@ -13,17 +13,19 @@ class AlgorithmConfig(Section):
     """Fields that every algorithm shares."""
 
     advantage: str = "mean"
-    """Baseline: mean | mean_std (also divides by the group's deviation) | leave_one_out | none |
-    task (`advantages` of the recipe's own task.py)."""
+    """What is subtracted from a reward: mean (of its group) | mean_std (the same, then divided by
+    the group's standard deviation) | leave_one_out (the mean of the others) | none | task
+    (`advantages` of the recipe's own task.py computes advantages)."""
     filters: list[str] = field(default_factory=list)
     """Groups that are not trained on; others are sampled in their place, and each is counted under
-    its reason. equal_rewards: all rewards are equal, hence all advantages zero (DAPO's dynamic
-    sampling, on for dapo, cispo and aipo; without it they count as trained: no gradient from the
-    rewards, but KL and entropy terms, and their tokens in the divisor) | task: those for which
-    `drop` of the recipe's own task.py returns a reason."""
+    its reason: equal_rewards (all rewards are equal, so all advantages are 0: DAPO's dynamic
+    sampling, on for dapo, cispo and aipo; without this filter such groups are trained on: the
+    rewards give no gradient, KL and entropy terms do, and their tokens count in the divisor) | task
+    (those for which `drop` of the recipe's own task.py returns a reason)."""
     normalization: str = choice("tokens", "rollouts", "constant")
-    """The step's summed loss is divided by: its response tokens | its rollouts, each rollout
-    averaged over its own tokens first | rollouts * sampling.max_tokens (constant)."""
+    """What the summed loss of a step is divided by: tokens (its response tokens) | rollouts (its
+    rollouts, after the loss of each was averaged over its own tokens) | constant (its rollouts
+    times sampling.max_tokens)."""
     kl_coefficient: float = number(0.0, least=0, most=1000)
     """Weight of the KL penalty to the reference model; 0 starts no reference executor."""
     kl_estimator: str = choice("k3", "k1", "k2")

@@ -23,23 +23,24 @@ class ClusterConfig(Section):
     num_gpus_per_host: int = number(8, least=1, most=1024)
     """GPUs of each host that the run may use."""
     gpu: str = "H100-80GB"
-    """The kind of GPU the recipe was planned for: a name in planner/hardware.py. A run on CUDA
-    refuses others."""
+    """The kind of GPU that the recipe was planned for: H100-80GB | H200-141GB | A100-80GB. A run on
+    CUDA refuses others."""
     data_interface: str = ""
     """Network interface of tensor traffic between hosts (gloo, NCCL), which is not encrypted: name
     a trusted one. Empty: loopback, which serves a single host."""
     ca: str = ""
-    """PEM file of the authority that both ends of a control connection must be certified by."""
+    """PEM file of the certificate authority that signed the certificates of both ends of every
+    control connection."""
     certificate: str = ""
-    """PEM file of this end's certificate."""
+    """PEM file of the certificate of the machine that starts the run."""
     private_key: str = ""
-    """PEM file of its key."""
+    """PEM file of that certificate's private key."""
     trusts_network: bool = False
     """Allow tcp:// addresses: no encryption, and every client that reaches them can run code
     there."""
     threads_per_process: int = number(1, least=1, most=4096)
-    """Torch threads of each executor process (monarch only); more than cores / processes is much
-    slower."""
+    """Torch threads of each executor process (monarch only); with more threads in all
+    than cores, everything is much slower."""
     liveness_timeout_s: float = number(60.0, least=0.1, most=DAY_S)
     """A process whose event loop answers nothing for this long counts as lost (monarch only); not
     while it starts."""

@@ -22,14 +22,15 @@ class SamplingConfig(Section):
     top_p: float = 1.0
     """Keep only the likeliest tokens with this total probability; must be 1 (off) in training."""
     max_tokens: int = number(512, least=1, most=2**24)
-    """Longest completion."""
+    """Longest completion, in tokens."""
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a completion, besides the tokenizer's end-of-sequence token."""
     segment_tokens: int = number(0, least=0, most=2**24)
-    """Cut a running rollout after this many new tokens and resume it on any replica; 0 never."""
+    """Interrupt a rollout after this many new tokens and continue it on any replica; 0 never
+    does."""
     replay_lengths: str | None = None
     """JSON file with a list of lengths: rollout after rollout gets exactly that many tokens, so
-    that two systems can be timed on one workload; None lets rollouts end by themselves."""
+    that two systems can be timed on one workload; null lets rollouts end by themselves."""
 
     def check(self) -> None:
         self.require(self.top_k == 0, "top_k", "be 0 in training (pi/mu would be wrong)")
@@ -49,7 +50,7 @@ class GeneratorConfig(Section):
     max_num_seqs: int = number(64, least=1, most=2**20)
     """Rollouts decoded together per replica."""
     max_model_len: int = number(1024, least=2, most=2**24)
-    """Longest prompt plus completion; sizes the KV cache."""
+    """Longest prompt plus completion, in tokens; sizes the KV cache."""
     dtype: str = choice("auto", "float32", "bfloat16")
     """Activations, KV cache and unquantised weights: float32 | bfloat16 | auto (bfloat16 on cuda,
     float32 on cpu)."""
@@ -57,7 +58,8 @@ class GeneratorConfig(Section):
     """Weights of the linear layers, quantised in the generator after each publish; `none` or what
     the engine offers. AIPO takes mu from this quantised sampler."""
     kv_after_commit: str = choice("keep", "recompute")
-    """After new weights: keep the KV cache, or recompute it."""
+    """What happens to the KV cache of running rollouts when new weights become active: keep |
+    recompute (with the new weights)."""
     num_collectors: int = number(0, least=0, most=65536)
     """Processes that collect from the replicas which rollouts stopped, and report them to the
     controller together; use one for hundreds of replicas. 0: the controller asks each replica."""

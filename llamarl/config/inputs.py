@@ -31,7 +31,7 @@ class DataConfig(Section):
     prompts: str = ""
     """Training prompts, .jsonl or .parquet; relative paths start at the recipe's folder."""
     held_out: str | None = None
-    """Evaluation prompts in the same form; None skips evaluation."""
+    """Evaluation prompts in the same form; null skips evaluation."""
     prompt_field: str = "question"
     """Field with the question: text, or for a chat template a list of messages."""
     chat: bool = False
@@ -41,7 +41,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Take the prompts of each epoch in an order drawn from the run's seed."""
     max_prompt_tokens: int = number(1024, least=1, most=2**24)
-    """Longer prompts are an error that names their line."""
+    """Longest prompt. A longer one is an error that names its line; prompts are never cut."""
 
     def check(self) -> None:
         self.require(bool(self.prompts), "prompts", "name a .jsonl or .parquet file")

@@ -11,8 +11,8 @@ class RewardConfig(Section):
     """What is rewarded, and how long a reward may take."""
 
     functions: list[str] = field(default_factory=lambda: ["math"])
-    """Reward functions: math | exact | format | task (the recipe's own task.py). The first one's
-    full marks are what accuracy counts."""
+    """Reward functions: math | exact | format | task (the recipe's own task.py). Accuracy
+    is the share of completions to which the first one gives full marks (1 or more)."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )
@@ -29,10 +29,10 @@ class RewardConfig(Section):
     timeout_s: float = number(10.0, above=0, most=DAY_S)
     """A reward that runs longer is killed and counted as hung."""
     on_failure: str = choice("drop", "zero")
-    """What a rollout whose reward failed (raised, hung, no finite number) means to its group:
-    drop (the group is not trained on: a baseline over the others would favour completions that
-    reward code can process) | zero (its reward is 0, for reward code that fails on wrong answers,
-    such as a verifier that runs out of time). Both are counted."""
+    """What happens when the reward of a rollout fails (its code raises, exceeds the time limit or
+    returns no finite number): drop (its group is not trained on: a baseline over the others would
+    favour completions that reward code can process) | zero (its reward is 0, for reward code that
+    fails on wrong answers, such as a verifier that runs out of time). Failures are counted."""
     max_failure_rate: float = number(0.1, least=0, most=1)
     """The run stops when more than this share of the last 1000 rewards failed (after 50), with
     any `on_failure`; 1 never stops it."""

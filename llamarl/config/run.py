@@ -24,8 +24,8 @@ class StalenessConfig(Section):
     max_staleness: int = number(1, least=0, most=1000)
     """Bound S on the age, in versions, of every trained token; 0 is synchronous on-policy RL."""
     late: str = choice("wait", "mask")
-    """When the oldest group is not ready: wait for it, or mask: train on others first and give
-    its tokens older than S zero weight later."""
+    """What the trainer does when the oldest group is not ready: wait (for it) | mask (train on
+    other groups first; once it is ready, its tokens older than S versions get zero loss weight)."""
 
 
 @dataclass(kw_only=True)
@@ -43,8 +43,8 @@ class WeightsConfig(Section):
     """Size of the buffer of staging=bucket, and of one message of collective and rdma; a single
     parameter may exceed it."""
     straggler_timeout_s: float = number(1.0, least=0, most=DAY_S)
-    """A publish that has reached its first replica waits this long for the others; slower ones
-    follow on their own."""
+    """A publish that has reached its first replica waits this long for the others. A slower replica
+    takes the newest version on its own afterwards."""
     timeout_s: float = number(60.0, least=0.001, most=DAY_S)
     """Longest time that one call of a publish may take. A generator replica that takes longer
     counts as lost; a trainer that takes longer ends the run. Raise it for models that take long to
@@ -63,20 +63,21 @@ class PlacementConfig(Section):
     """True: they share devices and alternate; the idle side's memory is offloaded. False: each has
     its own devices, and both work at once."""
     offload: str = choice("file", "pinned", "none")
-    """Where the idle side's memory goes: file (a memory-mapped file) | pinned (pinned host memory,
-    for GPUs) | none (it stays where it is)."""
+    """Where the memory of the side that waits goes: file (a memory-mapped file) | pinned (pinned
+    host memory, for GPUs) | none (it stays where it is)."""
     offload_folder: str | None = None
-    """Folder of the offload files, on a real disk; None takes the run's folder."""
+    """Folder of the offload files, on a real disk; null takes the run's folder."""
 
 
 @dataclass(kw_only=True)
 class ExperienceConfig(Section):
-    """The store between the stages."""
+    """Storage: the processes that keep the arrays of rollouts between the stages."""
 
     num_storage_units: int = number(1, least=1, most=65536)
-    """Storage processes; row ids are spread over them."""
+    """Storage processes; the rollouts are spread over them."""
     archive_tokens: bool = False
-    """Keep token ids and log-probs of retired rollouts in the archive, not only their spans."""
+    """Write the token ids and log-probs of each rollout to the archive too, not only its outcome,
+    reward, length and versions."""
 
 
 @dataclass(kw_only=True)
@@ -88,9 +89,10 @@ class EvaluationConfig(Section):
     max_prompts: int = number(0, least=0, most=10**9)
     """Use only the first this many held-out prompts; 0 means all."""
     temperature: float = number(0.0, least=0, most=100)
-    """0 is greedy."""
+    """Softmax temperature of held-out completions; 0 is greedy."""
     top_p: float = number(1.0, above=0, most=1)
-    """Evaluation may cut the distribution, training may not."""
+    """Keep only the likeliest tokens with this total probability; 1 is off. Unlike
+    `sampling.top_p` it may be below 1."""
     max_tokens: int = number(0, least=0, most=2**24)
     """Longest completion; 0 takes sampling.max_tokens."""
 
@@ -101,7 +103,7 @@ class EvaluationConfig(Section):
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section):
-    """What is kept on disk of the trainer."""
+    """Which states of the trainer are saved to disk, and when."""
 
     every_steps: int = number(20, least=0, most=10**9)
     """Steps between checkpoints; 0 saves only when the run ends. A killed run loses what it did
@@ -135,8 +137,9 @@ class MetricsConfig(Section):
     live: bool = True
     """Draw the live progress display when standard output is a terminal."""
     spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
-    """Most bytes on disk for the spans of one process (16 MiB keep the newest 40,000 or more). Of
-    older spans sums are kept, so that busy and wait shares stay right; trace.json begins later."""
+    """Most bytes on disk for the timing spans of one process (16 MiB hold 40,000 or more). Beyond
+    that the oldest are kept as sums only: busy and wait shares stay right, and trace.json begins
+    later."""
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,8 @@ class TrainerConfig(Section):
     """One optimizer step per `groups_per_step` groups."""
 
     num_ranks: int = number(1, least=1, most=65536)
-    """Processes, one per GPU: replicate x shard x tensor_parallel; shard is the rest."""
+    """Trainer processes, one per GPU: `replicate` copies x FSDP shards x `tensor_parallel`. The
+    number of shards follows from the other two."""
     tensor_parallel: int = number(1, least=1, most=1024)
     """Ranks that split every matrix (and, between matrices, the tokens: sequence parallel) and work
     on the same rollouts; keep it within one host."""
@@ -24,11 +25,13 @@ class TrainerConfig(Section):
     device: str = choice("cpu", "cuda")
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
-    """Groups in a batch (P)."""
+    """Groups (prompts with all their rollouts) in the batch of one optimizer step (P)."""
     groups_per_part: int = number(0, least=0, most=2**20)
-    """Start forward and backward once this many groups are ready; 0 waits for the whole batch."""
+    """Start forward and backward as soon as this many groups of a step are ready; 0 waits for all
+    of them. Either way one optimizer step follows from the whole batch."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
-    """Most tokens packed into one forward; a longer rollout gets one of its own."""
+    """Most tokens packed into one micro-batch; a rollout longer than that gets a micro-batch of its
+    own."""
     compute_dtype: str = choice("auto", "float32", "bfloat16")
     """Forward and backward in float32 | bfloat16 | auto (bfloat16 on cuda, float32 on cpu); master
     weights are always float32."""
@@ -42,7 +45,7 @@ class TrainerConfig(Section):
     """torch.compile of each block, attention left out: none | inductor (needs a C++ compiler or
     CUDA) | aot_eager (for debugging). Not with tensor_parallel or selective checkpointing."""
     optimizer: str = choice("adamw", "sgd")
-    """adamw | sgd."""
+    """The optimizer: adamw | sgd."""
     lr: float = number(1e-6, least=0, most=100)
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

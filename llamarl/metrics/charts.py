@@ -31,26 +31,28 @@ OTHERS = "6_others"
 
 DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/mean": "Mean reward of the rollouts finished in the step, trained and dropped ones.",
-    "reward/std": "Their standard deviation.",
+    "reward/std": "Standard deviation of the rewards of the rollouts finished in the step.",
     "reward/values": "Number of rollouts by reward.",
-    "accuracy/train": "Share of these rollouts to which the first reward function gave full marks "
-    "(1 or more).",
-    "evaluation/accuracy": "Share of held-out prompts answered with full marks by the first reward "
-    "function.",
+    "accuracy/train": "Share of the rollouts finished in the step to which the first reward "
+    "function gave full marks (1 or more).",
+    "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
+    "full marks (1 or more).",
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
-    "evaluation/failed": "Held-out completions whose reward failed; they are in no mean.",
-    "reward_parts/": "Mean of this reward function before its weight.",
+    "evaluation/failed": "Held-out completions whose reward failed; the means leave them out.",
+    "reward_parts/": "Mean of what this reward function gave, before it is multiplied by its "
+    "weight.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
     "returned no finite number (invalid).",
-    "rollouts": "Completions of the step, alternating between the best and the worst of a group.",
+    "rollouts": "Sample completions of the step as text, in turn the best and the worst of a "
+    "group.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
-    "dropped/solved": "Of these, groups whose rollouts all have full marks: too easy.",
-    "dropped/equal_rewards": "Of these, groups whose rewards are all equal: they give no signal.",
-    "dropped/failed_reward": "Of these, groups with a rollout whose reward failed.",
+    "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy.",
+    "dropped/equal_rewards": "Dropped groups whose rewards are all equal: they give no gradient.",
+    "dropped/failed_reward": "Dropped groups with a rollout whose reward failed.",
     "dropped/": "Groups dropped for this reason since the last step.",
     "length/tokens": "Tokens of the completions finished in the step.",
     "length/truncated_share": "Share of completions cut at sampling.max_tokens.",
@@ -61,28 +63,31 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "policy/entropy": "Mean entropy of the trainer's next-token distribution, in nats.",
     "policy/grad_norm": "Norm of the gradient before clipping.",
     "ratio/mean": "Mean of pi/mu over trained tokens, trainer over generator: 1 where they agree.",
-    "ratio/max": "Its largest value.",
+    "ratio/max": "Largest pi/mu of a trained token.",
     "ratio/clipped_share": "Share of trained tokens whose ratio was clipped.",
     "kl/generator_trainer": "KL divergence between generator and trainer, per token, in nats.",
     "kl/reference": "The KL penalty's estimate per token against the frozen model, in nats.",
-    "trainer/loss": "The loss that was differentiated, a sum over tokens divided as "
-    "algorithm.normalization says.",
+    "trainer/loss": "The loss of the step: a sum over tokens, divided as algorithm.normalization "
+    "says.",
     "trainer/lr": "Learning rate of the step.",
-    "trainer/": "Reported by the trainer at the optimizer step.",
+    "trainer/": "A number that the trainer reported at the optimizer step.",
     "tokens/per_s": "Response tokens trained per second of the step.",
     "tokens/trained": "Response tokens trained in the step.",
-    "tokens/masked": "Response tokens without weight in the loss: too old, or truncated.",
+    "tokens/masked": "Response tokens with zero weight in the loss: too old, or of a truncated "
+    "rollout.",
     "time/step_s": "Seconds from the end of the step before to the end of this one.",
-    "time/publish_s": "Seconds until the latest publish was live on the generators.",
-    "time/": "Seconds.",
+    "time/publish_s": "Seconds that the latest publish took, until the generators decoded with the "
+    "new version.",
+    "time/": "Seconds that this took.",
     "wait/": "Seconds that a process of this executor waited during the step, on average.",
     "staleness/mean": "Mean age of trained tokens, in versions.",
     "staleness/max": "Largest age of a trained token, at most staleness.max_staleness.",
     "staleness/tokens": "Trained tokens by age, in versions.",
     "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
     "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
-    "logprob_check/difference": "The largest difference of their log-probs, in nats.",
-    "logprob_check/tolerance": "The largest difference allowed.",
+    "logprob_check/difference": "Largest difference between log-probs of generators and trainer, "
+    "in nats.",
+    "logprob_check/tolerance": "Largest difference of log-probs that the check allows, in nats.",
 }
 
 

@@ -330,7 +330,7 @@ def _limit_words(section: type, name: str) -> str:
         return ""
     words = "from" if "least" in limits else "above"
     lowest = limits.get("least", limits.get("above"))
-    return f" {words} {lowest:.15g} to {limits['most']:.15g}"
+    return f" {words} {lowest:.16g} to {limits['most']:.16g}"
 
 
 def _summary(section: type) -> str:
