@@ -285,8 +285,8 @@ def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
             time.sleep(0.05)
         if is_new and checkpoint.holds_run(run_dir):
             raise ValueError(
-                f"run_dir must be a new folder, or checkpoint.resume=auto to go on with the run "
-                f"in it, got {run_dir}"
+                f"run_dir must be a new folder, or checkpoint.resume=auto to resume the run in "
+                f"it, got {run_dir}"
             )
         try:
             yield

@@ -266,7 +266,7 @@ def _exit(code: int, command: list[str], run_dir: str) -> Any:
     if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
         version = checkpoint.version_of(newest)
         sys.stderr.write(f"llamarl: version {version} is saved in {shorten(str(newest))}\n")
-        sys.stderr.write(f"llamarl: to go on: {resume_command(command, run_dir)}\n")
+        sys.stderr.write(f"llamarl: to resume: {resume_command(command, run_dir)}\n")
     elif command[1] == "train":
         sys.stderr.write(f"llamarl: no version is saved in {shorten(run_dir)}\n")
     sys.exit(code)

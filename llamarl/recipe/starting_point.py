@@ -115,7 +115,7 @@ def _check_records(run_dir: str, folder: Path, state: dict[str, Any]) -> None:
         records.verify(run_dir, state["records"])
     except ValueError as error:
         raise ValueError(
-            f"{error}: restore the file, or go on without it in a new run_dir with "
+            f"{error}: restore the file, or resume without it in a new run_dir with "
             f"checkpoint.resume={folder}"
         ) from error
 

@@ -198,7 +198,7 @@ def test_the_report_says_what_does_not_fit_and_what_the_gain_is_made_of() -> Non
         "baseline step 635.8 s 120.0 s",
         "publish 2.00 s 7.53 s",
         "does not publish its batch sizes",
-        "are 1.3 to 2.3 times as long as this law",
+        "are 1.3 to 2.3 times as long as these forecasts",
     ):
         assert said in words, text
     assert max(map(len, text.splitlines())) <= REPORT_WIDTH

@@ -59,7 +59,7 @@ with FSDP and tensor parallelism of 8 on 64 GPUs 1.7 (1.6), 70B in that layout o
 
 CAVEAT = (
     f"Trainer times are optimistic: public measurements (torchtitan, prime-rl; 4B to 70B on H100) "
-    f"are {SLOWER[0]} to {SLOWER[1]} times as long as this law, which has not been fitted to any."
+    f"are {SLOWER[0]} to {SLOWER[1]} times as long as these forecasts, which are not fitted to any."
 )
 
 DIFFERENCES = (
