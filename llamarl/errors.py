@@ -1,4 +1,4 @@
-"""Exceptions that several rooms raise or know.
+"""Exceptions that several packages raise or catch.
 
 Owns: their types, and which one a group holds first. Does not own: which of them ends a run
 (`loop/`), or how they are shown (`main.py`). Invariant: each survives pickling, and needs neither

@@ -1,6 +1,6 @@
-"""Rollouts as rows of the store.
+"""Rollouts as rows of storage.
 
-Owns: the translation between what an engine writes and the store's columns. Does not own: either.
+Owns: the translation between what an engine writes and storage's columns. Does not own: either.
 Invariant: a row's spans are the runs of its token versions.
 """
 

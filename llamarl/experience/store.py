@@ -1,4 +1,4 @@
-"""The client of the store: one Storage over several storage units.
+"""The client of storage: one Storage over several storage units.
 
 Owns: which unit holds a row, and the form in which columns travel. Does not own: arrays, which
 are in the units. Invariant: rows come back in the order they were asked for, and the bytes of a

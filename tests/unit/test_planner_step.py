@@ -328,7 +328,7 @@ def test_a_baseline_on_all_gpus_is_not_split() -> None:
         step=step,
     )
     assert found.factors["overlap"] == 1
-    assert "4 GPUs of degree 4 do not split" in found.stages["overlap"].words
+    assert "4 GPUs cannot be split, for each side needs 4" in found.stages["overlap"].words
 
 
 def test_lengths_stay_whatever_their_spread() -> None:

@@ -1,1 +1,1 @@
-"""vLLM as an engine: optional, pinned to one version, and met in no other room."""
+"""vLLM as an engine: optional, pinned to one version, and imported by no other package."""

@@ -128,8 +128,10 @@ def _overlapped(config: Config, baseline: Variant, architecture: Architecture) -
     num_gpus = baseline.config.trainer.num_ranks
     generator, trainer = baseline.config.generator, baseline.config.trainer
     unit = max(generator.num_ranks, trainer.tensor_parallel)
+    ranks = "GPUs" if trainer.device == "cuda" else "ranks"
     if num_gpus < 2 * unit:
-        return replace(baseline, words=f"the same: {num_gpus} GPUs of degree {unit} do not split")
+        words = f"the same: {num_gpus} {ranks} cannot be split, for each side needs {unit}"
+        return replace(baseline, words=words)
     num_ranks = max(1, num_gpus // 2 // unit) * unit
     apart = replace(
         config,
@@ -148,7 +150,7 @@ def _overlapped(config: Config, baseline: Variant, architecture: Architecture) -
         generator=replace(apart.generator, num_replicas=best.num_replicas),
     )
     words = (
-        f"the same, asynchronous on {best.num_trainer_ranks} GPUs for the trainer and "
+        f"the same, asynchronous on {best.num_trainer_ranks} {ranks} for the trainer and "
         f"{best.num_replicas * generator.num_ranks} for generators"
     )
     return Variant(words=words, config=split, step=step)
