@@ -51,7 +51,7 @@ def starting_point(
         _check_records(run_dir, folder, state)
     for newer, error in damaged.items():
         reason, kept = error.__cause__ or error, checkpoint.set_aside(newer)
-        LOGGER.warning("going on from %s, for %s (kept as %s)", folder.name, reason, kept.name)
+        LOGGER.warning("resuming from %s, for %s (kept as %s)", folder.name, reason, kept.name)
     return state, str(folder)
 
 
