@@ -40,7 +40,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
-    "evaluation/failed": "Held-out completions whose reward failed; the means leave them out.",
+    "evaluation/failed": "Held-out completions whose reward failed; they count as wrong, with "
+    "reward 0.",
     "reward_parts/": "Mean of what this reward function gave, before it is multiplied by its "
     "weight.",
     "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
