@@ -1,6 +1,7 @@
 """The reward pool with real processes."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import os
@@ -375,24 +376,25 @@ def test_a_worker_whose_parent_is_already_gone_ends_at_once():
     worker.communicate()
 
 
-def test_the_pool_costs_little_beside_the_rewards():
+def test_the_pool_costs_less_than_turning_its_items_into_json_and_back():
     def cpu_s(pid):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def run():
         async with running(config()) as pool:
-            prompts = [
-                Prompt(prompt_id=i, text="q" * 100, token_ids=(1,) * 100, fields={"value": 1})
-                for i in range(64)
-            ]
-            items = [c for p in prompts for c in completions(*["bla " * 60] * 8, prompt=p)]
+            prompt = dataclasses.replace(PROMPT, text="q" * 100, token_ids=(1,) * 100)
+            items = completions(*["bla " * 60] * 512, prompt=prompt)
             await pool.score(items)
             (pid,) = pool.pids
             start_s = time.process_time() + cpu_s(pid)
             for _ in range(10):
                 await pool.score(items)
-            return (time.process_time() + cpu_s(pid) - start_s) / 10
+            pool_s = time.process_time() + cpu_s(pid) - start_s
+            start_s = time.process_time()
+            for item in items * 10:
+                json.loads(json.dumps(dataclasses.asdict(item)))
+            return pool_s / (time.process_time() - start_s)
 
-    # About 0.02 s of processor time per 512 rewards; the goal is 5 % of a core at 512 per second.
-    assert asyncio.run(run()) < 0.05
+    # 512 rewards take about 0.02 s of processor time; a ratio holds on slow and busy machines too.
+    assert sorted(asyncio.run(run()) for _ in range(3))[1] < 0.5

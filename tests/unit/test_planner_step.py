@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -221,15 +220,14 @@ def test_late_timers_do_not_add_up() -> None:
     assert expected_s < found_s < expected_s + num_others * LATE_S
 
 
-def test_a_replay_in_real_time_takes_what_was_forecast() -> None:
+def test_a_replay_in_real_time_takes_at_least_what_was_forecast() -> None:
+    """How much longer it takes is for the benchmark: a busy machine may delay it without bound."""
     config = make_config(spread=0.5)
     costs = replace(COSTS, decode_step_s=0.004, token_s=1.5e-4)
     expected_s = simulate(config, TINY, costs, num_steps=5).step_s
-    start_s = time.monotonic()
     timeline = asyncio.run(run(config, costs, TINY, make_workload(config), 5))
-    assert time.monotonic() - start_s < 10
     found_s = forecast(timeline, settling_steps(config, 5)).step_s
-    assert found_s == pytest.approx(expected_s, rel=0.2)
+    assert found_s > 0.99 * expected_s > 0.1
 
 
 @settings(deadline=None)
