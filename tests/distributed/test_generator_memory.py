@@ -60,13 +60,14 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
         spans=spans,
     )
     await generator.start()
-    engine, weight_buffer = generator.made.decoding.engine, generator.made.weight_buffer
+    rollouts, _, target, offload = generator.parts
+    engine, weight_buffer = target._decoding.engine, target._buffer
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there
     seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, weight_buffer)]}
     for row_id, num_absences in ((0, 0), (1, 2)):
         sampling = Sampling(max_tokens=60)
-        await generator.made.rollouts.submit(
+        await rollouts.submit(
             [Request(row_id=row_id, prompt_ids=PROMPT, sampling=sampling, seed=5)]
         )
         for _ in range(num_absences):
@@ -75,11 +76,11 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
             seen["running"].append(engine.num_running)
             weight_buffer.staging.fill_(1.0)  # as a publish does
             before = resident_bytes()
-            await generator.made.offload.offload(BOTH)
+            await offload.offload(BOTH)
             seen["shrunk"].append(before - resident_bytes())
-            await generator.made.offload.onload(BOTH)
+            await offload.onload(BOTH)
         while RESPONSE_IDS not in storage.cells[row_id]:
-            await generator.made.rollouts.collect()
+            await rollouts.collect()
     seen["addresses"].append(addresses(engine, weight_buffer))
     seen["tokens"] = [storage.cells[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
     await generator.close()

@@ -47,7 +47,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     done = forks.run(*resume, "checkpoint.resume=auto")
     assert done.returncode == 0, done.stderr
     said = "".join((done.stdout + done.stderr).split())  # which is wrapped anywhere
-    assert "goingonfromstep-00000001" in said
+    assert "resumingfromstep-00000001" in said
     assert "step-00000002/__0_0.distcpmustholdthebytesthat" in said
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["damaged-step-00000002", "step-00000001", "step-00000002"]

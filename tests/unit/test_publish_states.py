@@ -85,4 +85,4 @@ def test_the_picture_in_the_docs_is_the_table() -> None:
     }
     assert drawn == is_drawn, "`leave` leads from every state to gone, and the page says so"
     assert re.search(r"\[\*\] --> disconnected\n", picture)
-    assert "From every state a replica that raises" in PAGE.read_text()
+    assert "From every state, a replica that raises" in PAGE.read_text()

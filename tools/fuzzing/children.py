@@ -126,7 +126,7 @@ def _judge(case: Case, code: int | None, output: str, num_bytes: int) -> tuple[s
     if num_bytes > LIMIT_BYTES:
         return "large", f"took {num_bytes / 1e9:.1f} GB"
     if code == 0:
-        passed_over = "goingonfrom" in squeezed
+        passed_over = "resumingfrom" in squeezed
         if case.must_fail and not passed_over:
             return "accepted", "damage was accepted in silence"
         return ("passed over" if passed_over else "accepted"), ""
