@@ -85,7 +85,7 @@ async def bench_ways(model: Model, repeats: int, folder: str, with_vllm: bool) -
         ways = await make_ways(model, trainers, generators, engines, folder)
         seconds: Seconds = {name: [] for name in ways}
         for version in range(1, repeats + 1):
-            await call_all(trainers, "present", version)
+            await call_all(trainers, "label", version)
             for name, way in ways.items():
                 start_s = time.perf_counter()
                 await way(version)
@@ -105,7 +105,7 @@ async def make_ways(
 ) -> dict[str, Way]:
     """Everything that is timed, by name, connected and run once."""
     await call_all(trainers, "fill")
-    await call_all(trainers, "present", 0)
+    await call_all(trainers, "label", 0)
     await call_all(generators, "reserve")
     ways: dict[str, Way] = {}
     for replica, transport in enumerate(TRANSPORTS):
@@ -165,7 +165,7 @@ async def bench_decoding(folder: str) -> dict[str, float]:
         await asyncio.gather(call_all(trainers, "fill"), generator.call("start"))
         receiver = Executor(generator)
         publisher = make_publisher(trainers, receiver, 0, WeightsConfig(), folder)
-        await call_all(trainers, "present", 0)
+        await call_all(trainers, "label", 0)
         await publisher.connect()
         await publisher.publish(0)
         await generator.call("submit", 4 * BATCH)
@@ -178,7 +178,7 @@ async def bench_decoding(folder: str) -> dict[str, float]:
             start_ns = now_ns()
             while now_ns() < start_ns + WINDOW_S * 1e9:
                 version = publisher.version + 1
-                await call_all(trainers, "present", version)
+                await call_all(trainers, "label", version)
                 begin_ns = now_ns()
                 await publisher.publish(version)
                 publishes.append((begin_ns, now_ns()))
@@ -222,7 +222,7 @@ async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> dict
         watching = asyncio.create_task(peaks.watch())
         await publisher.connect()
         for version in range(3):
-            await call_all(trainers, "present", version)
+            await call_all(trainers, "label", version)
             await publisher.publish(version)
         watching.cancel()
         peaks.look()

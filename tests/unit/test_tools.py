@@ -1,6 +1,8 @@
-"""The pure parts of the benchmarks: windows over decode steps, and the model that is published."""
+"""The benchmarks: their pure parts, and that those of weights and offloading run to their end."""
 
+import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,3 +53,14 @@ def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None
     copies = plan(source, target)
     assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
     assert {copy.source_rank for copy in copies} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bench_weights.py", "bench_offload.py"])
+def test_a_benchmark_of_small_weights_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    program = Path(__file__).resolve().parents[2] / "tools" / name
+    command = [sys.executable, str(program), "--megabytes=4", "--repeats=1", "--json=figures.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert all(value > 0 for value in figures.values() if isinstance(value, float))

@@ -1,13 +1,14 @@
-"""What a turn of colocated placement costs: memory out of the way, and back.
+"""What `placement=colocated` costs: offloading a trainer's memory, and onloading it.
 
-    python tools/bench_turns.py [--json FILE] [--megabytes 500] [--repeats 5] [--folder DIR] [--run]
+    python tools/bench_offload.py [--json FILE] [--megabytes 500] [--repeats 5] [--folder DIR]
+                                  [--run]
 
 A trainer's state (gradients and two moments of a Llama's parameters, float32, all pages touched)
-leaves and enters by `Offload(kind="file")`. The floors move the same bytes of the same tensors and
-do nothing else: plain large writes to a file in the same folder; reads back into memory that is
-there already, and into new memory, whose pages the kernel must first find (as after a leave); and
-memcpy. Both files are reserved and stay in the page cache as far as the kernel keeps them. All take
-turns within a repeat; shares are medians over repeats.
+is offloaded and onloaded by an `Offloader` of kind "file". The floors move the same bytes of the
+same tensors and do nothing else: plain large writes to a file in the same folder; reads back into
+memory that is there already, and into new memory, whose pages the kernel must first find (as after
+an offload); and memcpy. Both files are reserved and stay in the page cache as far as the kernel
+keeps them. All are measured by turns within a repeat; shares are medians over repeats.
 
 With --run also a short training run of the quickstart recipe, colocated: how its time splits into
 work and turns.
@@ -112,7 +113,7 @@ def bench_offload(
                 seconds[name].append(value)
     if checks != [float(tensor.double().sum()) for tensor in tensors]:
         raise RuntimeError("what came back is not what left")
-    offload.close()
+    offloader.close()
     os.close(fd)
     return seconds, num_bytes, statistics.median(freed)
 
@@ -161,14 +162,16 @@ def main() -> None:
         return statistics.median(a / b for a, b in pairs)
 
     results = {
-        "leave_share_of_write": share("write", "offload"),
-        "enter_share_of_read": share("read", "onload"),
-        "enter_share_of_read_new": share("read, new memory", "onload"),
+        "offload_share_of_write": share("write", "offload"),
+        "onload_share_of_read": share("read", "onload"),
+        "onload_share_of_read_new": share("read, new memory", "onload"),
         "freed_share": freed,
     }
-    print(f"    leave has {results['leave_share_of_write']:.0%} of the speed of plain writes,")
-    print(f"    enter {results['enter_share_of_read']:.0%} of that of plain reads, and")
-    print(f"    {results['enter_share_of_read_new']:.0%} of that of reads into new memory;")
+    print(
+        f"    offloading has {results['offload_share_of_write']:.0%} of the speed of plain writes,"
+    )
+    print(f"    onloading {results['onload_share_of_read']:.0%} of that of plain reads, and")
+    print(f"    {results['onload_share_of_read_new']:.0%} of that of reads into new memory;")
     print(f"    {freed:.1%} of the memory was free in between")
     details: dict[str, object] = {"num_bytes": num_bytes, "seconds": seconds}
     if arguments.run:
