@@ -39,6 +39,9 @@ class VllmRank:
             rendezvous=f"{self._folder}/vllm-rendezvous",
             run_id="bench",
         )
+        memory = self._engine.memory  # the engine has none of its own for its weights
+        self._flat = torch.zeros(memory.num_elements, dtype=memory.dtype)
+        self._engine.commit(self._engine.process_weights(self._flat), 0)
         self._runner = self._engine._core.model_executor.driver_worker.model_runner
         self._group = form_group(f"{folder}/{label}-all", 1 + self._rank, 1 + NUM_RANKS)
 
