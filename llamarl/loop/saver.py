@@ -58,7 +58,7 @@ class Saver:
         was made is logged.
         """
         await self._end_step()
-        made = self._made = asyncio.Event()  # its own: the step before may still tell of its end
+        made = self._made = asyncio.Event()  # new: the end of the step before may still set its own
         task = self._protect(step)
         task.add_done_callback(lambda _: made.set())
         await made.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from llamarl.models.architecture import Architecture, RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 LLAMA = Architecture(
     model_type="llama",
@@ -64,6 +68,27 @@ def make_model(architecture: Architecture, seed: int) -> Transformer:
             if "norm" in name:
                 parameter.add_(1.0)
     return model
+
+
+def make_reference(seed: int) -> LlamaForCausalLM:
+    """The model of LLAMA in transformers, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    a = LLAMA
+    config = LlamaConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.intermediate_size,
+        num_hidden_layers=a.num_layers,
+        num_attention_heads=a.num_heads,
+        num_key_value_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        rms_norm_eps=a.norm_eps,
+        tie_word_embeddings=True,
+        initializer_range=0.25,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def flat_weights(engine: EmbeddedEngine, model: torch.nn.Module) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tests.unit.engine_models import (
     flat_weights,
     make_engine,
     make_model,
+    make_reference,
     make_request,
     model_logprobs,
     random_prompts,
@@ -27,24 +28,8 @@ from tests.unit.engine_models import (
 
 
 def test_greedy_rollouts_equal_those_of_transformers() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    a = LLAMA
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=a.vocab_size,
-        hidden_size=a.hidden_size,
-        intermediate_size=a.intermediate_size,
-        num_hidden_layers=a.num_layers,
-        num_attention_heads=a.num_heads,
-        num_key_value_heads=a.num_kv_heads,
-        head_dim=a.head_dim,
-        rms_norm_eps=a.norm_eps,
-        tie_word_embeddings=True,
-        initializer_range=0.25,
-    )
-    reference = LlamaForCausalLM(config).eval()
-    engine = EmbeddedEngine(a, EmbeddedConfig(max_num_seqs=4, max_model_len=160))
+    reference = make_reference(0)
+    engine = EmbeddedEngine(LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=160))
     engine.commit(flat_weights(engine, reference), 0)
     prompts = random_prompts(9)
     for row, prompt in enumerate(prompts):

@@ -17,6 +17,7 @@ from tests.unit.engine_models import (
     flat_weights,
     make_engine,
     make_model,
+    make_reference,
     make_request,
     model_logprobs,
     random_prompts,
@@ -33,26 +34,9 @@ def run_with_commit(engine: EmbeddedEngine, requests: list[Request], flat: torch
 
 
 def test_a_commit_that_keeps_the_cache_equals_two_models_over_one_cache() -> None:
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from transformers import DynamicCache
 
-    def build(seed: int) -> LlamaForCausalLM:
-        torch.manual_seed(seed)
-        a = LLAMA
-        config = LlamaConfig(
-            vocab_size=a.vocab_size,
-            hidden_size=a.hidden_size,
-            intermediate_size=a.intermediate_size,
-            num_hidden_layers=a.num_layers,
-            num_attention_heads=a.num_heads,
-            num_key_value_heads=a.num_kv_heads,
-            head_dim=a.head_dim,
-            rms_norm_eps=a.norm_eps,
-            tie_word_embeddings=True,
-            initializer_range=0.25,
-        )
-        return LlamaForCausalLM(config).eval()
-
-    models = [build(0), build(1)]
+    models = [make_reference(0), make_reference(1)]
     engine = EmbeddedEngine(LLAMA, EmbeddedConfig(max_num_seqs=4, max_model_len=160))
     engine.commit(flat_weights(engine, models[0]), 0)
     requests = [make_request(r, p, 25, temperature=0.0) for r, p in enumerate(random_prompts(4))]
