@@ -11,9 +11,21 @@ host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from llamarl.types import Batch, Columns, Outcome, Prompt, Request, RolloutInfo, Score, StepStats
+from llamarl.types import (
+    Batch,
+    Columns,
+    Outcome,
+    Prompt,
+    Request,
+    RolloutInfo,
+    Score,
+    StageItem,
+    StageResult,
+    StepStats,
+)
 
 if TYPE_CHECKING:
     from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
@@ -84,6 +96,17 @@ class Reference(Protocol):
 
     async def infer(self, row_ids: list[int]) -> None:
         """Compute `ref_logprobs` of these rows and write the column."""
+
+
+class Processor(Protocol):
+    """Runs a stage between generate and settle: a scorer, a frozen model, a recipe's own code."""
+
+    async def process(self, items: list[StageItem]) -> Sequence[Score | StageResult]:
+        """Read the stage's columns of these rollouts, compute, write its columns.
+
+        Returns what the controller must know: nothing, or one result per rollout. UserCodeError if
+        too many of the recipe's own calls fail.
+        """
 
 
 class Storage(Protocol):

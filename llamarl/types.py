@@ -267,12 +267,35 @@ class Score:
         return self.status is ScoreStatus.OK and next(iter(self.parts.values()), 0.0) >= 1.0
 
 
+@_light
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """What a stage of the recipe's own found for one rollout.
+
+    `numbers` holds the columns it wrote that are one number, by name. A rollout with a `reason` is
+    dropped, as is one whose `status` is not OK; `error` says why it is not.
+    """
+
+    row_id: int
+    status: ScoreStatus = ScoreStatus.OK
+    numbers: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    error: str = ""
+
+
+StageItem = tuple[tuple[int, ...], Prompt | None]
+"""What one call of a stage is about: a rollout, or all of a group that are left; and their prompt
+if the stage reads it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """The rollouts of one admitted prompt.
 
     `group_id` counts admissions, so it is also the order of consumption. No rollout may start on a
     version below `min_version`. `advantages` has one entry per row once the group is settled.
+    `numbers` holds what the recipe's own stages found for a row, by column; a row in `dropped` is
+    not trained on, for the reason there, and leaves `row_ids` when the group is settled.
     """
 
     group_id: int
@@ -281,6 +304,8 @@ class Group:
     min_version: int
     rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
 
 

@@ -7,6 +7,7 @@ torch, because the controller process runs it.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,14 @@ from llamarl.config import AlgorithmConfig
 from llamarl.config.check import require_choice
 from llamarl.errors import TaskError
 from llamarl.task_file import FILE
-from llamarl.types import Dropped, Group, Kept, ScoredGroup, Verdict
+from llamarl.types import REWARD, Dropped, Group, Kept, ScoredGroup, Verdict
 
 FAILED_REWARD = "failed_reward"
 EQUAL_REWARDS = "equal_rewards"
 SOLVED = "solved"
 TASK = "task"  # the recipe's own task.py
 REASON = re.compile("[a-z0-9_]{1,40}")  # it is part of a metric's name
+LEAST_ROLLOUTS = {"none": 1, TASK: 1}  # by advantage; a rollout is no baseline of its own
 EMPTY: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
@@ -61,18 +63,23 @@ def filter_group(
 ) -> Verdict:
     """The group's advantages, or why it is dropped: the first reason of `config.filters`.
 
-    The first reason of all is "failed_reward": a score without reward (`reward.on_failure: zero`
-    gives it one). A baseline over the other rollouts would favour those that reward code happens to
-    handle, so the whole group is dropped.
+    Rollouts that a stage of the recipe's own dropped are left out; if too few are left for a
+    baseline, their most frequent reason is the group's. Next comes "failed_reward": a score without
+    reward (`reward.on_failure: zero` gives it one). A baseline over the other rollouts would favour
+    those that reward code happens to handle, so the whole group is dropped.
 
     `max_tokens` is the longest completion, which the overlong penalty counts back from; `task` are
     the functions of task.py that the recipe names. TaskError if one of them fails or returns an
     invalid value.
     """
-    rollouts = tuple(group.rollouts[row_id] for row_id in group.row_ids)
-    scores = tuple(group.scores[row_id] for row_id in group.row_ids)
+    row_ids = [row_id for row_id in group.row_ids if row_id not in group.dropped]
+    if len(row_ids) < min(len(group.row_ids), LEAST_ROLLOUTS.get(config.advantage, 2)):
+        return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
+    rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
+    scores = tuple(group.scores[row_id] for row_id in row_ids)
     num_tokens = [rollout.num_tokens for rollout in rollouts]
-    rewards = shaped_rewards([score.reward for score in scores], num_tokens, max_tokens, config)
+    summed = [_summed_reward(group, row_id, config) for row_id in row_ids]
+    rewards = shaped_rewards(summed, num_tokens, max_tokens, config)
     if any(map(math.isnan, rewards)):
         return Dropped(FAILED_REWARD)
     scored = ScoredGroup(
@@ -87,6 +94,13 @@ def filter_group(
         if reason is not None:
             return Dropped(reason)
     return Kept(scored.advantages)
+
+
+def _summed_reward(group: Group, row_id: int, config: AlgorithmConfig) -> float:
+    """The weighted sum of the rollout's reward columns; NaN if its reward failed."""
+    values = {REWARD: group.scores[row_id].reward, **group.numbers.get(row_id, {})}
+    pairs = zip(config.reward_columns, config.reward_column_weights, strict=True)
+    return sum(weight * values[name] for name, weight in pairs if weight)
 
 
 def _advantages(

@@ -22,6 +22,16 @@ class AlgorithmConfig(Section):
     sampling, on for dapo, cispo and aipo; without this filter such groups are trained on: the
     rewards give no gradient, KL and entropy terms do, and their tokens count in the divisor) | task
     (those for which `drop` of the recipe's own task.py returns a reason)."""
+    reward_columns: list[str] = field(default_factory=lambda: ["reward"])
+    """Columns of numbers whose weighted sum is a rollout's reward: reward (what `reward.functions`
+    give) and those that stages of the recipe's own task.py write (`experience.stages`)."""
+    reward_column_weights: list[float] = field(
+        default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
+    )
+    """One weight per column; 0 only records it."""
+    loss_columns: list[str] = field(default_factory=list)
+    """Columns with an entry per response token that a loss of task.py gets besides its own inputs,
+    as `inputs.columns[name]`."""
     normalization: str = choice("tokens", "rollouts", "constant")
     """What the summed loss of a step is divided by: tokens (its response tokens) | rollouts (its
     rollouts, after the loss of each was averaged over its own tokens) | constant (its rollouts
@@ -42,6 +52,17 @@ class AlgorithmConfig(Section):
 
     scales_with_advantage: ClassVar[bool] = True
     # False: a rollout with advantage 0 may have a gradient, so its forward is not skipped.
+
+    def check(self) -> None:
+        self.require(bool(self.reward_columns), "reward_columns", "name at least one column")
+        self.require(
+            len(self.reward_column_weights) == len(self.reward_columns),
+            "reward_column_weights",
+            f"have one weight per column ({len(self.reward_columns)})",
+        )
+        for name in ("reward_columns", "loss_columns"):
+            columns = getattr(self, name)
+            self.require(len({*columns}) == len(columns), name, "name each column once")
 
     @property
     def has_reference(self) -> bool:

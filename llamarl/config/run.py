@@ -75,6 +75,9 @@ class ExperienceConfig(Section):
 
     num_storage_units: int = number(1, least=1, most=65536)
     """Storage processes; the rollouts are spread over them."""
+    stages: list[str] = field(default_factory=list)
+    """Stages of the recipe's own task.py that each rollout passes between generation and training,
+    by their names in its list `stages`."""
     archive_tokens: bool = False
     """Write the token ids and log-probs of each rollout to the archive too, not only its outcome,
     reward, length and versions."""

@@ -43,7 +43,7 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Consumer:
     """A consumer of rows: the columns it needs and the rollouts it is for.
 
     `pause_s` lies between two `take`s at least, so that what comes from hundreds of replicas comes
@@ -55,30 +55,30 @@ class Stage:
     pause_s: float = 0.0
 
 
-def loop_stages(has_reference: bool) -> dict[str, Stage]:
+def loop_stages(has_reference: bool) -> dict[str, Consumer]:
     """The stages of the RL loop. Scoring and the reference are independent of each other; an
     evaluation's rollout may have a (failed) score without having been written."""
     written, scored = frozenset({RESPONSE_IDS}), frozenset({RESPONSE_IDS, REWARD})
     train, evaluate = frozenset({Purpose.TRAIN}), frozenset({Purpose.EVALUATE})
     table = {
-        "score": Stage(needs=written, purposes=train | evaluate, pause_s=SCORE_PAUSE_S),
-        "settle": Stage(needs=scored, purposes=train),
-        "evaluate": Stage(needs=frozenset({REWARD}), purposes=evaluate),
+        "score": Consumer(needs=written, purposes=train | evaluate, pause_s=SCORE_PAUSE_S),
+        "settle": Consumer(needs=scored, purposes=train),
+        "evaluate": Consumer(needs=frozenset({REWARD}), purposes=evaluate),
     }
     if has_reference:
-        table["infer"] = Stage(needs=written, purposes=train)
-        table["settle"] = Stage(needs=scored | {REF_LOGPROBS}, purposes=train)
+        table["infer"] = Consumer(needs=written, purposes=train)
+        table["settle"] = Consumer(needs=scored | {REF_LOGPROBS}, purposes=train)
     return table
 
 
 class Ledger:
     """Entries by row id, and one queue of takeable rows per stage.
 
-    Example: with `stages={"score": Stage(needs=frozenset({"response_ids"}))}`, a row added and then
-    marked "response_ids" comes out of `take("score")` once.
+    Example: with `stages={"score": Consumer(needs=frozenset({"response_ids"}))}`, a row added and
+    then marked "response_ids" comes out of `take("score")` once.
     """
 
-    def __init__(self, stages: dict[str, Stage]) -> None:
+    def __init__(self, stages: dict[str, Consumer]) -> None:
         self.entries: dict[int, LedgerEntry] = {}
         self._stages = stages
         self._queues: dict[str, deque[int]] = {name: deque() for name in stages}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.loop.ledger import Ledger, Stage, loop_stages
+from llamarl.loop.ledger import Consumer, Ledger, loop_stages
 from llamarl.planner.simulation import clock
 from llamarl.types import (
     REF_LOGPROBS,
@@ -125,7 +125,7 @@ def test_concurrent_takers_share_the_rows_without_a_double(seed: int, num_takers
 
 def test_a_stage_that_pauses_gets_what_came_meanwhile_together() -> None:
     async def scenario() -> None:
-        ledger = Ledger({"score": Stage(needs=frozenset({RESPONSE_IDS}), pause_s=5.0)})
+        ledger = Ledger({"score": Consumer(needs=frozenset({RESPONSE_IDS}), pause_s=5.0)})
         for row_id in range(4):
             ledger.add(request(row_id), PROMPT)
         ledger.mark([0], RESPONSE_IDS)
@@ -204,7 +204,7 @@ def test_an_evaluation_gets_a_rollout_once_it_is_scored_though_it_was_never_writ
 
 def test_what_is_learnt_reaches_entry_group_and_stages_a_failed_score_too() -> None:
     async def scenario() -> None:
-        ledger = Ledger({"settle": Stage(needs=frozenset({RESPONSE_IDS, REWARD}))})
+        ledger = Ledger({"settle": Consumer(needs=frozenset({RESPONSE_IDS, REWARD}))})
         group = Group(group_id=0, prompt=PROMPT, row_ids=(0, 1), min_version=0)
         for row_id in group.row_ids:
             ledger.add(request(row_id), PROMPT, group)

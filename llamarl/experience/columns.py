@@ -1,0 +1,82 @@
+"""The columns of rollouts: what each holds, and how long it is.
+
+Owns: name, dtype and length of every column that the package writes, and the form of those that a
+recipe adds. Does not own: arrays (storage units) or who writes which column (`graph.py`).
+Invariant: a column has the same dtype and kind of length in every row.
+"""
+
+import re
+from dataclasses import dataclass
+
+from llamarl.types import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+)
+
+NUMBER, RESPONSE, PROMPT, FIXED = "number", "response", "prompt", "fixed"
+LENGTHS = {
+    NUMBER: "one number per rollout",
+    RESPONSE: "one entry per response token",
+    PROMPT: "one entry per prompt token",
+    FIXED: "as many entries in each rollout",
+}
+DTYPES = ("float64", "float32", "int64", "int32")
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # it is part of a metric's name
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One kind of array: a 1-D array of `dtype` per rollout, of a `length` in LENGTHS.
+
+    Example: `Column("teacher_logprobs", "float32", "response")`. ValueError for another dtype, or
+    a length other than "number" and "response" in a recipe's own column.
+    """
+
+    name: str
+    dtype: str = "float64"
+    length: str = NUMBER
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
+            must = "must be up to 40 small letters, digits and _, with a letter first"
+            raise ValueError(f"the name of a column {must}, got {self.name!r}")
+        if self.dtype not in DTYPES:
+            allowed = ", ".join(DTYPES)
+            raise ValueError(
+                f"dtype of column {self.name} must be one of {allowed}, got {self.dtype!r}"
+            )
+        if self.length not in LENGTHS:
+            allowed = f"{NUMBER} or {RESPONSE}"
+            raise ValueError(f"length of column {self.name} must be {allowed}, got {self.length!r}")
+        if self.length == NUMBER and self.dtype != "float64":
+            raise ValueError(
+                f"dtype of column {self.name} must be float64, for it is a number, got {self.dtype}"
+            )
+
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        Column(PROMPT_IDS, "int32", PROMPT),
+        Column(RESPONSE_IDS, "int32", RESPONSE),
+        Column(GENERATOR_LOGPROBS, "float32", RESPONSE),
+        Column(TOKEN_VERSIONS, "int32", RESPONSE),
+        Column(SAMPLING, "float64", FIXED),
+        Column(REWARD),
+        Column(REF_LOGPROBS, "float32", RESPONSE),
+        Column(TRAINER_LOGPROBS, "float32", RESPONSE),
+    )
+}
+"""Those that the package's own stages write, by name."""
+
+# What a stage's function may read although no column holds it.
+PROMPT_RECORD = "prompt"  # the rollout's `types.Prompt`, which has the whole row of the data file
+COMPLETION = "completion"  # the response as text, decoded from RESPONSE_IDS
+DERIVED = {PROMPT_RECORD: "", COMPLETION: RESPONSE_IDS}
+"""Name -> the column it is made from, "" for none."""

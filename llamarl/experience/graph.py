@@ -1,0 +1,293 @@
+"""The dataflow of a run as a graph: its stages, and what each reads and writes.
+
+Owns: what a stage is, the stages that every run has, and the check of the whole. Does not own: who
+runs a stage (`executors/`) or which rows are ready for it (`loop/ledger.py`). Invariant: a graph
+that passed the check has no circle, and every column has one writer.
+
+    generate -> score, (infer), a recipe's own stages -> settle -> train
+
+A stage that only reads what `generate` writes runs as soon as a rollout is written; one that reads
+another stage's column runs after that; settle, which computes advantages, runs after all of them.
+A recipe adds stages of its own in task.py:
+
+    from llamarl.experience.graph import Drop, Stage
+
+    def judge(prompt, completion):
+        return float(prompt.fields["word"] in completion)
+
+    stages = [Stage("judge", judge, reads=["prompt", "completion"], writes=["quality"])]
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from llamarl.config import Config
+from llamarl.config.check import require
+from llamarl.experience.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, Column
+from llamarl.types import (
+    GENERATOR_LOGPROBS,
+    PROMPT_IDS,
+    REF_LOGPROBS,
+    RESPONSE_IDS,
+    REWARD,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
+)
+
+GENERATE, SCORE, INFER, SETTLE, TRAIN = "generate", "score", "infer", "settle", "train"
+ADVANTAGE = "advantage"  # settle's result: metadata, which storage never holds
+ENDS = (GENERATE, SETTLE, TRAIN)
+ROLLOUT, GROUP = "rollout", "group"
+REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_columns"
+STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # of processes and metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """What a stage's function returns for a rollout that is not to be trained on.
+
+    The rest of its group is; `reason`, of small letters, digits and _, is what it is counted under.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """Computes log-probs of each response under a model that stays as it is, in processes like the
+    trainer's, at the sampling temperature.
+
+    `checkpoint` is a folder in the Hugging Face layout, relative to the recipe's; its vocabulary is
+    the policy's. A stage that it runs writes one float32 column with an entry per response token.
+    """
+
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stage:
+    """A node of the graph: `run` computes the columns `writes` of each rollout from `reads`.
+
+    `run` is a function of task.py, which gets what it reads as arguments in that order and returns
+    what it writes (several as a tuple), or a FrozenModel. It may return a `Drop` instead; one that
+    writes nothing only drops. `per="group"`: it gets the rollouts of a whole group at once, a list
+    per argument, and returns a list per column. It runs in `workers` processes of its own; a call
+    that takes longer than `timeout_s` is ended. Its rollout is then dropped, as when the function
+    raises; more than `max_failure_rate` of the last 1000 such failures end the run.
+
+    `reads` are columns, "prompt" (the `types.Prompt`) and "completion" (the response as text).
+    `writes` names numbers, or has a `Column` for what is one entry per response token.
+    """
+
+    name: str
+    run: Callable[..., Any] | FrozenModel | str
+    reads: tuple[str, ...]
+    writes: tuple[Column, ...]
+    per: str
+    workers: int
+    timeout_s: float
+    max_failure_rate: float
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any] | FrozenModel | str,
+        reads: Sequence[str] = (),
+        writes: Sequence[str | Column] = (),
+        per: str = ROLLOUT,
+        workers: int = 1,
+        timeout_s: float = 10.0,
+        max_failure_rate: float = 0.1,
+    ) -> None:
+        """ValueError, naming the stage, for a value that no graph could use."""
+        if not (isinstance(name, str) and STAGE_NAME.fullmatch(name)):
+            must = "must be up to 40 small letters, digits and _, with a letter first"
+            raise ValueError(f"the name of a stage {must}, got {name!r}")
+        if isinstance(run, FrozenModel) and not reads:
+            reads = (PROMPT_IDS, RESPONSE_IDS)
+        limits = {
+            "reads": (_is_names(reads), "be a list of names", reads),
+            "writes": (_is_names(writes, Column), "be a list of names and Columns", writes),
+            "per": (per in (ROLLOUT, GROUP), f'be "{ROLLOUT}" or "{GROUP}"', per),
+            "workers": (
+                _is_in(workers, 1, 1024) and int(workers) == workers,
+                "be 1 to 1024",
+                workers,
+            ),
+            "timeout_s": (_is_in(timeout_s, 1e-3, 86400), "be 0.001 to 86400", timeout_s),
+            "max_failure_rate": (_is_in(max_failure_rate, 0, 1), "be 0 to 1", max_failure_rate),
+        }
+        for key, (holds, must, got) in limits.items():
+            if not holds:
+                raise ValueError(f"{key} of stage {name} must {must}, got {got!r}")
+        columns = [COLUMNS.get(c, Column(c)) if isinstance(c, str) else c for c in writes]
+        values = (name, run, tuple(reads), tuple(columns), per, workers, timeout_s)
+        for key, value in zip(self.__slots__, (*values, max_failure_rate), strict=True):
+            object.__setattr__(self, key, value)
+
+    @property
+    def is_model(self) -> bool:
+        """True if a frozen model runs it."""
+        return isinstance(self.run, FrozenModel)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The stages of a run, checked.
+
+    `stages` by name, each after those it waits for. Example: with `reads=["reward"]`,
+    `needs["rank"]` is {"score"}; `needs["settle"]` is every stage between generate and it.
+    """
+
+    stages: Mapping[str, Stage]
+    needs: Mapping[str, frozenset[str]]
+
+    @property
+    def between(self) -> list[Stage]:
+        """The stages from rollout to settled group, which executors run."""
+        return [stage for name, stage in self.stages.items() if name not in ENDS]
+
+    @property
+    def edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(writer, reader, the columns that the reader takes from it), in order."""
+        writers = {
+            column.name: stage.name for stage in self.stages.values() for column in stage.writes
+        }
+        for reader in self.stages.values():
+            columns: dict[str, list[str]] = {}
+            for name in reader.reads:
+                if stored := DERIVED.get(name, name):
+                    columns.setdefault(writers[stored], []).append(name)
+            for writer, names in columns.items():
+                yield writer, reader.name, tuple(names)
+
+
+def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
+    """The graph of a recipe with these stages of its own. ValueError, in one line, for what would
+    not work."""
+    stages = {stage.name: stage for stage in _shipped(config)}
+    for stage in own:
+        is_new = stage.name not in stages
+        require(is_new, f"stage {stage.name}", "have a name of its own", "two of this name")
+        stages[stage.name] = stage
+    stages = {name: stages[name] for name in sorted(stages, key=(SETTLE, TRAIN).__contains__)}
+    writers = _writers(stages)
+    for stage in stages.values():
+        _check_reads(stage, writers)
+    for stage in own:
+        _check_own(stage, stages)
+    _check_kinds(stages)
+    needs = _needs(stages, writers)
+    return Graph({name: stages[name] for name in _in_order(needs)}, needs)
+
+
+def _shipped(config: Config) -> Iterator[Stage]:
+    written = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
+    algorithm, reward = config.algorithm, config.reward
+    yield Stage(GENERATE, "generator", writes=written)
+    yield Stage(
+        SCORE,
+        "scorer",
+        reads=(*DERIVED, SAMPLING),
+        writes=[REWARD],
+        workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        max_failure_rate=reward.max_failure_rate,
+    )
+    trained = [*written, ADVANTAGE, *algorithm.loss_columns]
+    if algorithm.has_reference:
+        yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
+        trained.append(REF_LOGPROBS)
+    yield Stage(SETTLE, "controller", algorithm.reward_columns, [ADVANTAGE], per=GROUP)
+    yield Stage(TRAIN, "trainer", trained, [TRAINER_LOGPROBS])
+
+
+def _writers(stages: Mapping[str, Stage]) -> dict[str, str]:
+    writers: dict[str, str] = {}
+    for stage in stages.values():
+        for column in stage.writes:
+            other = writers.setdefault(column.name, stage.name)
+            got = f"{other} and {stage.name}"
+            require(other == stage.name, f"column {column.name}", "be written by one stage", got)
+            known = COLUMNS.get(column.name, column)
+            must = f"have the form {known.dtype}, {known.length}"
+            got = f"{column.dtype}, {column.length}"
+            require(known == column, f"column {column.name} of stage {stage.name}", must, got)
+    return writers
+
+
+def _check_reads(stage: Stage, writers: Mapping[str, str]) -> None:
+    for name in stage.reads:
+        if name in DERIVED:
+            continue
+        keys = {SETTLE: REWARD_COLUMNS, TRAIN: LOSS_COLUMNS}
+        where = keys.get(stage.name, f"reads of stage {stage.name}")
+        names = ", ".join(sorted(writers.keys() | DERIVED.keys()))
+        require(name in writers, where, f"name columns that some stage writes ({names})", name)
+
+
+def _check_own(stage: Stage, stages: Mapping[str, Stage]) -> None:
+    """What a stage of the recipe's own must keep, and those that read what it writes."""
+    where, columns = f"stage {stage.name}", stage.writes
+    if isinstance(stage.run, FrozenModel):
+        is_logprobs = [(c.dtype, c.length) for c in columns] == [("float32", RESPONSE)]
+        must = f'write one Column(name, "float32", "{RESPONSE}"), as a FrozenModel runs it'
+        require(is_logprobs, where, must, columns)
+        must = f'have per="{ROLLOUT}", as a FrozenModel runs it'
+        require(stage.per == ROLLOUT, where, must, stage.per)
+        reads = (PROMPT_IDS, RESPONSE_IDS)
+        require(stage.reads == reads, where, f"read {reads}, as a FrozenModel runs it", stage.reads)
+    for column in columns:
+        must = f'have the length "{NUMBER}" or "{RESPONSE}"'
+        require(column.length in (NUMBER, RESPONSE), f"column {column.name}", must, column.length)
+    read = {name for other in stages.values() for name in other.reads}
+    must = (
+        "write a column that another stage, algorithm.reward_columns or algorithm.loss_columns "
+        "reads (a weight of 0 in algorithm.reward_column_weights only records it)"
+    )
+    names = [column.name for column in columns]
+    require(not names or not read.isdisjoint(names), where, must, ", ".join(names))
+
+
+def _check_kinds(stages: Mapping[str, Stage]) -> None:
+    """Rewards are numbers; a loss gets one entry per response token."""
+    columns = {column.name: column for stage in stages.values() for column in stage.writes}
+    for name in stages[SETTLE].reads:
+        must = f'name columns of length "{NUMBER}" ({name} has "{columns[name].length}")'
+        require(columns[name].length == NUMBER, REWARD_COLUMNS, must, name)
+    for name in stages[TRAIN].reads:
+        must = f'name columns of length "{RESPONSE}" ({name} has "{columns[name].length}")'
+        is_extra = name not in COLUMNS and name != ADVANTAGE
+        require(not is_extra or columns[name].length == RESPONSE, LOSS_COLUMNS, must, name)
+
+
+def _needs(stages: Mapping[str, Stage], writers: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    needs = {}
+    for name, stage in stages.items():
+        stored = {DERIVED.get(column, column) for column in stage.reads} - {""}
+        needs[name] = frozenset({writers[column] for column in stored} | {GENERATE} - {name})
+    needs[SETTLE] |= stages.keys() - {SETTLE, TRAIN}
+    return needs
+
+
+def _in_order(needs: Mapping[str, frozenset[str]]) -> list[str]:
+    """The names, each after those it needs. ValueError for a circle."""
+    try:
+        return list(TopologicalSorter(needs).static_order())
+    except CycleError as error:
+        circle = " -> ".join(error.args[1])
+        raise ValueError(f"stages must not wait for each other in a circle, got {circle}") from None
+
+
+def _is_names(value: object, *others: type) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return all(isinstance(each, (str, *others)) for each in value)
+
+
+def _is_in(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and least <= value <= most
