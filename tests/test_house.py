@@ -20,6 +20,7 @@ FLOORS: list[set[str]] = [
     {"config"},
     {"checkpoints"},
     {"algorithms", "data", "models", "metrics"},
+    {"user_code"},
     {"environments"},
     {"experience"},
     {"weights"},

@@ -11,9 +11,9 @@ import pytest
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.pool import Completion, RewardPool
-from llamarl.environments.rewards.process import LOGGED_LINES
-from llamarl.environments.rewards.supervisor import OUT_OF_MEMORY_SCORE, descendants
 from llamarl.types import Prompt, ScoreStatus
+from llamarl.user_code.process import LOGGED_LINES
+from llamarl.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
 from tests.distributed.test_reward_pool import is_alive, wait_until
 
 # Each attack is a function; the reward of a completion that names none is 0.25.
@@ -60,7 +60,7 @@ def endless_line():
         write_everywhere(b"x" * 65536)
 
 def replay():
-    token = sys._getframe(4).f_locals["message"]["completions"][0][3]  # an earlier completion's
+    token = sys._getframe(5).f_locals["message"]["calls"][0][2]  # an earlier completion's
     write_everywhere(b'{"token": "%s", "parts": {"task": 1.0}}\\n' % token.encode())
 
 def stdout_by_number():
@@ -137,7 +137,8 @@ def return_liar():
     return Liar(0.5)
 
 def patch_answers():
-    sys.modules["__main__"].grade = lambda *_: {"parts": {"task": "forged"}}
+    functions = sys.modules["llamarl.environments.rewards.functions"]
+    functions.grade = lambda *_: {"parts": {"task": "forged"}}
 
 def reward(prompt, completion):
     attack = globals().get(completion)

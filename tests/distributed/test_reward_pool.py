@@ -17,8 +17,8 @@ import pytest
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.pool import Completion, RewardPool, try_loading
-from llamarl.environments.rewards.supervisor import descendants
 from llamarl.types import Prompt, ScoreStatus
+from llamarl.user_code.supervisor import descendants
 
 TASK = """
 import math, os, sys, time
@@ -350,7 +350,7 @@ def test_no_worker_outlives_a_parent_that_is_killed_or_forgets_to_close(state, e
 
 def start_worker(parent_pid):
     return subprocess.Popen(
-        [sys.executable, "-m", "llamarl.environments.rewards.worker", str(parent_pid)],
+        [sys.executable, "-m", "llamarl.user_code.worker", str(parent_pid), "reward"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -359,12 +359,10 @@ def start_worker(parent_pid):
 def test_a_worker_ends_when_its_input_ends_whatever_threads_user_code_left():
     worker = start_worker(os.getpid())
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
-    setup = {
-        "token": "abc",
-        "config": {"functions": ["task"]},
-        "task_source": source + "reward = print\n",
-    }
-    out, _ = worker.communicate(json.dumps(setup).encode() + b"\n", timeout=20)
+    setup = {"config": {"functions": ["task"]}, "task_source": source + "reward = print\n"}
+    service = "llamarl.environments.rewards.functions"
+    first = json.dumps({"token": "abc", "service": service, "setup": setup})
+    out, _ = worker.communicate(first.encode() + b"\n", timeout=20)
     assert json.loads(out)["token"] == "abc"
     assert worker.returncode == 0
 

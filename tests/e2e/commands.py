@@ -150,7 +150,7 @@ def parent_of(pid: int) -> int:
 
 
 def is_reward_worker(pid: int) -> bool:
-    return "llamarl.environments.rewards.worker" in told_of(pid, "cmdline")
+    return "llamarl.user_code.worker" in told_of(pid, "cmdline")
 
 
 def told_of(pid: int, file: str) -> str:

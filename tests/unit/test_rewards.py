@@ -9,8 +9,12 @@ from llamarl.environments.rewards import exact
 from llamarl.environments.rewards import format as format_reward
 from llamarl.environments.rewards import math as math_reward
 from llamarl.environments.rewards.answer import normal_form
-from llamarl.environments.rewards.functions import check_answers, check_rewards, load_functions
-from llamarl.environments.rewards.worker import grade
+from llamarl.environments.rewards.functions import (
+    check_answers,
+    check_rewards,
+    grade,
+    load_functions,
+)
 from llamarl.types import Prompt, ScoreStatus
 
 CONFIG = RewardConfig(functions=["exact"])

@@ -1,21 +1,25 @@
-"""The rewards by name, and whether a reward section can work at all.
+"""The rewards by name, whether a reward section can work at all, and what the pool's processes run.
 
-Owns: the table of rewards and the checks made before any process starts. Does not own: the
-functions, one file each. Invariant: only what the section names is imported (math-verify takes half
-a second, and task.py runs only in the pool's processes).
+Owns: the table of rewards, the checks made before any process starts, the service of those
+processes (`load`). Does not own: the functions, one file each. Invariant: only what the section
+names is imported (math-verify takes half a second, and task.py runs only in the pool's processes).
 """
 
 import importlib
+import math
+import numbers
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llamarl.config import RewardConfig
 from llamarl.config.check import require_choice
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.task_file import execute
-from llamarl.types import Prompt
+from llamarl.types import Prompt, ScoreStatus
+from llamarl.user_code.report import user_traceback
 
 Reward = Callable[[Prompt, str, bool, RewardConfig], float]
 """(prompt, completion, finished, config) -> reward; see the package's docstring."""
@@ -87,3 +91,41 @@ def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | P
             expected_answer(prompt, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{error.args[0].removeprefix('line ')}") from error
+
+
+def load(setup: dict[str, Any]) -> Callable[[Prompt, str, bool], dict[str, Any]]:
+    """What a process of the reward pool serves: (prompt, completion, finished) -> `grade`."""
+    config = RewardConfig(**setup["config"])
+    functions = load_functions(config, setup["task_source"])
+    return lambda prompt, completion, finished: grade(
+        functions, prompt, completion, finished, config
+    )
+
+
+def grade(
+    functions: dict[str, Reward],
+    prompt: Prompt,
+    completion: str,
+    finished: bool,
+    config: RewardConfig,
+) -> dict[str, Any]:
+    """Run every function on one completion: {"parts": {function: float}}; the first failure is the
+    whole answer, {"status": str, "error": str}."""
+    parts = {}
+    for name, function in functions.items():
+        try:
+            value = function(prompt, completion, finished, config)
+            number = float(value) if isinstance(value, numbers.Real) else math.nan
+            shown = repr(value)[:200]
+        except BaseException as error:  # noqa: BLE001 - user reward code may raise anything
+            return {
+                "status": ScoreStatus.RAISED,
+                "error": f"{name}: {user_traceback(error, __file__)}",
+            }
+        if not math.isfinite(number):
+            return {
+                "status": ScoreStatus.INVALID,
+                "error": f"{name}: a reward must be a finite number, got {shown}",
+            }
+        parts[name] = number
+    return {"parts": parts}

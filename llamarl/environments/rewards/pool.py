@@ -23,11 +23,12 @@ from math import isfinite
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.process import WorkerError, WorkerProcess
 from llamarl.types import Prompt, Score, ScoreStatus
+from llamarl.user_code.process import WorkerError, WorkerProcess
 
 CHUNK_COMPLETIONS = 16  # per message: small enough to spread over workers, large enough to be cheap
 TOKEN_BYTES = 8
+SERVICE = "llamarl.environments.rewards.functions"
 PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
 START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
 SHOWN_PROMPT_CHARS = 60
@@ -190,14 +191,14 @@ class RewardPool:
         return process or self._start_process(index)
 
     def _start_process(self, index: int) -> WorkerProcess:
-        process = WorkerProcess()
+        process = WorkerProcess("reward", SERVICE)
         self._processes[index] = process
         if self._closed.is_set():  # `close` may have read the processes before the line above
             process.kill()
         with ExitStack() as on_failure:
             on_failure.callback(self._end_process, index)
             token = secrets.token_hex(TOKEN_BYTES)
-            process.send({"token": token, **self._setup})
+            process.send({"token": token, "service": SERVICE, "setup": self._setup})
             answer = process.receive(START_S, token)
             if answer is None:
                 raise RuntimeError(
@@ -240,8 +241,8 @@ def _message(completions: Sequence[Completion], tokens: Sequence[str]) -> dict[s
             prompts.append({name: getattr(completion.prompt, name) for name in PROMPT_FIELDS})
     return {
         "prompts": prompts,
-        "completions": [
-            (places[id(item.prompt)], item.text, item.finished, token)
+        "calls": [
+            (places[id(item.prompt)], (item.text, item.finished), token)
             for item, token in zip(completions, tokens, strict=True)
         ],
     }

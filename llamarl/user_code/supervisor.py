@@ -1,4 +1,4 @@
-"""The parent of a reward worker: ends every process that reward code has started.
+"""The parent of a worker: ends every process that user code has started.
 
 Owns: the worker and all its descendants, and how they end. Does not own: requests and answers,
 whose pipes it closes. Invariant (Linux): when the supervisor has ended, so have the worker and
@@ -27,7 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 KILL_LIMIT_S = 5.0  # a killed process that still exists then is stuck in the kernel
 POLL_S = 0.005  # between two checks whether killed processes are gone
 WATCHED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
-OUT_OF_MEMORY_SCORE = 500  # of -1000 to 1000: the kernel kills a reward before trainer or generator
+OUT_OF_MEMORY_SCORE = 500  # of -1000 to 1000: the kernel kills this before trainer or generator
 
 
 def supervise(pool: int) -> None:

@@ -1,4 +1,4 @@
-"""One worker process of the reward pool, as the thread that owns it sees it.
+"""One worker process of a pool, as the thread that owns it sees it.
 
 Owns: its start, its pipes, its stderr, its end. Does not own: the messages or the time limit.
 Invariant: no call blocks longer than its `limit_s`, whatever the process does; an answer that does
@@ -17,16 +17,11 @@ import time
 from collections import deque
 from typing import Any, NoReturn
 
-from llamarl.environments.rewards.supervisor import end_descendants
+from llamarl.user_code.supervisor import end_descendants
 
 logger = logging.getLogger(__name__)
 
-OWN_FRAMES = (
-    "llamarl/environments/rewards/worker.py",
-    "llamarl/environments/rewards/functions.py",
-    "llamarl/task_file.py",
-    "<frozen runpy>",
-)
+OWN_FRAMES = ("llamarl/user_code/worker.py", "llamarl/task_file.py", "<frozen runpy>")
 STACK_S = 0.5  # time for a hung worker to write its stack
 READ_BYTES = 65536
 STDERR_LINES = 40
@@ -44,17 +39,21 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcess:
-    """Lines of JSON to and from `python -m llamarl.environments.rewards.worker`.
+    """Lines of JSON to and from `python -m llamarl.user_code.worker`.
 
-    Create it in a thread that lives as long as it is needed: the worker dies with that thread. The
-    process started is the worker's supervisor, which ends the worker with all its descendants.
+    `label` says in messages whose code it runs, such as "reward"; `service` is the module it
+    serves. Create it in a thread that lives as long as it is needed: the worker dies with that
+    thread. The process started is the worker's supervisor, which ends the worker with all its
+    descendants.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, label: str, service: str) -> None:
+        self._label = label
+        self._own_frames = (*OWN_FRAMES, service.replace(".", "/") + ".py")
         # The worker imports from the same places as this process, in any working directory.
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llamarl.environments.rewards.worker", str(os.getpid())],
+            [sys.executable, "-P", "-m", "llamarl.user_code.worker", str(os.getpid()), label],
             env={**os.environ, "PYTHONPATH": search_path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,7 +114,9 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
-        lines = [line for line in self._stderr if not any(name in line for name in OWN_FRAMES)]
+        lines = [
+            line for line in self._stderr if not any(name in line for name in self._own_frames)
+        ]
         return "\n".join(lines) or "(it gave no stack)"
 
     def kill(self) -> None:
@@ -154,7 +155,7 @@ class WorkerProcess:
         self.close()
         shown = line[:SHOWN_BYTES].decode(errors="replace")
         raise WorkerError(
-            "reward code must not write into descriptors that it did not open, got "
+            f"{self._label} code must not write into descriptors that it did not open, got "
             f"{shown!r} among the answers of its process, which was ended"
         )
 
@@ -194,15 +195,15 @@ class WorkerProcess:
             self._stderr.append(text)
             self._num_logged += 1
             if self._num_logged <= LOGGED_LINES:
-                logger.info("reward worker %d: %s", self.pid, text)
+                logger.info("%s worker %d: %s", self._label, self.pid, text)
 
     def _how_it_ended(self) -> str:
         try:
             code = self._process.wait(EXIT_S)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            cause = f"the reward process ended by itself ({how})"
+            cause = f"the {self._label} process ended by itself ({how})"
         except subprocess.TimeoutExpired:  # it runs on, or what it started is being ended
-            cause = "the reward process closed the pipe of its answers"
+            cause = f"the {self._label} process closed the pipe of its answers"
         self._end()
         while self._stderr_open and select.select([self._err], [], [], 0)[0]:
             self._read_stderr()

@@ -1,0 +1,97 @@
+"""A process that runs user code: `python -m llamarl.user_code.worker <pid of the pool> <label>`.
+
+Owns: the loop that answers calls, one line of JSON each, in order. Does not own: what it serves (a
+service), the time limit (the pool's), or the end of what user code starts (`supervisor.py`).
+Invariant: it never outlives its pool; every answer repeats the token of what it answers.
+
+First line in: {"token": str, "service": str, "setup": {...}}; out: {"token", "pid"} when it is
+ready, else {"token", "error": str}. A service is a module whose `load(setup)` returns the function
+that is served; what it raises is the error. Then lines {"prompts": [{...}], "calls": [[index of
+prompt or null, arguments, token], ...]}, each answered per call by one line: what the function
+returns for the prompt and the arguments, a dictionary, and the token. What user code prints goes to
+standard error. SIGUSR1 writes the current stack there.
+
+Answers are protected from accidents: standard input and output are not the channel, programs that
+user code starts do not inherit the channel, and if something is written into it without the token
+of the present call, the pool detects that and replaces the worker. They are not protected from
+intent: user code shares this process's memory, so it can read tokens or replace functions, just as
+it may return any value. So task.py is trusted. Code that a model wrote is not: task.py must run it
+in a program of its own (subprocess), never by exec or eval.
+"""
+
+import faulthandler
+import fcntl
+import importlib
+import json
+import os
+import secrets
+import signal
+import sys
+import traceback
+from typing import Any
+
+from llamarl.task_file import where
+from llamarl.types import Prompt
+from llamarl.user_code.supervisor import supervise
+
+# First number and count, above what a loop that closes low descriptors reaches.
+CHANNEL_DESCRIPTORS = (100, 200)
+
+
+def main() -> None:
+    """Serve until the input ends, then exit at once, even if user code has left threads running."""
+    supervise(int(sys.argv[1]))
+    try:
+        _serve()
+    except BaseException:  # noqa: BLE001 - user code may have closed the channel, or patched json
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve() -> None:
+    own_pid = os.getpid()
+    requests = os.fdopen(_move(0, os.O_RDONLY), "rb")
+    answers = os.fdopen(_move(1, os.O_WRONLY), "wb")
+    os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    encode = json.JSONEncoder().encode
+
+    def answer(token: str, value: dict[str, Any]) -> None:
+        if os.getpid() != own_pid:  # user code has forked and returned twice
+            os._exit(0)
+        answers.write(encode({"token": token, **value}).encode() + b"\n")
+        answers.flush()
+
+    first = json.loads(requests.readline())
+    try:
+        serve = importlib.import_module(first["service"]).load(first["setup"])
+    except BaseException as error:  # noqa: BLE001 - running the user's task.py
+        answer(first["token"], {"error": where(error)})
+        os._exit(1)
+    answer(first["token"], {"pid": own_pid})
+    for line in requests:
+        message = json.loads(line)
+        prompts = [
+            Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+            for fields in message["prompts"]
+        ]
+        for place, arguments, token in message["calls"]:
+            answer(token, serve(None if place is None else prompts[place], *arguments))
+        sys.stdout.flush()
+
+
+def _move(descriptor: int, mode: int) -> int:
+    """Move one of the channel's two pipes to another descriptor; its own becomes /dev/null."""
+    first, count = CHANNEL_DESCRIPTORS
+    low = first + secrets.randbelow(count)
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, low)
+    nothing = os.open(os.devnull, mode)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+    return moved
+
+
+if __name__ == "__main__":
+    main()
