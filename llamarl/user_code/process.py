@@ -27,7 +27,7 @@ READ_BYTES = 65536
 STDERR_LINES = 40
 STDERR_LINE_BYTES = 2000  # the rest of a longer line is dropped
 LOGGED_LINES = 200  # per message: user code that prints endlessly must not fill the disk
-MAX_ANSWER_BYTES = 1_000_000
+MAX_ANSWER_BYTES = 1_000_000  # where the caller expects no more
 SHOWN_BYTES = 100  # of an answer that is refused
 END_LIMIT_S = 10.0  # for the supervisor to end the worker and all that it started
 EXIT_S = 1.0  # for a worker that closed its channel to exit, so that its exit code is known
@@ -66,8 +66,9 @@ class WorkerProcess:
         self._in, self._out, self._err = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._in, False)
         self._unsent = memoryview(b"")
+        self._max_answer_bytes = MAX_ANSWER_BYTES
         self._answers: deque[bytes] = deque()
-        self._answer_rest = b""
+        self._answer_rest = bytearray()
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
         self._stderr_rest = b""
         self._stderr_open = True
@@ -91,12 +92,16 @@ class WorkerProcess:
         self._unsent = memoryview(bytes(self._unsent) + line)
         self._num_logged = 0
 
-    def receive(self, limit_s: float, token: str) -> dict[str, Any] | None:
+    def receive(
+        self, limit_s: float, token: str, max_bytes: int = MAX_ANSWER_BYTES
+    ) -> dict[str, Any] | None:
         """The next answer, which must repeat `token`, or None after `limit_s`.
 
-        Raises WorkerError if the process ended, or if user code wrote into the answers.
+        Raises WorkerError if the process ended, or if user code wrote into the answers, such as
+        one of more than `max_bytes`.
         """
         end = time.monotonic() + limit_s
+        self._max_answer_bytes = max_bytes
         while not self._answers:
             left_s = end - time.monotonic()
             if left_s <= 0 or not self._exchange(left_s):
@@ -151,7 +156,7 @@ class WorkerProcess:
             self._refuse(line)
         return answer
 
-    def _refuse(self, line: bytes) -> NoReturn:
+    def _refuse(self, line: bytes | bytearray) -> NoReturn:
         self.close()
         shown = line[:SHOWN_BYTES].decode(errors="replace")
         raise WorkerError(
@@ -179,9 +184,11 @@ class WorkerProcess:
             data = os.read(self._out, READ_BYTES)
             if not data:
                 raise WorkerError(self._how_it_ended())
-            *lines, self._answer_rest = (self._answer_rest + data).split(b"\n")
-            self._answers.extend(lines)
-            if len(self._answer_rest) > MAX_ANSWER_BYTES:
+            self._answer_rest += data
+            if b"\n" in data:
+                *lines, self._answer_rest = self._answer_rest.split(b"\n")
+                self._answers.extend(map(bytes, lines))
+            if len(self._answer_rest) > self._max_answer_bytes:
                 self._refuse(self._answer_rest)
         return bool(ready)
 
