@@ -5,43 +5,28 @@ nothing here computes; it only says who gets what.
 """
 
 import asyncio
-import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
-from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
 from llamarl.config import Config
-from llamarl.config.rank_assignment import assign, companions
 from llamarl.data.packing import make_batch
 from llamarl.environments.prompts import PromptStream
 from llamarl.environments.requests import make_requests
-from llamarl.environments.rewards.pool import try_loading
-from llamarl.executors.specs import (
-    CollectorSpec,
-    GeneratorSpec,
-    ReferenceSpec,
-    ScorerSpec,
-    Spec,
-    StorageSpec,
-    TrainerSpec,
-)
-from llamarl.experience.store import Store
+from llamarl.executor_groups import Executors
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
-from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
-from llamarl.metrics.startup import ReportState
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.weights.sync.publisher import Publisher
-from llamarl.weights.transports.table import TRANSPORTS
 
 if TYPE_CHECKING:  # mypy compares the methods of each class with those that are asked of it
     from llamarl import protocols
@@ -50,79 +35,10 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Generator: type[protocols.Generator] = rollouts.RolloutPart
     Collector: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
-    Scorer: type[protocols.Scorer] = scorer.ScorerExecutor
-    Reference: type[protocols.Reference] = reference.ReferenceExecutor
+    Scorer: type[protocols.Processor] = scorer.ScorerExecutor
+    Reference: type[protocols.Processor] = reference.ReferenceExecutor
     Storage: type[protocols.Storage] = storage.StorageExecutor
     Offloadable: type[protocols.Offloadable] = offload.OffloadPart
-
-
-@dataclass(frozen=True, kw_only=True)
-class Executors:
-    """The executors of a run, started; without one of the `vital` ones it cannot go on."""
-
-    vital: list[ExecutorGroup]
-    storage: Store
-    generators: dict[int, ExecutorGroup]
-    scorer: ExecutorGroup
-    trainer: ExecutorGroup | None
-    reference: ExecutorGroup | None
-    collectors: list[ExecutorGroup] = field(default_factory=list)
-
-
-async def spawn_executors(
-    config: Config,
-    inputs: Inputs,
-    cluster: Cluster,
-    run_dir: str,
-    *,
-    trains: bool,
-    report: ReportState,
-) -> Executors:
-    """Start every executor that the recipe needs, all at once; a reference only for a KL term.
-
-    A task.py that does not load ends this before any of them starts.
-    """
-    if "task" in config.reward.functions:
-        await try_loading(config.reward, inputs.task_source)
-    places = assign(config) | companions(config)
-
-    async def spawn(name: str, spec: Spec) -> ExecutorGroup:
-        return await cluster.spawn(name, spec.executor, spec, len(places[name]), places[name])
-
-    async def start(name: str, spec: Spec) -> ExecutorGroup:
-        """Spawn the executor and let it load what it needs."""
-        report(name, "starting")
-        group = await spawn(name, spec)
-        report(name, "loading")
-        await group.call_all.start()
-        report(name, "ready")
-        return group
-
-    units = await asyncio.gather(
-        *(start(f"storage-{spec.unit}", spec) for spec in _storage_specs(config, run_dir))
-    )
-    storage = Store([unit.call_one for unit in units])
-    specs = _specs(config, inputs, storage, run_dir, trains=trains)
-    started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
-    groups = dict(zip(specs, started, strict=True))
-    generators = {
-        spec.replica: groups.pop(name)
-        for name, spec in specs.items()
-        if isinstance(spec, GeneratorSpec)
-    }
-    shares = collector_specs(config, generators) if trains else []
-    collectors = await asyncio.gather(
-        *(spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
-    )
-    return Executors(
-        vital=[*units, *groups.values(), *collectors],
-        storage=storage,
-        generators=generators,
-        collectors=collectors,
-        scorer=groups["scorer"],
-        trainer=groups.get("trainer"),
-        reference=groups.get("reference"),
-    )
 
 
 def build_controller(
@@ -138,7 +54,7 @@ def build_controller(
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty."""
     dispatch = make_dispatch(executors)
     roles = _roles(executors, dispatch)
-    ledger = Ledger(loop_stages(has_reference=roles.reference is not None))
+    ledger = Ledger(inputs.graph)
     gate = _gate(config, make_prompts(config, inputs, state), spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
@@ -197,8 +113,7 @@ def _roles(executors: Executors, dispatch: Dispatch) -> Roles:
     assert executors.trainer is not None
     return Roles(
         generator=dispatch,
-        scorer=executors.scorer.call_one,
-        reference=executors.reference.call_one if executors.reference else None,
+        stages={stage: group.call_one for stage, group in executors.stages.items()},
         trainer=executors.trainer.call_one,
         storage=executors.storage,
     )
@@ -290,84 +205,6 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     assert executors.trainer is not None
     generators = {index: group.call_one for index, group in executors.generators.items()}
     return Colocated(executors.trainer.call_one, generators, spans)
-
-
-def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
-    return [
-        StorageSpec(
-            unit=unit,
-            archive_folder=f"{run_dir}/archive",
-            archive_tokens=config.experience.archive_tokens,
-        )
-        for unit in range(config.experience.num_storage_units)
-    ]
-
-
-def _specs(
-    config: Config, inputs: Inputs, storage: Store, run_dir: str, *, trains: bool
-) -> dict[str, Spec]:
-    """By name, of the executors that use the store."""
-    session = uuid.uuid4().hex[:8]  # names files that no earlier session of the run used
-    rdma = make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
-    specs: dict[str, Spec] = {
-        "scorer": ScorerSpec(
-            config=config.reward,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            storage=storage,
-        )
-    }
-    for replica in range(config.generator.num_replicas):
-        specs[f"generator-{replica}"] = GeneratorSpec(
-            replica=replica,
-            checkpoint=inputs.checkpoint,
-            load_weights=not trains,
-            tokenizer=inputs.tokenizer_folder,
-            config=config.generator,
-            weights=config.weights,
-            placement=config.placement,
-            storage=storage,
-            run_dir=run_dir,
-            run_id=session,
-            rdma=rdma,
-        )
-    if trains:
-        specs["trainer"] = TrainerSpec(
-            checkpoint=inputs.checkpoint,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            rendezvous=f"{run_dir}/.rendezvous-trainer-{session}",
-            config=config.trainer,
-            algorithm=config.algorithm,
-            sampling=config.sampling,
-            weights=config.weights,
-            placement=config.placement,
-            storage=storage,
-            run_dir=run_dir,
-            num_steps=config.num_steps,
-            seed=config.seed,
-            rdma=rdma,
-        )
-    if trains and config.algorithm.has_reference:
-        specs["reference"] = ReferenceSpec(
-            checkpoint=inputs.checkpoint,
-            rendezvous=f"{run_dir}/.rendezvous-reference-{session}",
-            config=config.trainer,
-            sampling=config.sampling,
-            storage=storage,
-        )
-    return specs
-
-
-def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
-    """Each asks an equal share of the replicas."""
-    num = config.generator.num_collectors
-    return [
-        CollectorSpec(
-            generators={i: group.call_one for i, group in generators.items() if i % num == number}
-        )
-        for number in range(num)
-    ]
 
 
 def _gate(config: Config, prompts: PromptStream, spans: Spans, state: dict[str, Any]) -> Gate:

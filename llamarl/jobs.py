@@ -21,22 +21,18 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from llamarl.build import (
-    Executors,
-    build_controller,
-    build_evaluator,
-    make_dispatch,
-    spawn_executors,
-)
+from llamarl.build import build_controller, build_evaluator, make_dispatch
 from llamarl.checkpoints import checkpoint, records
 from llamarl.cluster import ExecutorGroup, GroupLost, make_cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.config.rank_assignment import assign
 from llamarl.data.tokenizer import TextDecoder
+from llamarl.executor_groups import Executors, spawn_executors
+from llamarl.experience.graph import SCORE
 from llamarl.loop.controller import Controller
 from llamarl.loop.evaluation import evaluate_alone
-from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.ledger import Ledger
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
 from llamarl.metrics.ending import is_finished, show_end, show_finished_run
@@ -195,11 +191,13 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
 
 async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
     dispatch = make_dispatch(executors)
-    ledger = Ledger(loop_stages(has_reference=False))
+    ledger = Ledger(inputs.graph)
     dispatch.hold(set(dispatch.replicas))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})
     try:
-        return await evaluate_alone(evaluator, executors.scorer.call_one)
+        return await evaluate_alone(
+            evaluator, executors.stages[inputs.graph.stages[SCORE]].call_one
+        )
     finally:
         await dispatch.close()
 

@@ -18,7 +18,6 @@ from llamarl.types import (
     Batch,
     Columns,
     Outcome,
-    Prompt,
     Request,
     RolloutInfo,
     Score,
@@ -79,23 +78,6 @@ class Trainer(Protocol):
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response tokens, under the present
         version. Changes nothing."""
-
-
-class Scorer(Protocol):
-    """Runs reward code."""
-
-    async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
-        """Read the completions of these (row id, prompt) pairs and score them, in order.
-
-        Raises UserCodeError if too many rewards fail.
-        """
-
-
-class Reference(Protocol):
-    """The frozen model that a KL term compares with."""
-
-    async def infer(self, row_ids: list[int]) -> None:
-        """Compute `ref_logprobs` of these rows and write the column."""
 
 
 class Processor(Protocol):

@@ -29,6 +29,7 @@ FLOORS: list[set[str]] = [
     {"cluster"},
     {"loop"},
     {"recipe"},
+    {"executor_groups"},
     {"build"},
     {"planner"},
     {"jobs"},

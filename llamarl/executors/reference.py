@@ -1,8 +1,8 @@
-"""The frozen model that a KL term compares with.
+"""A frozen model: the reference that a KL term compares with, or a teacher of the recipe's own.
 
-Owns: `ref_logprobs`. Does not own: the KL term (`algorithms/`) or how a model is split
-(`models/parallelize.py`). Invariant: its weights are the starting checkpoint's for the whole run,
-held in the trainer's compute dtype and laid out over as many ranks as the trainer's, so that it
+Owns: the log-probs column of its stage. Does not own: the KL term (`algorithms/`) or how a model is
+split (`models/parallelize.py`). Invariant: its weights are its checkpoint's for the whole run, held
+in the trainer's compute dtype and laid out over as many ranks as the trainer's, so that a reference
 fits wherever the trainer does.
 """
 
@@ -24,11 +24,11 @@ from llamarl.models.architecture import read_architecture
 from llamarl.models.parallelize import make_mesh, parallelize, reshard
 from llamarl.models.process_group import compute_device, join, leave, use_device
 from llamarl.models.transformer import Transformer
-from llamarl.types import PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS, Columns
+from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
 
 
 class ReferenceExecutor:
-    """protocols.Reference for one rank; calls are served in order of arrival.
+    """protocols.Processor for one rank; calls are served in order of arrival.
 
     A single rank forms no group: with `cluster=inline` the trainer's is in the same process.
     """
@@ -40,7 +40,7 @@ class ReferenceExecutor:
         self._data_rank, self._tensor_rank = divmod(rank, spec.config.tensor_parallel)
         self._spans = spans
         self._config = spec.config
-        self._compute = ComputeThread(f"reference-{rank}")
+        self._compute = ComputeThread(f"{spec.column}-{rank}")
         self._resources = ExitStack()
         self._lock = asyncio.Lock()  # collectives must start in the same order on all ranks
         self._idle_since_ns = time.monotonic_ns()
@@ -57,8 +57,10 @@ class ReferenceExecutor:
         await self._compute.run(self._resources.close)
         self._compute.close()
 
-    async def infer(self, row_ids: list[int]) -> None:
-        """Write `ref_logprobs`, at the sampling temperature, of this data rank's rows."""
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
+        """Write the log-probs, at the sampling temperature, of this data rank's share of the
+        rollouts. There is nothing to say about them."""
+        row_ids = [row_id for row_ids, _ in items for row_id in row_ids]
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
         async with self._lock:
             columns = await self._spec.storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
@@ -67,8 +69,9 @@ class ReferenceExecutor:
             with self._spans.span("infer", tokens=num_tokens):
                 logprobs = await self._compute.run(lambda: self._infer(columns))
             if mine and self._tensor_rank == 0:
-                await self._spec.storage.write(mine, {REF_LOGPROBS: logprobs})
+                await self._spec.storage.write(mine, {self._spec.column: logprobs})
             self._idle_since_ns = time.monotonic_ns()
+        return []
 
     def _build(self) -> None:
         self._device = compute_device(self._config.device, "trainer.device")

@@ -20,14 +20,14 @@ from llamarl.types import (
     REWARD,
     SAMPLING,
     FinishReason,
-    Prompt,
     Score,
+    StageItem,
     finish_reason,
 )
 
 
 class ScorerExecutor:
-    """Scores finished rollouts with a pool of reward processes. Calls to `score` may overlap."""
+    """Scores finished rollouts with a pool of reward processes. Calls to `process` may overlap."""
 
     def __init__(self, spec: ScorerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
@@ -48,14 +48,14 @@ class ScorerExecutor:
         await self._pool.start()
         self._work.start()
 
-    async def score(self, rollouts: list[tuple[int, Prompt]]) -> list[Score]:
-        """Score these (row id, prompt) pairs, in order, and write REWARD of those that have one.
+    async def process(self, items: list[StageItem]) -> list[Score]:
+        """Score these rollouts, in order, and write REWARD of those that have one.
 
         Raises UserCodeError if more than `config.max_failure_rate` of the last 1000 rewards failed
         (judged after 50).
         """
-        with self._work.working(len(rollouts)):
-            completions = await self._read(rollouts)
+        with self._work.working(len(items)):
+            completions = await self._read(items)
             scores = await self._pool.score(completions)
             if self._config.on_failure == "zero":
                 scores = [s if s.has_reward else replace(s, reward=0.0) for s in scores]
@@ -72,10 +72,10 @@ class ScorerExecutor:
         """End the reward processes."""
         self._pool.close()
 
-    async def _read(self, rollouts: list[tuple[int, Prompt]]) -> list[Completion]:
+    async def _read(self, items: list[StageItem]) -> list[Completion]:
         if self._tokenizer is None:
             raise RuntimeError("a scorer must be started before it scores")
-        row_ids = [row_id for row_id, _ in rollouts]
+        row_ids = [row_id for (row_id,), _ in items]
         columns = await self._spec.storage.read(row_ids, [RESPONSE_IDS, SAMPLING])
         pairs = zip(columns[RESPONSE_IDS], columns[SAMPLING], strict=True)
         return [
@@ -85,5 +85,6 @@ class ScorerExecutor:
                 text=self._tokenizer.decode(response_ids),
                 finished=finish_reason(sampling) is FinishReason.STOP,
             )
-            for (row_id, prompt), (response_ids, sampling) in zip(rollouts, pairs, strict=True)
+            for ((row_id,), prompt), (response_ids, sampling) in zip(items, pairs, strict=True)
+            if prompt is not None
         ]

@@ -19,6 +19,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from llamarl.experience.graph import Stage
 from llamarl.protocols import Generator, Storage
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ class TrainerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSpec:
-    """`config` is the trainer's; `rendezvous` is a file path that no other group of ranks uses."""
+    """`column` takes the log-probs of the model in `checkpoint`. `config` is the trainer's;
+    `rendezvous` is a file path that no other group of ranks uses."""
 
     executor: ClassVar[str] = "llamarl.executors.reference:ReferenceExecutor"
 
     checkpoint: str
+    column: str
     rendezvous: str
     config: TrainerConfig
     sampling: SamplingConfig
@@ -100,6 +103,19 @@ class ScorerSpec:
     config: RewardConfig
     tokenizer: str
     task_source: str | None
+    storage: Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """Of a stage of the recipe's own: `stage.run` is the name of a function of `task_source`, the
+    text of task.py; `tokenizer` a folder with tokenizer files."""
+
+    executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
+
+    stage: Stage
+    tokenizer: str
+    task_source: str
     storage: Storage
 
 

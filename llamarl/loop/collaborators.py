@@ -1,21 +1,21 @@
 """What the controller works with besides the loop's own parts: the executors, what the
 recipe decides, and who follows the run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamarl.protocols import Generator, Reference, Scorer, Storage, Trainer
+from llamarl.experience.graph import Stage
+from llamarl.protocols import Generator, Processor, Storage, Trainer
 from llamarl.types import Batch, Evaluation, Group, Request, StepStats, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The executors by role. `reference` is None without a KL term."""
+    """The executors by role, and by the stage between generate and settle that each runs."""
 
     generator: Generator
-    scorer: Scorer
-    reference: Reference | None
+    stages: Mapping[Stage, Processor]
     trainer: Trainer
     storage: Storage
 

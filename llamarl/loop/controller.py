@@ -4,21 +4,25 @@ Owns: the stages and their order. Does not own: how anything is done; every coll
 built. Invariant: stages share nothing but the gate (who may start, who is next) and the ledger
 (what is ready); an exception in any stage ends all of them.
 
-    admit -> generate -> collect -> score, infer -> settle -> train -> advance, publish -> admit
+    admit -> generate -> collect -> score, ... -> settle -> train -> advance, publish -> admit
+
+The stages between collect and settle are those of the recipe's graph (`experience/graph.py`).
 """
 
 import asyncio
 from dataclasses import dataclass, field, replace
 
 from llamarl.config import Config
+from llamarl.experience.columns import PROMPT_RECORD
+from llamarl.experience.graph import SETTLE, Stage
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
-from llamarl.loop.ledger import Ledger
+from llamarl.loop.ledger import Ledger, Taken
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
-from llamarl.types import REF_LOGPROBS, FinishReason, Group, Kept, Purpose
+from llamarl.types import FinishReason, Group, Kept, Outcome, Purpose
 from llamarl.weights.sync.publisher import Publisher
 
 
@@ -47,8 +51,9 @@ class Controller:
         async with self.saver.saving(), asyncio.TaskGroup() as tasks:
             self._evaluate_if_due(self.gate.version, tasks)
             admitting = tasks.create_task(self._admit_stage())
-            stages = (self._collect_stage, self._score_stage, self._infer_stage, self._settle_stage)
-            serving = [tasks.create_task(stage()) for stage in (*stages, self.publisher.watch)]
+            own = (self._collect_stage(), self._settle_stage(), self.publisher.watch())
+            between = map(self._serve_stage, self.roles.stages)
+            serving = [tasks.create_task(work) for work in (*own, *between)]
             await self._train_stage(tasks)
             admitting.cancel()
             running = self.ledger.rows(Purpose.TRAIN, Purpose.CHECK)
@@ -81,38 +86,35 @@ class Controller:
             self.ledger.learn_rollouts(stopped)
             await self.roles.generator.submit(cut)
 
-    async def _score_stage(self) -> None:
-        """Each handful of finished rollouts is scored on its own: a slow reward holds no other."""
+    async def _serve_stage(self, stage: Stage) -> None:
+        """Each handful of ready rollouts is a call of its own, so that a slow one holds no other.
+        A model computes one call at a time: what comes meanwhile makes up the next one."""
         async with asyncio.TaskGroup() as calls:
             while True:
-                calls.create_task(self._score(await self.ledger.take("score")))
+                call = calls.create_task(self._process(stage, await self.ledger.take(stage.name)))
+                if stage.is_model:
+                    await call
 
-    async def _score(self, row_ids: list[int]) -> None:
-        pairs = [(row_id, self.ledger.entries[row_id].prompt) for row_id in row_ids]
-        self.ledger.learn_scores(await self.roles.scorer.score(pairs))
-
-    async def _infer_stage(self) -> None:
-        """Log-probs of the frozen model, if the algorithm has a KL term."""
-        while self.roles.reference is not None:
-            row_ids = await self.ledger.take("infer")
-            await self.roles.reference.infer(row_ids)
-            self.ledger.mark(row_ids, REF_LOGPROBS)
+    async def _process(self, stage: Stage, taken: Taken) -> None:
+        first = [self.ledger.entries[row_ids[0]] for row_ids in taken]
+        prompts = [entry.prompt if PROMPT_RECORD in stage.reads else None for entry in first]
+        results = await self.roles.stages[stage].process([*zip(taken, prompts, strict=True)])
+        self.ledger.finish(stage.name, [i for row_ids in taken for i in row_ids], results)
 
     async def _settle_stage(self) -> None:
-        """A group whose rows are all ready gets its advantages, or is dropped and counted."""
-        ready: set[int] = set()
+        """A group that all stages are done with gets its advantages, or is dropped and counted."""
         while True:
-            for row_id in await self.ledger.take("settle"):
-                group = self.ledger.entries[row_id].group
+            for row_ids in await self.ledger.take(SETTLE):
+                group = self.ledger.entries[row_ids[0]].group
                 assert group is not None
-                ready.add(row_id)
-                if ready.issuperset(group.row_ids):
-                    ready.difference_update(group.row_ids)
-                    await self._settle(group)
+                await self._settle(group)
 
     async def _settle(self, group: Group) -> None:
         self.run_logger.log_group(group, verdict := self.rules.filter_group(group))
         if isinstance(verdict, Kept):
+            for reason, row_ids in self.ledger.leave_out(group).items():
+                dropped: Outcome = {"outcome": "dropped", "reason": reason}
+                await self.roles.storage.retire(row_ids, dropped | {"group_id": group.group_id})
             return await self.gate.settle(group, verdict.advantages)
         reason = verdict.reason
         retire = self._retire([group], outcome="dropped", reason=reason, group_id=group.group_id)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from llamarl.environments.requests import rollout_seed
 from llamarl.errors import NoGenerator
-from llamarl.loop.ledger import Ledger
-from llamarl.protocols import Generator, Scorer, Storage
+from llamarl.experience.graph import SCORE
+from llamarl.loop.ledger import EVALUATE, Ledger
+from llamarl.protocols import Generator, Processor, Storage
 from llamarl.types import (
     Evaluation,
     FinishReason,
@@ -83,7 +84,8 @@ class Evaluator:
         await self.generator.submit(requests)
         unscored = set(row_ids)
         while unscored:
-            unscored.difference_update(await self.ledger.take("evaluate"))
+            for taken in await self.ledger.take(EVALUATE):
+                unscored.difference_update(taken)
         result = self._result(version, row_ids)
         for correct in (True, False):
             those = [r for r in row_ids if self._is_correct(r) is correct]
@@ -126,7 +128,7 @@ class Evaluator:
         )
 
 
-async def evaluate_alone(evaluator: Evaluator, scorer: Scorer) -> Evaluation:
+async def evaluate_alone(evaluator: Evaluator, scorer: Processor) -> Evaluation:
     """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
     ledger = evaluator.ledger
 
@@ -136,9 +138,10 @@ async def evaluate_alone(evaluator: Evaluator, scorer: Scorer) -> Evaluation:
 
     async def score() -> None:
         while True:
-            row_ids = await ledger.take("score")
-            pairs = [(row_id, ledger.entries[row_id].prompt) for row_id in row_ids]
-            ledger.learn_scores(await scorer.score(pairs))
+            taken = await ledger.take(SCORE)
+            items = [(row_ids, ledger.entries[row_ids[0]].prompt) for row_ids in taken]
+            scores = await scorer.process([*items])
+            ledger.finish(SCORE, [score.row_id for score in scores], scores)
 
     async with asyncio.TaskGroup() as tasks:
         serving = [tasks.create_task(collect()), tasks.create_task(score())]

@@ -23,6 +23,7 @@ from llamarl.data.tokenizer import TextDecoder, Tokenizer, check_tokenizer, load
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
+from llamarl.experience.graph import Graph, make_graph
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
@@ -43,7 +44,7 @@ ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and
 class Inputs:
     """What a run reads, checked and ready. `checkpoint` and `tokenizer_folder` are absolute.
 
-    `task` holds the functions of task.py that the controller calls, by name.
+    `task` holds the functions of task.py that the controller calls, by name; `graph` the stages.
     """
 
     checkpoint: str
@@ -54,6 +55,7 @@ class Inputs:
     held_out: list[Prompt]
     task_source: str | None
     task: Mapping[str, Callable[..., Any]]
+    graph: Graph
     replay_lengths: list[int]
 
 
@@ -95,6 +97,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         held_out=held_out,
         task_source=task_source,
         task=load(task_source, named & CONTROLLER_TASKS) if task_source is not None else {},
+        graph=make_graph(config),
         replay_lengths=replay_lengths,
     )
 

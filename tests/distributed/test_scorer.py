@@ -86,7 +86,7 @@ def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
         )
         await scorer.start()
         try:
-            return [await scorer.score([(row, PROMPT) for row in rows]) for rows in calls]
+            return [await scorer.process([((row,), PROMPT) for row in rows]) for rows in calls]
         finally:
             await scorer.close()
 

@@ -92,6 +92,7 @@ async def kernels_of_executors(rank, num_ranks, job):
     reference = ReferenceExecutor(
         ReferenceSpec(
             checkpoint=job.checkpoint,
+            column=REF_LOGPROBS,
             rendezvous="",
             config=job.trainer,
             sampling=SamplingConfig(),
@@ -261,6 +262,7 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
     executor = ReferenceExecutor(
         ReferenceSpec(
             checkpoint=checkpoint,
+            column=REF_LOGPROBS,
             rendezvous=rendezvous,
             config=TrainerConfig(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
             sampling=SamplingConfig(temperature=TEMPERATURE),
@@ -271,7 +273,7 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
         spans=Spans(f"reference-{rank}", None),
     )
     await executor.start()
-    await executor.infer(sorted(cells))
+    await executor.process([((row_id,), None) for row_id in sorted(cells)])
     await executor.close()
     return {i: cell[REF_LOGPROBS] for i, cell in storage.cells.items() if REF_LOGPROBS in cell}
 

@@ -22,8 +22,10 @@ from llamarl.config import (
     StalenessConfig,
     TrainerConfig,
 )
+from llamarl.executor_groups import name_executor
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
+from llamarl.experience.graph import Stage, make_graph
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
@@ -179,6 +181,7 @@ class Loop:
     state: dict[str, Any] = field(default_factory=dict)
     faults: dict[str, Faults] = field(default_factory=dict)
     storage: WatchedStorage = field(default_factory=WatchedStorage)
+    stages: Sequence[Stage] = ()
 
     def __post_init__(self) -> None:
         workload = self.workload or LoopWorkload(
@@ -193,8 +196,9 @@ class Loop:
         setting = Setting(config=self.config, workload=workload, rollouts=rollouts)
         self.timeline = setting.timeline
         self.run_logger = WatchedRunLogger(self.timeline)
+        graph = make_graph(self.config, self.stages)
         cluster = FaultyCluster(self.config, self.costs, self.faults)
-        self.executors = make_executors(setting, cluster, lambda costs, cores: self.storage)
+        self.executors = make_executors(setting, cluster, graph, lambda costs, cores: self.storage)
         rollouts.storage = self.executors.storage
         assert self.executors.trainer is not None
         self.trainer = self.executors.trainer.executor
@@ -202,7 +206,7 @@ class Loop:
         held_out = [
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
         ]
-        self.inputs = make_inputs(self.prompts or workload.prompts(), held_out=held_out)
+        self.inputs = make_inputs(self.prompts or workload.prompts(), graph, held_out=held_out)
         self.batches: list[Batch] = []
         self.part_starts: dict[int, list[float]] = defaultdict(list)
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
@@ -239,7 +243,9 @@ class Loop:
     def process(self, name: str) -> FaultyProcess:
         """The process of this name: "generator-1", "trainer", "scorer"."""
         kind, _, number = name.partition("-")
-        found = self.executors.generators[int(number)] if number else getattr(self.executors, kind)
+        stages = {name_executor(stage): group for stage, group in self.executors.stages.items()}
+        others = {"trainer": self.executors.trainer} | stages
+        found = self.executors.generators[int(number)] if kind == "generator" else others[name]
         return cast(FaultyProcess, found)
 
     async def run(self, run_dir: Path) -> None:

@@ -124,7 +124,7 @@ def test_an_exception_in_the_trainer_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("generator-0", "collect"), ("scorer", "score"), ("storage-0", "write")]
+    ("name", "method"), [("generator-0", "collect"), ("scorer", "process"), ("storage-0", "write")]
 )
 def test_an_exception_in_any_stage_ends_the_run(name: str, method: str, tmp_path: Path) -> None:
     loop = Loop(faults={name: Faults(errors={method: (3, ZeroDivisionError("boom"))})})

@@ -2,11 +2,14 @@
 
 import asyncio
 
-from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.experience.graph import make_graph
+from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import (
     LogprobCheck,
 )
 from llamarl.types import FinishReason, Prompt, RolloutInfo, Sampling, VersionSpan
+from tests.unit.planner_recipes import make_recipe
 
 SAMPLING = Sampling(temperature=0.7, max_tokens=256, stop_token_ids=(1,))
 
@@ -75,7 +78,7 @@ class Setting:
     """A log-prob check among fakes, `publish` and `check` as the controller calls them."""
 
     def __init__(self, replicas=(0, 1), mode="fail"):
-        self.ledger = Ledger(loop_stages(has_reference=True))
+        self.ledger = Ledger(make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1))))
         self.dispatch = FakeDispatch(self.ledger, replicas)
         self.trainer, self.storage = FakeTrainer(self.ledger), FakeStorage()
         self.num_rows = 0

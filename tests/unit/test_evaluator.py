@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from llamarl.experience.graph import SCORE, make_graph
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.ledger import Ledger, loop_stages
+from llamarl.loop.ledger import Ledger
 from llamarl.types import (
     Evaluation,
     FinishReason,
@@ -21,6 +22,7 @@ from llamarl.types import (
     ScoreStatus,
     VersionSpan,
 )
+from tests.unit.planner_recipes import make_recipe
 
 
 class FakeGenerator:
@@ -47,7 +49,7 @@ class FakeGenerator:
             )
             self.ledger.learn_rollouts([row])
             if not is_lost:
-                self.ledger.learn_scores([self.score(request.row_id)])
+                self.ledger.finish(SCORE, [request.row_id], [self.score(request.row_id)])
 
     async def collect(self) -> list[RolloutInfo]:
         return []
@@ -74,7 +76,7 @@ class Setting:
     """An evaluator of four prompts among fakes."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(loop_stages(has_reference=False))
+        self.ledger = Ledger(make_graph(make_recipe()))
         self.generator, self.storage = FakeGenerator(self.ledger), FakeStorage()
         self.evaluator = Evaluator(
             prompts=[Prompt(prompt_id=i, text="", token_ids=(1, i)) for i in range(4)],

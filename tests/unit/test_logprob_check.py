@@ -77,7 +77,7 @@ def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check
         assert [r.min_version for r in requests] == [0] * 2 * NUM_START_ROWS + [1] * 2
         assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
         for stage in ("score", "infer", "settle"):  # they are never rewarded or trained on
-            assert not setting.ledger._queues[stage]
+            assert not setting.ledger._consumers[stage].queue
 
     run(main())
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from llamarl.build import Executors, build_evaluator
+from llamarl.build import build_evaluator
 from llamarl.checkpoints import checkpoint, manifest
 from llamarl.config import Config
+from llamarl.executor_groups import Executors
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
 from tests.unit.composing import compose_recipe
@@ -156,9 +157,7 @@ def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
     inputs: Inputs,
 ) -> None:
     nothing: Any = None
-    executors = Executors(
-        vital=[], storage=nothing, generators={}, scorer=nothing, trainer=None, reference=None
-    )
+    executors = Executors(vital=[], storage=nothing, generators={}, stages={}, trainer=None)
     parts: Any = (resume(), inputs, executors, nothing, nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
         evaluator = build_evaluator(*parts, evaluated)

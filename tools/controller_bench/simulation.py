@@ -24,7 +24,6 @@ from rich.console import Console
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.build import Executors
 from llamarl.config import (
     CheckpointConfig,
     ClusterConfig,
@@ -41,6 +40,8 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
+from llamarl.executor_groups import Executors, name_executor
+from llamarl.experience.graph import make_graph
 from llamarl.experience.store import Store
 from llamarl.jobs import GC_THRESHOLDS
 from llamarl.metrics.console import Progress
@@ -237,7 +238,7 @@ class IdleReplica(Idle):
 
 
 class IdleScorer(Idle):
-    """Remembers when each rollout was scored."""
+    """Remembers when the last stage was done with each rollout."""
 
     def __init__(self, load: Load, scored_s: dict[int, float]) -> None:
         super().__init__(load)
@@ -306,7 +307,9 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     config = make_config(shape)
     workload = make_workload(config, equal_share=EQUAL_SHARE)
     setting, load = Setting(config=config, workload=workload), Load()
-    simulated = make_executors(setting, SimulatedCluster(config, make_costs(config, shape)))
+    graph = make_graph(config)
+    cluster = SimulatedCluster(config, make_costs(config, shape))
+    simulated = make_executors(setting, cluster, graph)
     executors = _charged(config, simulated, costs, load)
     with tempfile.TemporaryDirectory() as folder, Path("/dev/null").open("w") as null:
         spans = Spans("controller", folder)
@@ -317,7 +320,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
         )
         run_logger.watch(load, shape.max_staleness + 1)
         gc.set_threshold(*GC_THRESHOLDS)
-        inputs = make_inputs(workload.prompts())
+        inputs = make_inputs(workload.prompts(), graph)
         await drive(config, inputs, executors, shape.num_steps - 1, run_logger, spans)
     load.calls, load.num_bytes, load.waits = run_logger.counted
     load.busy_shares, load.wait_shares = setting.timeline.shares(
@@ -377,6 +380,9 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
             for index, group in simulated.generators.items()
         },
         collectors=[charged("collector", each, Idle(load), costs) for each in simulated.collectors],
-        scorer=charged("scorer", simulated.scorer, IdleScorer(load, scored_s), costs),
+        stages={
+            stage: charged(name_executor(stage), group, IdleScorer(load, scored_s), costs)
+            for stage, group in simulated.stages.items()
+        },
         trainer=charged("trainer", simulated.trainer, IdleTrainer(load, scored_s), on_ranks),
     )

@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llamarl.build import Executors
 from llamarl.cluster import make_cluster
 from llamarl.config import Config
+from llamarl.executor_groups import Executors
+from llamarl.experience.graph import SCORE, make_graph
 from llamarl.experience.store import Store
 from llamarl.loop.logprob_check import NUM_TOKENS
 from llamarl.models.architecture import Architecture
@@ -110,6 +111,7 @@ async def replay(
     Of `costs` the durations of executors are slept; messages and the controller take what they do.
     """
     costs = replace(costs, message_s=0.0, row_s=0.0)
+    graph = make_graph(config)
     cluster = make_cluster(config.cluster, spans_folder=None, logs_folder=str(logs_folder))
 
     async def spawn(name: str, kind: type, index: int = 0) -> SimulatedProcess:
@@ -125,14 +127,13 @@ async def replay(
             generators={
                 i: await spawn(f"generator-{i}", SleepingReplica, index=i) for i in replicas
             },
-            scorer=await spawn("scorer", SleepingScorer),
+            stages={graph.stages[SCORE]: await spawn("scorer", SleepingScorer)},
             trainer=await spawn("trainer", SleepingTrainer),
-            reference=None,
         )
         message_s = await _time_call(storage.call_one)
         timeline = SimulatedTimeline()
         run_logger = SimulatedRunLogger(timeline)
-        inputs = make_inputs(workload.prompts(), architecture)
+        inputs = make_inputs(workload.prompts(), graph, architecture)
         await drive(config, inputs, executors, num_steps, run_logger)
         return timeline.step_ends_s[:num_steps], message_s
     finally:

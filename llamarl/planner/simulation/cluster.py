@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from llamarl.build import Executors, collector_specs
 from llamarl.config import Config, rank_assignment
+from llamarl.executor_groups import Executors, collector_specs, name_executor
 from llamarl.executors.collector import CollectorExecutor
+from llamarl.experience.graph import SCORE, Graph, Stage
 from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
-    SimulatedReference,
+    SimulatedModel,
     SimulatedScorer,
+    SimulatedStage,
     SimulatedStorage,
     SimulatedTrainer,
 )
@@ -64,14 +66,22 @@ class SimulatedCluster:
 def make_executors(
     setting: Setting,
     cluster: SimulatedCluster,
+    graph: Graph,
     make_storage: Callable[[Costs, Cores], Any] | None = None,
 ) -> Executors:
-    """All executors of the recipe, in processes of `cluster`. `make_storage` replaces the simulated
-    storage unit."""
+    """All executors of the recipe and its `graph`, in processes of `cluster`. `make_storage`
+    replaces the simulated storage unit."""
     config, device, hosts = setting.config, cluster.trainer_device, cluster.hosts
 
     def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
         return cluster.spawn(name, partial(kind, setting, **options))
+
+    def spawn_stage(stage: Stage) -> SimulatedProcess:
+        if stage.name == SCORE:
+            return spawn(name_executor(stage), SimulatedScorer)
+        if stage.is_model:
+            return spawn(name_executor(stage), SimulatedModel, device=device)
+        return spawn(name_executor(stage), SimulatedStage, stage=stage)
 
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
     generators = {
@@ -83,11 +93,8 @@ def make_executors(
         storage=Store([storage.call_one]),
         generators={**generators},
         collectors=[*_collectors(config, generators)],
-        scorer=spawn("scorer", SimulatedScorer),
+        stages={stage: spawn_stage(stage) for stage in graph.between},
         trainer=spawn("trainer", SimulatedTrainer, hosts=hosts["trainer"][:1], device=device),
-        reference=spawn("reference", SimulatedReference, device=device)
-        if config.algorithm.has_reference
-        else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Trainer, scorer, reference, storage and run logger without a model.
+"""Trainer, stages, storage and run logger without a model.
 
 Owns: what they do in simulated time. Does not own: durations (`costs.py`) or replicas
 (`replica.py`). Invariant: they answer as the real ones do, in time that the real ones would take;
@@ -10,6 +10,8 @@ from collections import Counter
 
 from llamarl.algorithms.policy_loss import is_inert
 from llamarl.errors import StaleVersion
+from llamarl.experience.columns import NUMBER
+from llamarl.experience.graph import Stage
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.layouts import Layouts
@@ -21,8 +23,9 @@ from llamarl.types import (
     Evaluation,
     Group,
     Outcome,
-    Prompt,
     Score,
+    StageItem,
+    StageResult,
     StepStats,
     Verdict,
 )
@@ -52,34 +55,59 @@ class SimulatedStorage(SimulatedExecutor):
 
 
 class SimulatedScorer(SimulatedExecutor):
-    """protocols.Scorer with the workload's scores."""
+    """protocols.Processor with the workload's scores."""
 
-    async def score(self, pairs: list[tuple[int, Prompt]]) -> list[Score]:
+    async def process(self, items: list[StageItem]) -> list[Score]:
         await self._travel()
-        seconds = self._costs.score_row_s * len(pairs) / self._config.reward.num_workers
+        seconds = self._costs.score_row_s * len(items) / self._config.reward.num_workers
         async with self._lock:
             with self._timeline.bar("scorer", "score"):
                 await self._cores.work(self._costs.score_call_s + seconds)
-        scores = [self._workload.score(row_id, prompt) for row_id, prompt in pairs]
+        scores = [
+            self._workload.score(row_id, prompt)
+            for (row_id,), prompt in items
+            if prompt is not None
+        ]
         await self._rollouts.add_rewards(scores)
         return scores
 
 
-class SimulatedReference(SimulatedExecutor):
-    """protocols.Reference for all ranks, on `device`, which the trainer computes on too."""
+class SimulatedModel(SimulatedExecutor):
+    """protocols.Processor of a frozen model, for all ranks, on `device`, which the trainer computes
+    on too."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, device: Cores) -> None:
         super().__init__(setting, costs, cores)
         self._device = device
 
-    async def infer(self, row_ids: list[int]) -> None:
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
-        rollouts = await self._rollouts.get(row_ids)
+        rollouts = await self._rollouts.get([row_id for row_ids, _ in items for row_id in row_ids])
         lengths = [each.num_prompt_tokens + each.num_tokens for each in rollouts]
         async with self._lock:
             with self._timeline.bar("reference", "infer"):
                 seconds = self._costs.infer_s(lengths)
                 await self._device.work(seconds, self._config.trainer.num_ranks)
+        return []
+
+
+class SimulatedStage(SimulatedExecutor):
+    """protocols.Processor of a recipe's own function, which takes as long as a reward and finds 0
+    for all it writes."""
+
+    def __init__(self, setting: Setting, costs: Costs, cores: Cores, stage: Stage) -> None:
+        super().__init__(setting, costs, cores)
+        self._stage = stage
+        self._numbers = {column.name: 0.0 for column in stage.writes if column.length == NUMBER}
+
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
+        await self._travel()
+        row_ids = [row_id for row_ids, _ in items for row_id in row_ids]
+        seconds = self._costs.score_row_s * len(row_ids) / self._stage.workers
+        async with self._lock:
+            with self._timeline.bar(self._stage.name, "stage"):
+                await self._cores.work(self._costs.score_call_s + seconds)
+        return [StageResult(row_id=row_id, numbers=self._numbers) for row_id in row_ids]
 
 
 class SimulatedTrainer(Layouts):

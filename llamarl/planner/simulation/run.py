@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from llamarl.build import Executors, build_controller
+from llamarl.build import build_controller
 from llamarl.config import Config
 from llamarl.config.run import CheckpointConfig
+from llamarl.executor_groups import Executors
+from llamarl.experience.graph import Graph, make_graph
 from llamarl.loop.collaborators import RunObserver
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
@@ -59,9 +61,10 @@ async def run(
     """Run the controller with simulated executors on whatever clock the present loop has."""
     setting = Setting(config=config, workload=workload)
     timeline = setting.timeline
-    executors = make_executors(setting, SimulatedCluster(config, costs))
+    graph = make_graph(config)
+    executors = make_executors(setting, SimulatedCluster(config, costs), graph)
     run_logger = SimulatedRunLogger(timeline)
-    inputs = make_inputs(workload.prompts(), architecture)
+    inputs = make_inputs(workload.prompts(), graph, architecture)
     await drive(config, inputs, executors, num_steps, run_logger)
     for group in executors.generators.values():
         group.call_one.end_idle()
@@ -106,7 +109,10 @@ async def drive(
 
 
 def make_inputs(
-    prompts: list[Prompt], architecture: Architecture | None = None, held_out: Sequence[Prompt] = ()
+    prompts: list[Prompt],
+    graph: Graph,
+    architecture: Architecture | None = None,
+    held_out: Sequence[Prompt] = (),
 ) -> Inputs:
     """The inputs of a run that reads no files."""
     return Inputs(
@@ -118,6 +124,7 @@ def make_inputs(
         held_out=list(held_out),
         task_source=None,
         task={"advantages": list, "drop": lambda group: None},  # no code of a recipe runs
+        graph=graph,
         replay_lengths=[],
     )
 

@@ -1,0 +1,206 @@
+"""The executors of a run: which there are, where they sit, and starting them all at once.
+
+Owns: the specs of a recipe's executors and their start. Does not own: processes (`cluster/`), or
+what drives the executors (`build.py`). Invariant: one executor runs each stage of the graph, but
+for settle, which the controller runs.
+"""
+
+import asyncio
+import os
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
+from llamarl.config import Config
+from llamarl.config.rank_assignment import Device, assign, companions
+from llamarl.environments.rewards.pool import try_loading
+from llamarl.executors.specs import (
+    CollectorSpec,
+    GeneratorSpec,
+    ReferenceSpec,
+    ScorerSpec,
+    Spec,
+    StorageSpec,
+    TrainerSpec,
+)
+from llamarl.experience.graph import INFER, SCORE, FrozenModel, Graph, Stage
+from llamarl.experience.store import Store
+from llamarl.metrics.startup import ReportState
+from llamarl.recipe.inputs import Inputs
+from llamarl.weights.transports.table import TRANSPORTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executors:
+    """The executors of a run, started; without one of the `vital` ones it cannot go on.
+
+    `stages` are those between generate and settle, by the stage that each runs.
+    """
+
+    vital: list[ExecutorGroup]
+    storage: Store
+    generators: dict[int, ExecutorGroup]
+    stages: dict[Stage, ExecutorGroup]
+    trainer: ExecutorGroup | None
+    collectors: list[ExecutorGroup] = field(default_factory=list)
+
+
+def name_executor(stage: Stage) -> str:
+    """The executor that runs a stage between generate and settle: "scorer", "reference", or
+    "stage-" and the name of one of the recipe's own."""
+    return {SCORE: "scorer", INFER: "reference"}.get(stage.name, f"stage-{stage.name}")
+
+
+def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
+    """Executor name -> the device of each of its ranks.
+
+    A frozen model sits on the trainer's devices, the recipe's own code on one host after another.
+    ValueError, with the numbers, if the hosts have too few GPUs.
+    """
+    places = assign(config) | companions(config)
+    for number, stage in enumerate(stage for stage in graph.between if stage.name != SCORE):
+        host = number % config.cluster.size
+        on_trainer, on_host = places["trainer"], [Device(host=host, gpu=None)]
+        places[name_executor(stage)] = on_trainer if stage.is_model else on_host
+    return places
+
+
+async def spawn_executors(
+    config: Config,
+    inputs: Inputs,
+    cluster: Cluster,
+    run_dir: str,
+    *,
+    trains: bool,
+    report: ReportState,
+) -> Executors:
+    """Start every executor that the recipe's graph needs, all at once.
+
+    A task.py that does not load ends this before any of them starts.
+    """
+    if "task" in config.reward.functions:
+        await try_loading(config.reward, inputs.task_source)
+    places = place_executors(config, inputs.graph)
+
+    async def spawn(name: str, spec: Spec) -> ExecutorGroup:
+        return await cluster.spawn(name, spec.executor, spec, len(places[name]), places[name])
+
+    async def start(name: str, spec: Spec) -> ExecutorGroup:
+        """Spawn the executor and let it load what it needs."""
+        report(name, "starting")
+        group = await spawn(name, spec)
+        report(name, "loading")
+        await group.call_all.start()
+        report(name, "ready")
+        return group
+
+    units = await asyncio.gather(
+        *(start(f"storage-{spec.unit}", spec) for spec in _storage_specs(config, run_dir))
+    )
+    storage = Store([unit.call_one for unit in units])
+    graph = inputs.graph
+    stages = graph.between if trains else [graph.stages[SCORE]]
+    specs = _specs(config, inputs, storage, run_dir, trains=trains)
+    for stage in stages:
+        specs[name_executor(stage)] = _stage_spec(stage, config, inputs, storage, run_dir)
+    started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
+    groups = dict(zip(specs, started, strict=True))
+    generators = {
+        spec.replica: groups.pop(name)
+        for name, spec in specs.items()
+        if isinstance(spec, GeneratorSpec)
+    }
+    shares = collector_specs(config, generators) if trains else []
+    collectors = await asyncio.gather(
+        *(spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
+    )
+    return Executors(
+        vital=[*units, *groups.values(), *collectors],
+        storage=storage,
+        generators=generators,
+        collectors=collectors,
+        stages={stage: groups[name_executor(stage)] for stage in stages},
+        trainer=groups.get("trainer"),
+    )
+
+
+def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
+    return [
+        StorageSpec(
+            unit=unit,
+            archive_folder=f"{run_dir}/archive",
+            archive_tokens=config.experience.archive_tokens,
+        )
+        for unit in range(config.experience.num_storage_units)
+    ]
+
+
+def _specs(
+    config: Config, inputs: Inputs, storage: Store, run_dir: str, *, trains: bool
+) -> dict[str, Spec]:
+    """By name, of the executors that use the store."""
+    session = uuid.uuid4().hex[:8]  # names files that no earlier session of the run used
+    rdma = make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
+    specs: dict[str, Spec] = {}
+    for replica in range(config.generator.num_replicas):
+        specs[f"generator-{replica}"] = GeneratorSpec(
+            replica=replica,
+            checkpoint=inputs.checkpoint,
+            load_weights=not trains,
+            tokenizer=inputs.tokenizer_folder,
+            config=config.generator,
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage,
+            run_dir=run_dir,
+            run_id=session,
+            rdma=rdma,
+        )
+    if trains:
+        specs["trainer"] = TrainerSpec(
+            checkpoint=inputs.checkpoint,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            rendezvous=f"{run_dir}/.rendezvous-trainer-{session}",
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage,
+            run_dir=run_dir,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            rdma=rdma,
+        )
+    return specs
+
+
+def _stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run_dir: str) -> Spec:
+    if isinstance(stage.run, FrozenModel):
+        return ReferenceSpec(
+            checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
+            column=stage.writes[0].name,
+            rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{uuid.uuid4().hex[:8]}",
+            config=config.trainer,
+            sampling=config.sampling,
+            storage=storage,
+        )
+    return ScorerSpec(
+        config=config.reward,
+        tokenizer=inputs.tokenizer_folder,
+        task_source=inputs.task_source,
+        storage=storage,
+    )
+
+
+def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
+    """Each asks an equal share of the replicas."""
+    num = config.generator.num_collectors
+    return [
+        CollectorSpec(
+            generators={i: group.call_one for i, group in generators.items() if i % num == number}
+        )
+        for number in range(num)
+    ]
