@@ -24,7 +24,7 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.experience.graph import INFER, SCORE, FrozenModel, Graph, Stage
+from llamarl.experience.graph import EXECUTORS, SCORE, FrozenModel, Graph, Stage
 from llamarl.experience.store import Store
 from llamarl.metrics.startup import ReportState
 from llamarl.recipe.inputs import Inputs
@@ -47,9 +47,8 @@ class Executors:
 
 
 def name_executor(stage: Stage) -> str:
-    """The executor that runs a stage between generate and settle: "scorer", "reference", or
-    "stage-" and the name of one of the recipe's own."""
-    return {SCORE: "scorer", INFER: "reference"}.get(stage.name, f"stage-{stage.name}")
+    """The executor that runs a stage: one of the recipe's own has the stage's name."""
+    return EXECUTORS.get(stage.name, stage.name)
 
 
 def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:

@@ -41,6 +41,15 @@ from llamarl.types import (
 GENERATE, SCORE, INFER, SETTLE, TRAIN = "generate", "score", "infer", "settle", "train"
 ADVANTAGE = "advantage"  # settle's result: metadata, which storage never holds
 ENDS = (GENERATE, SETTLE, TRAIN)
+EXECUTORS = {
+    GENERATE: "generator",
+    SCORE: "scorer",
+    INFER: "reference",
+    SETTLE: "controller",
+    TRAIN: "trainer",
+}
+"""Which executor runs each of the stages that every run has."""
+TAKEN_NAMES = {*EXECUTORS, *EXECUTORS.values(), "storage", "collector", "evaluate"}
 ROLLOUT, GROUP = "rollout", "group"
 REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_columns"
 STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # of processes and metrics
@@ -171,8 +180,8 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
     not work."""
     stages = {stage.name: stage for stage in _shipped(config)}
     for stage in own:
-        is_new = stage.name not in stages
-        require(is_new, f"stage {stage.name}", "have a name of its own", "two of this name")
+        is_new = stage.name not in stages and stage.name not in TAKEN_NAMES
+        require(is_new, "the name of each stage", "be its own, and no executor's", stage.name)
         stages[stage.name] = stage
     stages = {name: stages[name] for name in sorted(stages, key=(SETTLE, TRAIN).__contains__)}
     writers = _writers(stages)
@@ -188,10 +197,10 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
 def _shipped(config: Config) -> Iterator[Stage]:
     written = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
     algorithm, reward = config.algorithm, config.reward
-    yield Stage(GENERATE, "generator", writes=written)
+    yield Stage(GENERATE, EXECUTORS[GENERATE], writes=written)
     yield Stage(
         SCORE,
-        "scorer",
+        EXECUTORS[SCORE],
         reads=(*DERIVED, SAMPLING),
         writes=[REWARD],
         workers=reward.num_workers,
@@ -202,8 +211,8 @@ def _shipped(config: Config) -> Iterator[Stage]:
     if algorithm.has_reference:
         yield Stage(INFER, FrozenModel(config.model.checkpoint), writes=[REF_LOGPROBS])
         trained.append(REF_LOGPROBS)
-    yield Stage(SETTLE, "controller", algorithm.reward_columns, [ADVANTAGE], per=GROUP)
-    yield Stage(TRAIN, "trainer", trained, [TRAINER_LOGPROBS])
+    yield Stage(SETTLE, EXECUTORS[SETTLE], algorithm.reward_columns, [ADVANTAGE], per=GROUP)
+    yield Stage(TRAIN, EXECUTORS[TRAIN], trained, [TRAINER_LOGPROBS])
 
 
 def _writers(stages: Mapping[str, Stage]) -> dict[str, str]:

@@ -16,6 +16,8 @@ SECTIONS = {  # by the first word of a tag
     "rollouts": "2_rollouts",
     "groups": "2_rollouts",
     "dropped": "2_rollouts",
+    "dropped_rollouts": "2_rollouts",
+    "columns": "2_rollouts",
     "length": "2_rollouts",
     "policy": "3_training",
     "ratio": "3_training",
@@ -55,6 +57,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "dropped/equal_rewards": "Dropped groups whose rewards are all equal: they give no gradient.",
     "dropped/failed_reward": "Dropped groups with a rollout whose reward failed.",
     "dropped/": "Groups dropped for this reason since the last step.",
+    "dropped_rollouts/": "Rollouts that a stage of the recipe's own dropped for this reason since "
+    "the last step; `<stage>_failed`: its code failed on them.",
+    "columns/": "Mean of this column, which a stage of the recipe's own wrote.",
     "length/tokens": "Tokens of the completions finished in the step.",
     "length/truncated_share": "Share of completions cut at sampling.max_tokens.",
     "length/mean": "Mean tokens of a completion.",

@@ -29,6 +29,7 @@ class Drops:
         self.total: Counter[str] = Counter()
         self.num_ready = 0
         """Groups worth training on that no step has taken yet."""
+        self._rollouts: Counter[str] = Counter()
         self._current: dict[str, list[Group]] = defaultdict(list)
         self._window: deque[str | None] = deque(maxlen=WINDOW_GROUPS)  # None: not dropped
         self._latest: dict[str, Group] = {}
@@ -40,7 +41,9 @@ class Drops:
         return sum(map(len, self._current.values()))
 
     def add(self, group: Group, reason: str | None) -> None:
-        """Count `group`; `reason`: why it is dropped, None if it will be trained."""
+        """Count `group`, with the rollouts that stages dropped from it; `reason`: why it is dropped
+        itself, None if it will be trained."""
+        self._rollouts.update(group.dropped.values())
         self._window.append(reason)
         if reason is None:
             self.num_ready += 1
@@ -58,6 +61,13 @@ class Drops:
         self.num_ready -= num_trained
         current, self._current = self._current, defaultdict(list)
         return {reason: current[reason] for reason in self.total}
+
+    def take_rollouts(self) -> dict[str, int]:
+        """The rollouts that stages dropped since the last call, by reason; every reason met since
+        the start is there."""
+        counts = dict(self._rollouts)
+        self._rollouts = Counter(dict.fromkeys(counts, 0))
+        return counts
 
     def _warn(self) -> None:
         """Warn, once per reason, when more than half of a window's groups were dropped."""

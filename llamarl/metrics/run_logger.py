@@ -95,6 +95,7 @@ class RunLogger:
             stats,
             dropped,
             seconds,
+            dropped_rollouts=self._drops.take_rollouts(),
             oldest_version=oldest_version,
             completions=completions,
             answer_field=self.answer_field,

@@ -6,6 +6,7 @@ times come from. Invariant: pure; the same rows and statistics give the same val
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -44,6 +45,7 @@ def step_scalars(
     dropped: Mapping[str, Sequence[Group]],
     seconds: Mapping[str, float],
     *,
+    dropped_rollouts: Mapping[str, int] = MappingProxyType({}),
     oldest_version: int = 0,
     completions: Mapping[int, str] | None = None,
     answer_field: str | None = None,
@@ -52,7 +54,8 @@ def step_scalars(
 
     `groups`: those trained in this step, with rows and scores, at version `stats.version` - 1;
     tokens older than `oldest_version` were masked and count as untrained. `dropped`: groups dropped
-    since the last step, by reason. Rewards, accuracy and lengths are over trained and dropped
+    since the last step, by reason; `dropped_rollouts` those that stages of the recipe's own dropped
+    one by one. Rewards, accuracy and lengths are over trained and dropped
     groups together: groups with equal rewards are dropped, so the accuracy of the trained ones
     stays near a half, however good the policy. `seconds`: `step` (since the last step ended),
     `publish`, and `wait/<executor>` where known. `completions`: decoded text of the rows chosen by
@@ -74,6 +77,8 @@ def step_scalars(
         scalars["tokens/per_s"] = num_tokens / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
     scalars |= {f"dropped/{reason}": len(members) for reason, members in dropped.items()}
+    scalars |= {f"dropped_rollouts/{reason}": count for reason, count in dropped_rollouts.items()}
+    scalars |= _columns([numbers for group in finished for numbers in group.numbers.values()])
     texts: Texts = {}
     if completions:
         texts["rollouts"] = _samples(step, groups, completions, answer_field)
@@ -85,6 +90,13 @@ def step_scalars(
         "length/tokens": count_values(lengths),
     }
     return scalars, histograms, texts
+
+
+def _columns(rows: Sequence[Mapping[str, float]]) -> Scalars:
+    """The mean of each column that stages of the recipe's own wrote."""
+    names = sorted({name for numbers in rows for name in numbers})
+    values = {name: [numbers[name] for numbers in rows if name in numbers] for name in names}
+    return {f"columns/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
 def token_staleness(

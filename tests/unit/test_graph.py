@@ -100,8 +100,18 @@ MISTAKES = {
         (),
     ),
     "stage a must write a column that another stage": ([Stage("a", nothing, [], ["x"])], ()),
-    "stage score must have a name of its own": ([Stage("score", nothing)], ()),
-    "stage a must have a name of its own": ([Stage("a", nothing), Stage("a", nothing)], ()),
+    "the name of each stage must be its own, and no executor's, got 'score'": (
+        [Stage("score", nothing)],
+        (),
+    ),
+    "the name of each stage must be its own, and no executor's, got 'trainer'": (
+        [Stage("trainer", nothing)],
+        (),
+    ),
+    "the name of each stage must be its own, and no executor's, got 'a'": (
+        [Stage("a", nothing), Stage("a", nothing)],
+        (),
+    ),
     "algorithm.reward_columns must name columns that some stage writes": ([], (rewards("x"),)),
     'algorithm.reward_columns must name columns of length "number"': (
         [Stage("a", nothing, [], [Column("x", "float32", "response")])],

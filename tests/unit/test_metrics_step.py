@@ -16,6 +16,7 @@ from rich.console import Console
 
 from llamarl.metrics.charts import OTHERS, chart_tag, description
 from llamarl.metrics.console import Progress
+from llamarl.metrics.drops import Drops
 from llamarl.metrics.metrics_log import MetricsLog, read_metrics
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
@@ -153,6 +154,19 @@ def test_a_step_whose_every_reward_failed_has_no_reward_and_does_not_raise():
     scalars, _, _ = step_scalars(6, [failed], STATS, {}, {})
     assert "reward/mean" not in scalars
     assert scalars["reward_failures/hung"] == 1
+
+
+def test_what_stages_of_the_recipes_own_drop_and_write_has_metrics():
+    group = make_group(0, [make_row(0, (5, 4)), make_row(1, (5, 4))], [1.0, 0.0])
+    group.numbers = {0: {"quality": 0.5}, 1: {"quality": 1.0, "other": 3.0}}
+    group.dropped = {1: "rambling"}
+    drops = Drops()
+    drops.add(group, None)
+    counts = drops.take_rollouts()
+    scalars, _, _ = step_scalars(6, [group], STATS, {}, {}, dropped_rollouts=counts)
+    assert scalars["dropped_rollouts/rambling"] == 1
+    assert (scalars["columns/quality"], scalars["columns/other"]) == (0.75, 3.0)
+    assert drops.take_rollouts() == {"rambling": 0}, "its curve falls back to 0"
 
 
 def test_samples_show_the_best_and_the_worst_by_turns():
