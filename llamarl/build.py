@@ -25,6 +25,7 @@ from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
+from llamarl.models.inventory import attention_cost
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.weights.sync.publisher import Publisher
 
@@ -138,6 +139,7 @@ def _rules(config: Config, inputs: Inputs) -> Rules:
             make_batch,
             num_ranks=config.trainer.num_data_ranks,
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+            attention_cost=attention_cost(inputs.architecture),
         ),
     )
 

@@ -1,15 +1,22 @@
 """From settled groups to a batch: which rollout is trained on which rank, in which micro-batch.
 
-Owns: the rows of a batch and their assignment. Does not own: tensors, padding or what a micro-batch
-costs. Invariant: pure, and every rank gets the same number of micro-batches (the all-gathers of
-sharded parameters would deadlock otherwise); the gradient does not depend on the assignment.
+Owns: the rows of a batch and their assignment. Does not own: tensors or padding. Invariant: pure,
+and every rank gets the same number of micro-batches (the all-gathers of sharded parameters would
+deadlock otherwise); the gradient does not depend on the assignment.
+
+The ranks meet in every micro-batch, at the gathers of each layer, so its time is that of its
+slowest rank. What is balanced is therefore each *round*, the j-th micro-batches of all ranks, and
+not only what a rank gets in all.
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from llamarl.data.partition import partition
 from llamarl.types import Batch, BatchRollout, Group
 
+MOST_EVENED = 4096  # rollouts of a round: with more, the even spread takes longer than it saves
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 """`assignment[rank][micro_batch]` lists positions in the batch's rows."""
 
@@ -21,10 +28,12 @@ def make_batch(
     *,
     num_ranks: int,
     tokens_per_micro_batch: int,
+    attention_cost: float = 0.0,
 ) -> Batch:
     """The rows of `groups` for trainer version `version`, packed onto ranks and micro-batches.
 
-    Tokens written by a version below `oldest_version` get zero loss weight.
+    Tokens written by a version below `oldest_version` get zero loss weight. `attention_cost` is
+    that of `pack`.
     """
     rows = tuple(
         BatchRollout(
@@ -39,48 +48,92 @@ def make_batch(
         for row_id, advantage in zip(group.row_ids, group.advantages, strict=True)
     )
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
-    assignment = pack(lengths, num_ranks, tokens_per_micro_batch)
+    assignment = pack(lengths, num_ranks, tokens_per_micro_batch, attention_cost)
     return Batch(version=version, rows=rows, assignment=assignment)
 
 
-def pack(lengths: Sequence[int], num_ranks: int, tokens_per_micro_batch: int) -> Assignment:
+def pack(
+    lengths: Sequence[int],
+    num_ranks: int,
+    tokens_per_micro_batch: int,
+    attention_cost: float = 0.0,
+) -> Assignment:
     """Assign every rollout to one micro-batch of one rank.
 
-    `lengths[i]` is the number of tokens, prompt and response, of row i. Ranks are balanced by
-    tokens: longest first, each to the emptiest rank, so their loads differ by at most the longest
-    rollout. A rank then cuts its rollouts, longest first, into runs of at most
-    `tokens_per_micro_batch` tokens: neighbours have like lengths, so padding them in attention
-    wastes little, and the j-th micro-batches of all ranks take about as long. A rollout above the
-    budget gets a micro-batch of its own; ranks with fewer micro-batches end with empty ones.
+    `lengths[i]` is the number of tokens, prompt and response, of row i. It is taken to cost
+    `lengths[i] + attention_cost * lengths[i] ** 2` (`models.inventory.attention_cost`). Round by
+    round, the rollouts that are left go, the longest first, to the rank with least cost that has
+    room; then those of the round are spread more evenly, if they still fit. A micro-batch holds at
+    most `tokens_per_micro_batch` tokens, or one longer rollout; in the last rounds some are empty.
 
     Example: `pack([3, 9, 4, 4], num_ranks=2, tokens_per_micro_batch=8)` is
     `(((1,), ()), ((2, 3), (0,)))`.
     """
-    ranks = [_cut(rows, lengths, tokens_per_micro_batch) for rows in _balance(lengths, num_ranks)]
-    num_micro_batches = max(len(micro_batches) for micro_batches in ranks)
-    return tuple(
-        tuple(micro_batches) + ((),) * (num_micro_batches - len(micro_batches))
-        for micro_batches in ranks
-    )
+    costs = [length + attention_cost * length * length for length in lengths]
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    while left:
+        filled, left = _fill(left, lengths, costs, num_ranks, tokens_per_micro_batch)
+        even = _spread_evenly(filled, lengths, costs, tokens_per_micro_batch)
+        cost_of = [(sum(costs[i] for i in positions), positions) for positions in even]
+        cost_of.sort(key=lambda pair: -pair[0])
+        # The costliest to the rank that had least so far: what remains uneven evens out.
+        least_first = sorted(range(num_ranks), key=loads.__getitem__)
+        for rank, (cost, positions) in zip(least_first, cost_of, strict=True):
+            ranks[rank].append(tuple(positions))
+            loads[rank] += cost
+    return tuple(map(tuple, ranks))
 
 
-def _balance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    rows: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]  # a heap: emptiest rank first, then lowest
-    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, rank = loads[0]
-        rows[rank].append(position)
-        heapq.heapreplace(loads, (load + lengths[position], rank))
-    return rows
+def _fill(
+    left: list[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    num_ranks: int,
+    budget: int,
+) -> tuple[list[list[int]], list[int]]:
+    """(One micro-batch per rank, what found no room), both from the longest rollout to the
+    shortest, as `left` is."""
+    filled: list[list[int]] = [[] for _ in range(num_ranks)]
+    room = [budget] * num_ranks
+    open_ = [(0.0, rank) for rank in range(num_ranks)]  # a heap: least cost first, then lowest rank
+    tight: list[tuple[int, float, int]] = []  # a heap of the others: most room first, negative
+    rest: list[int] = []
+    at = 0
+    while at < len(left):
+        length = lengths[left[at]]
+        while tight and -tight[0][0] >= length:
+            heapq.heappush(open_, heapq.heappop(tight)[1:])
+        while open_ and filled[open_[0][1]] and room[open_[0][1]] < length:
+            cost, rank = heapq.heappop(open_)
+            heapq.heappush(tight, (-room[rank], cost, rank))
+        if open_:
+            cost, rank = open_[0]
+            filled[rank].append(left[at])
+            room[rank] -= length
+            heapq.heapreplace(open_, (cost + costs[left[at]], rank))
+            at += 1
+        else:  # on to the first one that is short enough
+            fits = bisect_left(left, tight[0][0], lo=at, key=lambda i: -lengths[i])
+            rest += left[at:fits]
+            at = fits
+    return filled, rest
 
 
-def _cut(rows: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    micro_batches: list[list[int]] = []
-    room = 0
-    for position in rows:
-        if lengths[position] > room or not micro_batches:
-            micro_batches.append([])
-            room = budget
-        micro_batches[-1].append(position)
-        room -= lengths[position]
-    return [tuple(micro_batch) for micro_batch in micro_batches]
+def _spread_evenly(
+    filled: list[list[int]], lengths: Sequence[int], costs: Sequence[float], budget: int
+) -> list[list[int]]:
+    """The same rollouts in as many micro-batches, those of `filled` unless others are more even
+    and keep within the budget."""
+    positions = sorted((i for each in filled for i in each), key=lambda i: (-lengths[i], i))
+    if not len(filled) < len(positions) <= MOST_EVENED:
+        return filled
+    parts = partition([costs[i] for i in positions], len(filled))
+    even = [[positions[i] for i in sorted(part)] for part in parts]
+    fits = all(len(each) == 1 or sum(lengths[i] for i in each) <= budget for each in even)
+
+    def most(micro_batches: list[list[int]]) -> float:
+        return max(sum(costs[i] for i in each) for each in micro_batches)
+
+    return even if fits and most(even) < most(filled) else filled

@@ -6,6 +6,7 @@ made of (`families.py`) or weights (`hf.py`). Invariant: torch-free, because the
 process checks checkpoints before any other process starts.
 """
 
+import math
 from pathlib import Path
 
 from llamarl.config import EmbeddedConfig, GeneratorConfig, TrainerConfig
@@ -52,6 +53,19 @@ def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             shapes[f"self_attn.{name}.weight"] = (a.head_dim,)
     shapes["post_attention_layernorm.weight"] = norm
     return shapes
+
+
+def attention_cost(architecture: Architecture) -> float:
+    """Arithmetic of attention over that of the matrices, by which a rollout of l tokens costs as
+    much as l + attention_cost * l**2 tokens without attention.
+
+    A token takes 2 operations per parameter of the layers and the head; scores and values of a
+    causal pass take 2 per layer and channel of the queries for each of l**2 pairs.
+    """
+    a = architecture
+    num_layer_parameters = sum(map(math.prod, _layer_shapes(a).values()))
+    num_parameters = a.num_layers * num_layer_parameters + a.vocab_size * a.hidden_size
+    return a.num_layers * a.num_heads * a.head_dim / num_parameters
 
 
 def check_checkpoint(folder: str | Path) -> Architecture:

@@ -50,7 +50,7 @@ from llamarl.types import (
     Verdict,
 )
 from tests.loop.faults import Faults, FaultyCluster, FaultyProcess, StoredRollouts
-from tests.unit.planner_recipes import make_recipe
+from tests.unit.planner_recipes import LLAMA, make_recipe
 
 COSTS = Costs(
     decode_step_s=0.01,
@@ -206,7 +206,7 @@ class Loop:
         held_out = [
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
         ]
-        self.inputs = make_inputs(self.prompts or workload.prompts(), graph, held_out=held_out)
+        self.inputs = make_inputs(self.prompts or workload.prompts(), graph, LLAMA, held_out)
         self.batches: list[Batch] = []
         self.part_starts: dict[int, list[float]] = defaultdict(list)
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row

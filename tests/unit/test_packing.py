@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.config import ClusterConfig, TrainerConfig
 from llamarl.data.packing import pack
+from llamarl.data.partition import partition
+from llamarl.models.inventory import attention_cost
+from llamarl.planner.simulation.roofline import hardware_costs
+from tests.unit.planner_recipes import LLAMA, make_recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import bench_packing
 
 batches = given(
     lengths=st.lists(st.integers(1, 60), max_size=50),
@@ -48,20 +60,68 @@ def test_only_a_single_rollout_may_exceed_the_budget(lengths, num_ranks, budget)
 
 
 @batches
-def test_rank_loads_differ_by_at_most_the_longest_rollout(lengths, num_ranks, budget):
-    assignment = pack(lengths, num_ranks, budget)
-    loads = [sum(lengths[i] for batch in rank for i in batch) for rank in assignment]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+def test_without_a_limit_costs_of_ranks_differ_by_at_most_the_costliest_rollout(
+    lengths, num_ranks, budget
+):
+    costs = [length + length**2 / 20 for length in lengths]
+    ranks = pack(lengths, num_ranks, 10**9, 1 / 20)
+    sums = [sum(costs[i] for batch in rank for i in batch) for rank in ranks]
+    assert max(sums) - min(sums) <= max(costs, default=0) + 1e-9
 
 
 @batches
-def test_a_rank_walks_its_rollouts_from_long_to_short_without_needless_cuts(
-    lengths, num_ranks, budget
-):
-    for rank in pack(lengths, num_ranks, budget):
-        walked = [lengths[i] for batch in rank for i in batch]
+def test_a_later_round_has_no_rollout_for_which_an_earlier_one_had_room(lengths, num_ranks, budget):
+    rounds = [
+        [lengths[i] for batch in batches for i in batch]
+        for batches in zip(*pack(lengths, num_ranks, budget), strict=True)
+    ]
+    for number, early in enumerate(rounds):
+        for length in itertools.chain(*rounds[number + 1 :]):
+            assert sum(early) > num_ranks * (budget - length)
+
+
+@batches
+def test_a_micro_batch_walks_its_rollouts_from_long_to_short(lengths, num_ranks, budget):
+    for batch in itertools.chain(*pack(lengths, num_ranks, budget)):
+        walked = [lengths[i] for i in batch]
         assert walked == sorted(walked, reverse=True)
-        full = [batch for batch in rank if batch]
-        assert rank[: len(full)] == tuple(full)
-        for batch, following in itertools.pairwise(full):
-            assert sum(lengths[i] for i in batch) + lengths[following[0]] > budget
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 64])
+def test_with_long_tails_ranks_wait_less_for_the_slowest_than_if_balanced_as_a_whole(num_ranks):
+    lengths = bench_packing.draw_lengths(7, 2000, 1.0, 16384)
+    costs = bench_packing.costs_of(lengths)
+    waits = {
+        name: bench_packing.waits(way(lengths, num_ranks, 32768), costs)
+        for name, way in bench_packing.WAYS.items()
+    }
+    assert waits["pack"] < min(waits["tokens"], waits["cost"]) / 2
+
+
+def test_attention_costs_as_much_as_in_the_forecasts():
+    costs = hardware_costs(make_recipe(trainer=TrainerConfig(), cluster=ClusterConfig()), LLAMA)
+    assert attention_cost(LLAMA) == pytest.approx(costs.square_s / costs.token_s)
+
+
+@given(
+    costs=st.lists(st.integers(0, 100), max_size=60),
+    num_parts=st.integers(1, 9),
+    equal_counts=st.booleans(),
+)
+def test_a_partition_has_every_position_once_and_sums_no_further_apart_than_the_largest_cost(
+    costs, num_parts, equal_counts
+):
+    parts = partition(costs, num_parts, equal_counts=equal_counts)
+    assert len(parts) == num_parts
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    sums = [sum(costs[i] for i in part) for part in parts]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+    counts = {len(part) for part in parts}
+    assert not equal_counts or max(counts) - min(counts) <= 1
+
+
+def test_differencing_of_a_small_example_is_the_one_worked_by_hand():
+    # 8 and 7 differ by 1, 6 and 5 by 1; 4 joins the 7, 11 and 8 differ by 3; 11+5 and 8+6.
+    assert partition([8, 7, 6, 5, 4], 2) == [[1, 4, 3], [0, 2]]
+    # Threes (5, 5, 4), (4, 3, 3) and (3, 0, 0); the last joins the 4, then 7+3, 5+4 and 5+3.
+    assert partition([5, 5, 4, 4, 3, 3, 3], 3, equal_counts=True) == [[2, 6, 5], [1, 3], [0, 4]]

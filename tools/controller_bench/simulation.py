@@ -49,6 +49,7 @@ from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import open_trackers
+from llamarl.models.architecture import read_architecture
 from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess, make_executors
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import drive, make_inputs
@@ -62,6 +63,7 @@ EQUAL_SHARE = 0.0
 DECODE_SHARE, TRAIN_SHARE = 0.0065 / 20, 0.88
 HEARTBEAT_S = GeneratorConfig().heartbeat_s
 PING_S = ClusterConfig().liveness_timeout_s / 4
+ARCHITECTURE = Path(__file__).parents[2] / "recipes" / "llama31_405b_math" / "architecture"
 NAMES = [  # of Llama 3.1 405B
     f"model.layers.{layer}.{name}.weight"
     for layer in range(126)
@@ -320,7 +322,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
         )
         run_logger.watch(load, shape.max_staleness + 1)
         gc.set_threshold(*GC_THRESHOLDS)
-        inputs = make_inputs(workload.prompts(), graph)
+        inputs = make_inputs(workload.prompts(), graph, read_architecture(ARCHITECTURE))
         await drive(config, inputs, executors, shape.num_steps - 1, run_logger, spans)
     load.calls, load.num_bytes, load.waits = run_logger.counted
     load.busy_shares, load.wait_shares = setting.timeline.shares(

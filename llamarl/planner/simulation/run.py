@@ -10,7 +10,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from llamarl.build import build_controller
 from llamarl.config import Config
@@ -111,14 +110,14 @@ async def drive(
 def make_inputs(
     prompts: list[Prompt],
     graph: Graph,
-    architecture: Architecture | None = None,
+    architecture: Architecture,
     held_out: Sequence[Prompt] = (),
 ) -> Inputs:
     """The inputs of a run that reads no files."""
     return Inputs(
         checkpoint="",
         tokenizer_folder="",
-        architecture=architecture or cast(Architecture, NoTokenizer()),
+        architecture=architecture,
         tokenizer=NoTokenizer(),
         prompts=prompts,
         held_out=list(held_out),
