@@ -1,13 +1,15 @@
 """A recipe's own task.py: which functions it may define, their check, and loading it.
 
 Owns: what each function must look like; running the text as the module `task`. Does not own: where
-the text is read (`recipe/inputs.py`) or what the functions mean (`algorithms/`, `environments/`).
+the text is read (`recipe/inputs.py`) or what the functions mean (`algorithms/`, `environments/`,
+`experience/`).
 Invariant: `check` runs nothing of the text; tracebacks show the user's own lines.
 
 The text travels by content to every process that runs one of its functions: `reward` to those of
-the reward pool, `advantages` and `drop` to the controller, `loss` to the trainer's. It may import
-what is installed there, but not its neighbours in the recipe's folder. It is the user's own code:
-in each of these processes it may do whatever that process may.
+the reward pool, `advantages` and `drop` to the controller, `loss` to the trainer's, those of the
+list `stages` to processes of their own. It may import what is installed there, but not its
+neighbours in the recipe's folder. It is the user's own code: in each of these processes it may do
+whatever that process may.
 """
 
 import ast
@@ -24,6 +26,7 @@ from typing import Any
 from llamarl.errors import TaskError
 
 FILE = "task.py"
+STAGES = "stages"  # its list of the dataflow's stages
 DYNAMIC = {"exec", "globals", "setattr", "vars"}  # with these, only a run shows what is defined
 
 
@@ -52,7 +55,7 @@ FORMS = {
 
 def check(source: str, path: str, names: Collection[str]) -> None:
     """Raise ValueError, one line with `path`, unless the text is Python and defines `names`, each
-    in its form as far as that can be told without running it.
+    in its form as far as that can be told without running it. A name is one of FORMS, or STAGES.
 
     What is bound in another way than by `def` is left to the process that loads it.
     """
@@ -69,9 +72,10 @@ def check(source: str, path: str, names: Collection[str]) -> None:
     for name in names:
         if bound.keys().isdisjoint({name, "*", *DYNAMIC}):
             got = ", ".join(sorted(bound)) or "no name at all"
-            raise ValueError(f"{path} must define {FORMS[name].text(name)}, got {got}")
+            wanted = f"{STAGES}: list[Stage]" if name == STAGES else FORMS[name].text(name)
+            raise ValueError(f"{path} must define {wanted}, got {got}")
         function = bound.get(name)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        if name in FORMS and isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             _check_form(function, path)
 
 
@@ -96,12 +100,24 @@ def execute(source: str, names: Collection[str]) -> dict[str, Callable[..., Any]
     Raises ValueError for one that is missing or takes other arguments, and whatever the text
     raises.
     """
+    module = load_module(source)
+    return {name: _require(name, getattr(module, name, None)) for name in names}
+
+
+def load_module(source: str) -> ModuleType:
+    """Run the text as the module `task`. Raises whatever the text raises."""
     module = ModuleType("task")
     module.__file__ = FILE
     linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
     sys.modules["task"] = module
     exec(compile(source, FILE, "exec"), module.__dict__)
-    return {name: _require(name, getattr(module, name, None)) for name in names}
+    return module
+
+
+def line_of(source: str, name: str) -> int:
+    """The line that binds `name` last, as far as that can be told without running the text; else
+    1."""
+    return getattr(dict(_bound(ast.parse(source))).get(name), "lineno", 1)
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

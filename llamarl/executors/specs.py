@@ -109,11 +109,13 @@ class ScorerSpec:
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
     """Of a stage of the recipe's own: `stage.run` is the name of a function of `task_source`, the
-    text of task.py; `tokenizer` a folder with tokenizer files."""
+    text of task.py; `numbers` names the columns it reads that are one number per rollout;
+    `tokenizer` is a folder with tokenizer files."""
 
     executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
 
     stage: Stage
+    numbers: frozenset[str]
     tokenizer: str
     task_source: str
     storage: Storage
@@ -140,4 +142,12 @@ class CollectorSpec:
     generators: dict[int, Generator]
 
 
-Spec = GeneratorSpec | TrainerSpec | ReferenceSpec | ScorerSpec | StorageSpec | CollectorSpec
+Spec = (
+    GeneratorSpec
+    | TrainerSpec
+    | ReferenceSpec
+    | ScorerSpec
+    | StageSpec
+    | StorageSpec
+    | CollectorSpec
+)

@@ -242,6 +242,26 @@ class WorkerPool(Generic[T]):
             process.close()
 
 
+def run_once(code: UserCode, call: Call) -> dict[str, Any]:
+    """What one call returns, in a process that is gone afterwards. ValueError, in one line, if it
+    does not load or gives no answer."""
+    process = WorkerProcess(code.label, code.service)
+    token = secrets.token_hex(TOKEN_BYTES)
+    try:
+        _set_up(process, code)
+        process.send(_message([call], [token]))
+        answer = process.receive(code.timeout_s, token, call.max_answer_bytes)
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{code.functions} must load, got {why}") from error
+    finally:
+        process.close()
+    if answer is None:
+        must = f"{code.call} must end within {code.timeout_s:g} s ({code.timeout_key})"
+        raise ValueError(f"{must}, got no answer")
+    return answer
+
+
 def _set_up(process: WorkerProcess, code: UserCode) -> None:
     """Wait until the worker serves. ValueError if its service does not load."""
     token = secrets.token_hex(TOKEN_BYTES)

@@ -1,10 +1,12 @@
-"""What is shown of an error in user code.
+"""What is shown of an error in user code, or of a value.
 
 Owns: which frames are left out. Does not own: when an error is shown, or where. Invariant: it holds
 the user's own lines and those of libraries that they call, and none of this package.
 """
 
+import reprlib
 import traceback
+from typing import Any
 
 from llamarl import task_file
 
@@ -23,3 +25,8 @@ def user_traceback(error: BaseException, *own_files: str) -> str:
     lines = report.format() if report.stack else report.format_exception_only()
     text = "".join(lines).rstrip()
     return text if len(text) <= MAX_CHARS else "..." + text[-MAX_CHARS:]
+
+
+def shown(value: Any) -> str:
+    """The value on one short line, however large it is."""
+    return " ".join(reprlib.repr(value).split())

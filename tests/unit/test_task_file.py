@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.errors import TaskError
-from llamarl.task_file import FORMS, check, load
+from llamarl.task_file import FORMS, STAGES, check, load
 
 PATH = "/recipe/task.py"
 
@@ -31,6 +31,7 @@ PATH = "/recipe/task.py"
             "must define reward(prompt: Prompt, completion: str) -> float, got os, score",
         ),
         ("", "drop", "must define drop(group: ScoredGroup) -> str | None, got no name at all"),
+        ("stage = []", "stages", "task.py must define stages: list[Stage], got stage"),
         (
             "\ndef reward(completion, prompt): return 1",
             "reward",
@@ -79,6 +80,9 @@ def test_a_function_of_another_form_is_refused_in_one_line(
         ("class reward: pass", "reward"),
         ("(reward := print)", "reward"),
         ("globals()['rew' + 'ard'] = print", "reward"),
+        ("stages: list = []", "stages"),
+        ("stages = []\nstages += [1]", "stages"),
+        ("def stages(): pass", "stages"),
     ],
 )
 def test_a_function_that_may_fit_is_left_to_the_process_that_loads_it(
@@ -91,7 +95,7 @@ def test_a_function_that_may_fit_is_left_to_the_process_that_loads_it(
 def test_whatever_text_a_task_is_it_passes_or_is_refused_in_one_line(source: str) -> None:
     refusal = f"{PATH} must pass"
     try:
-        check(source, PATH, FORMS)
+        check(source, PATH, [*FORMS, STAGES])
     except ValueError as error:
         refusal = str(error)
     assert refusal.startswith(PATH)

@@ -1,0 +1,137 @@
+"""What the processes of a stage serve: one function of task.py, and the check of what it returns.
+
+Owns: the arguments that the function gets, what it may return. Does not own: the processes
+(`user_code/`), arrays, or what a dropped rollout means. Invariant: what leaves is finite numbers,
+and for a column with an entry per response token as many as there are tokens, in the range of its
+dtype.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from llamarl.algorithms.group_filters import REASON
+from llamarl.experience.columns import NUMBER, PROMPT_RECORD, Column
+from llamarl.experience.graph import GROUP, Drop, Stage
+from llamarl.experience.task_stages import from_data
+from llamarl.task_file import load_module
+from llamarl.types import Prompt, ScoreStatus
+from llamarl.user_code.report import shown, user_traceback
+
+Serve = Callable[[Prompt | None, list[Any], list[int]], dict[str, Any]]
+
+
+class InvalidReturnError(ValueError):
+    """A stage's function returned what it must not."""
+
+
+def load(setup: dict[str, Any]) -> Serve:
+    """The service of a worker: (prompt, an argument per name in `reads`, response tokens of each
+    rollout) -> `answer`. The argument of "prompt" is ignored."""
+    stage = from_data(setup["stage"])
+    assert isinstance(stage.run, str)
+    function = getattr(load_module(setup["task_source"]), stage.run)
+    return lambda prompt, columns, lengths: answer(function, stage, prompt, columns, lengths)
+
+
+def answer(
+    function: Callable[..., Any],
+    stage: Stage,
+    prompt: Prompt | None,
+    columns: Sequence[Any],
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    """Call the function: {"rows": [...]} with, per rollout, the reason to drop it or a list of its
+    values by written column. A failure is {"status": str, "error": str}."""
+    is_group = stage.per == GROUP
+    record = [prompt] * len(lengths) if is_group else prompt
+    pairs = zip(stage.reads, columns, strict=True)
+    arguments = [record if name == PROMPT_RECORD else column for name, column in pairs]
+    try:
+        found = function(*arguments)
+        if is_group:
+            rows = _group_rows(found, stage, lengths)
+        else:
+            rows = [_row(_by_column(found, stage), stage, lengths[0])]
+    except InvalidReturnError as error:
+        why = f"what stage {stage.name} returns must {error}"
+        return {"status": ScoreStatus.INVALID, "error": why}
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        why = f"{stage.name}: {user_traceback(error, __file__)}"
+        return {"status": ScoreStatus.RAISED, "error": why}
+    return {"rows": rows}
+
+
+def _group_rows(found: Any, stage: Stage, lengths: Sequence[int]) -> list[str | list[Any]]:
+    if isinstance(found, Drop) or (found is None and not stage.writes):
+        return [_row((found,), stage, length) for length in lengths]
+    lists = []
+    for value in _by_column(found, stage):
+        entries = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(entries, list | tuple) or len(entries) != len(lengths):
+            _refuse(f"have one entry per rollout ({len(lengths)})", value)
+        lists.append(entries)
+    rows = zip(zip(*lists, strict=True), lengths, strict=True)
+    return [_row(values, stage, length) for values, length in rows]
+
+
+def _by_column(found: Any, stage: Stage) -> Sequence[Any]:
+    """What was returned for each written column; one entry if none is written, or for a Drop."""
+    if len(stage.writes) < 2 or isinstance(found, Drop):
+        return (found,)
+    if not isinstance(found, tuple) or len(found) != len(stage.writes):
+        names = ", ".join(column.name for column in stage.writes)
+        _refuse(f"be a tuple with an entry for each of {names}", found)
+    return found
+
+
+def _row(values: Sequence[Any], stage: Stage, length: int) -> str | list[Any]:
+    """Of one rollout: the reason of a Drop, or what may be stored."""
+    for value in values:
+        if isinstance(value, Drop):
+            if not (isinstance(value.reason, str) and REASON.fullmatch(value.reason)):
+                _refuse("drop for a reason of up to 40 small letters, digits and _", value)
+            return value.reason
+        if value is not None and not stage.writes:
+            _refuse("be None or a Drop, for the stage writes nothing", value)
+    return [
+        _number(value, column) if column.length == NUMBER else _entries(value, column, length)
+        for value, column in zip(values, stage.writes, strict=False)
+    ]
+
+
+def _number(value: Any, column: Column) -> float:
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    if not math.isfinite(number):
+        _refuse(f"be a finite number for {column.name}", value)
+    return number
+
+
+def _entries(value: Any, column: Column, length: int) -> list[float] | list[int]:
+    """The values of a column with an entry per response token; NaN and infinity are the loss's
+    business."""
+    must = f"be {length} numbers for {column.name}, one per response token"
+    try:
+        given = np.asarray(value)
+    except (ValueError, TypeError, OverflowError):  # lists of different lengths, and the like
+        _refuse(must, value)
+    if given.ndim != 1 or given.dtype.kind not in "biuf":
+        _refuse(must, value)
+    if len(given) != length:
+        raise InvalidReturnError(f"{must}, got {len(given)}")
+    with np.errstate(all="ignore"):
+        cell = given.astype(column.dtype)
+    if cell.dtype.kind == "i":
+        fits = np.array_equal(cell, given)
+    else:
+        fits = np.array_equal(np.isfinite(cell), np.isfinite(given))
+    if not fits:
+        _refuse(f"be numbers of {column.dtype} for {column.name}", value)
+    return cell.tolist()
+
+
+def _refuse(must: str, got: Any) -> Any:
+    raise InvalidReturnError(f"{must}, got {shown(got)}")
