@@ -1,0 +1,282 @@
+"""What the store of rollouts moves, against TransferQueue and against one memcpy.
+
+    python tools/bench_store.py [--json FILE] [--tokens 64 1024 8192] [--units 1 2 4]
+        [--consumers 1 4] [--rounds 5] [--quick]
+
+One producer process writes rollouts (prompt ids, response ids, log-probs and versions of each
+token, a reward; lengths vary) into storage units, which are processes, and notes them as ready;
+consumer processes take rows, each row exactly once, and get their columns. A consumer has its rows
+when every column is one array in its own memory. Rows per second are those of the whole flow while
+producer and consumers run together: from the first write to the last row in a consumer's memory.
+What each part takes is measured with the producer first and the consumers after it. Freeing the
+rows is not counted.
+
+The rival is TransferQueue in the environment of `make rivals`, without it only our side is
+measured; `store_bench/transferqueue.py` says how it is used. Both sides move the same rows, each
+with the form of cells, the batch size and the number of calls under way that are fastest for it,
+chosen at the start; then they run alternately and medians count. The first run of every setting
+checks that each row arrived once and whole. Our side also notes rows in a real ledger.
+
+`rows_vs_transferqueue` is the ratio of rows per second at the fewest tokens,
+`bytes_vs_transferqueue` that of bytes at the most, each with the number of units that is best for
+each side, the lowest over the numbers of consumers. `bytes_vs_memcpy` compares the same bytes with
+one memcpy by one thread. `second_unit` is our throughput with two units over that with one, at the
+most tokens and consumers, measured alternately. --quick: few rows, our side only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from store_bench.own import OwnStore
+from store_bench.rival import TransferQueueRival, why_not
+from store_bench.rows import Work, make_rows, num_bytes
+
+from llamarl.cluster import exiting_process
+
+MAX_ROWS, MAX_TOKENS = 16384, 2**23  # of one run
+BATCH_SHARES = (32, 8)  # of the rows of a run
+DEPTHS = (1, 2)
+FORMS = ("bytes", "jagged", "padded")  # of the rival
+FORM_ROWS_SHARE = 8  # the slow forms take long
+NUM_TRIES = 2
+QUICK_SHARE = 64
+
+Times = dict[str, float]
+Run = Callable[..., Awaitable[Times]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Medians of one side with one setting."""
+
+    side: str
+    units: int
+    work: Work
+    bytes: int
+    times: Times
+
+    @property
+    def rows_per_s(self) -> float:
+        """Of the whole flow."""
+        return self.work.rows / self.times["flow_s"]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the whole flow."""
+        return self.bytes / self.times["flow_s"]
+
+    def line(self) -> str:
+        """A line of the table; parts in microseconds per row."""
+        parts = (f"{self.times[f'{part}_s'] / self.work.rows * 1e6:8.1f}" for part in PARTS)
+        work = self.work
+        return (
+            f"{self.side:14} {self.units:5} {work.consumers:9} {work.tokens:6} "
+            f"{work.batch_rows:5} x{work.depth} {self.rows_per_s:10.0f} "
+            f"{self.bytes_per_s / 1e9:7.3f}  " + " ".join(parts)
+        )
+
+
+PARTS = ("put", "notify", "take", "get")
+HEADING = (
+    f"{'':14} units consumers tokens batch     rows/s    GB/s  "
+    + " ".join(f"{part:>8}" for part in PARTS)
+    + "   us per row"
+)
+
+
+class Bench:
+    """Both sides, and what was found."""
+
+    def __init__(self, arguments: argparse.Namespace, own: OwnStore) -> None:
+        self._arguments, self._own = arguments, own
+        self.results: list[Result] = []
+        self.forms: dict[int, dict[str, float]] = {}
+
+    async def compare(self, units: int, rival: TransferQueueRival | None) -> None:
+        """All workloads with this number of units."""
+        sides: dict[str, Run] = {"own": functools.partial(self._own.run, units)}
+        if rival is not None:
+            sides["transferqueue"] = functools.partial(asyncio.to_thread, rival.run)
+        for tokens, consumers in itertools.product(*self._axes()):
+            base = self._work(tokens, consumers)
+            if rival is not None and tokens not in self.forms:
+                self.forms[tokens] = await self._try_forms(sides["transferqueue"], base)
+            tuned = {name: await self._tune(name, run, base) for name, run in sides.items()}
+            found = await alternate(
+                {name: (sides[name], work) for name, work in tuned.items()},
+                self._arguments.rounds,
+            )
+            size = num_bytes(make_rows(base))
+            for name, times in found.items():
+                result = Result(side=name, units=units, work=tuned[name], bytes=size, times=times)
+                self.results.append(result)
+                print(result.line(), flush=True)
+
+    async def second_unit(self) -> float:
+        """Our rows per second with two units over those with one."""
+        work = next(
+            result.work
+            for result in reversed(self.results)
+            if result.side == "own" and result.work.tokens == max(self._arguments.tokens)
+        )
+        runs = {str(units): (functools.partial(self._own.run, units), work) for units in (1, 2)}
+        found = await alternate(runs, self._arguments.rounds)
+        return found["1"]["flow_s"] / found["2"]["flow_s"]
+
+    def best(self, side: str, tokens: int, consumers: int) -> Result | None:
+        """The number of units that is best for a side."""
+        found = [
+            result
+            for result in self.results
+            if (result.side, result.work.tokens, result.work.consumers) == (side, tokens, consumers)
+        ]
+        return max(found, key=lambda result: result.rows_per_s, default=None)
+
+    def lowest_ratio(self, tokens: int) -> float | None:
+        """Ours over the rival's, the lowest over numbers of consumers."""
+        ratios = []
+        for consumers in self._arguments.consumers:
+            own = self.best("own", tokens, consumers)
+            rival = self.best("transferqueue", tokens, consumers)
+            if own is not None and rival is not None:
+                ratios.append(own.rows_per_s / rival.rows_per_s)
+        return min(ratios, default=None)
+
+    def lowest_bytes_per_s(self, tokens: int) -> float:
+        """Ours, with the best number of units, the lowest over numbers of consumers."""
+        found = (self.best("own", tokens, each) for each in self._arguments.consumers)
+        return min(result.bytes_per_s for result in found if result is not None)
+
+    def _axes(self) -> tuple[list[int], list[int]]:
+        return self._arguments.tokens, self._arguments.consumers
+
+    def _work(self, tokens: int, consumers: int) -> Work:
+        rows = min(MAX_ROWS, MAX_TOKENS // tokens)
+        if self._arguments.quick:
+            rows //= QUICK_SHARE
+        batch_rows = max(1, rows // BATCH_SHARES[0])
+        return Work(tokens=tokens, rows=rows, consumers=consumers, batch_rows=batch_rows)
+
+    async def _try_forms(self, run: Run, base: Work) -> dict[str, float]:
+        """Rows per second of the rival by form of its cells."""
+        rows = max(1, base.rows // FORM_ROWS_SHARE)
+        found = {}
+        for form in FORMS:
+            batch_rows = max(1, rows // BATCH_SHARES[1])
+            work = dataclasses.replace(base, rows=rows, batch_rows=batch_rows, form=form)
+            found[form] = rows / await shortest(run, work)
+        return found
+
+    async def _tune(self, name: str, run: Run, base: Work) -> Work:
+        """The fastest batch size and depth."""
+        if name != "own":
+            forms = self.forms[base.tokens]
+            base = dataclasses.replace(base, form=max(forms, key=forms.__getitem__))
+        works = [
+            dataclasses.replace(base, batch_rows=max(1, base.rows // share), depth=depth)
+            for share, depth in itertools.product(BATCH_SHARES, DEPTHS)
+        ]
+        found = {work: await shortest(run, work) for work in works}
+        return min(found, key=found.__getitem__)
+
+
+async def shortest(run: Run, work: Work) -> float:
+    """Seconds of the flow, the least of a few runs; the first, which is checked, does not count."""
+    await run(work, True, True)
+    return min([(await run(work, True))["flow_s"] for _ in range(NUM_TRIES)])
+
+
+async def alternate(sides: dict[str, tuple[Run, Work]], num_rounds: int) -> dict[str, Times]:
+    """Medians of each side: its flow while all run together, its parts one after another."""
+    found: dict[str, list[Times]] = {name: [] for name in sides}
+    for run, work in sides.values():
+        await run(work, True, True)
+    for _ in range(num_rounds):
+        for name, (run, work) in sides.items():
+            parts = await run(work, False)
+            found[name].append(parts | {"flow_s": (await run(work, True))["flow_s"]})
+    return {
+        name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        for name, rounds in found.items()
+    }
+
+
+def memcpy_bytes_per_s(size: int, num_rounds: int) -> float:
+    """Of one memcpy of `size` bytes by one thread, into memory that was used before."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    found = []
+    for _ in range(num_rounds):
+        start_s = time.perf_counter()
+        np.copyto(target, source)
+        found.append(time.perf_counter() - start_s)
+    return size / statistics.median(found)
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run everything; what the JSON file holds."""
+    reason = "--quick measures our side only" if arguments.quick else why_not()
+    if reason:
+        print(f"without the rival: {reason}")
+    with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
+        own = OwnStore(Path(folder))
+        try:
+            await own.start(sorted({1, 2, *arguments.units}), max(arguments.consumers))
+            bench = Bench(arguments, own)
+            print(HEADING)
+            for units in arguments.units:
+                make_rival = functools.partial(TransferQueueRival, units, max(arguments.consumers))
+                rival = None if reason else await asyncio.to_thread(make_rival)
+                with contextlib.closing(rival) if rival else contextlib.nullcontext():
+                    await bench.compare(units, rival)
+            second_unit = await bench.second_unit()
+        finally:
+            await own.stop()
+    fewest, most = min(arguments.tokens), max(arguments.tokens)
+    size = next(result.bytes for result in bench.results if result.work.tokens == most)
+    memcpy = memcpy_bytes_per_s(size, arguments.rounds)
+    return {
+        "rows_vs_transferqueue": bench.lowest_ratio(fewest),
+        "bytes_vs_transferqueue": bench.lowest_ratio(most),
+        "bytes_vs_memcpy": bench.lowest_bytes_per_s(most) / memcpy,
+        "second_unit": second_unit,
+        "memcpy_bytes_per_s": memcpy,
+        "transferqueue_rows_per_s_by_form": bench.forms,
+        "results": [dataclasses.asdict(result) for result in bench.results],
+    }
+
+
+def main() -> None:
+    """Measure, print, write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 8192])
+    parser.add_argument("--units", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--consumers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="few rows, without the rival")
+    arguments = parser.parse_args()
+    with exiting_process():
+        found = asyncio.run(measure(arguments))
+        for key in list(found)[:5]:
+            print(f"{key} {found[key]:.3g}" if found[key] is not None else f"{key} not measured")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

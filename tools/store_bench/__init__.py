@@ -1,0 +1,1 @@
+"""The parts of `bench_store.py`: the rows, llamarl's own store, and TransferQueue."""

@@ -1,0 +1,182 @@
+"""llamarl's own store on the benchmark's job: units, producer and consumers in a llamarl cluster.
+
+Owns: the processes. Does not own: rows (`rows.py`), exclusive taking (`taking.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from llamarl.executors.specs import StorageSpec
+from llamarl.experience.store import Store
+from store_bench.rows import (
+    DTYPES,
+    Flat,
+    Taken,
+    Work,
+    calm_gc,
+    check,
+    digest,
+    join,
+    make_rows,
+    times,
+)
+from store_bench.taking import TakeClient, TakeServer
+
+NAMES = list(DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """What a producer or a consumer needs: a store for each number of units, and who gives rows."""
+
+    stores: dict[int, Store]
+    takes: str
+
+
+class Producer:
+    """Writes rows and says so."""
+
+    def __init__(self, spec: RoleSpec, *, rank: int, num_ranks: int, spans: Any) -> None:
+        self._stores, self._takes = spec.stores, TakeClient(spec.takes)
+
+    async def prepare(self, work: Work) -> int:
+        """Make all rows; their digest."""
+        self._work, self._columns = work, make_rows(work)
+        calm_gc()
+        return digest(join(self._columns))
+
+    async def put(self, num_units: int, first_row: int) -> tuple[tuple[float, float], float]:
+        """When the writes began and ended, and how long the ledger was waited for in them."""
+        notify_s, work, store = 0.0, self._work, self._stores[num_units]
+        starts = iter(range(0, work.rows, work.batch_rows))
+
+        async def put_some() -> None:
+            nonlocal notify_s
+            for start in starts:
+                part = slice(start, start + work.batch_rows)
+                columns = {name: cells[part] for name, cells in self._columns.items()}
+                row_ids = [first_row + row for row in range(work.rows)[part]]
+                await store.write(row_ids, columns)
+                start_s = time.perf_counter()
+                await self._takes.mark(row_ids)
+                notify_s += time.perf_counter() - start_s
+
+        start_s = time.monotonic()
+        await asyncio.gather(*(put_some() for _ in range(work.depth)))
+        return (start_s, time.monotonic()), notify_s
+
+    async def clear(self, num_units: int, first_row: int) -> float:
+        """Free all rows; seconds."""
+        start_s = time.monotonic()
+        rows = range(first_row, first_row + self._work.rows)
+        await self._stores[num_units].retire(list(rows), {"outcome": "trained"})
+        return time.monotonic() - start_s
+
+
+class Consumer:
+    """Takes rows until none are left."""
+
+    def __init__(self, spec: RoleSpec, *, rank: int, num_ranks: int, spans: Any) -> None:
+        self._stores, self._takes = spec.stores, TakeClient(spec.takes)
+        calm_gc()
+
+    async def take(self, num_units: int, work: Work, is_checked: bool) -> Taken:
+        """Take and read batches until every row was taken."""
+        take_s = get_s = 0.0
+        found: list[Flat] = []
+        store = self._stores[num_units]
+
+        async def take_some() -> None:
+            nonlocal take_s, get_s
+            while True:
+                start_s = time.perf_counter()
+                row_ids = await self._takes.take(work.batch_rows)
+                took_s = time.perf_counter()
+                take_s += took_s - start_s
+                if not row_ids:
+                    return
+                flat = join(await store.read(row_ids, NAMES))
+                get_s += time.perf_counter() - took_s
+                if is_checked:
+                    found.append(flat)
+
+        start_s = time.monotonic()
+        await asyncio.gather(*(take_some() for _ in range(work.depth)))
+        end_s = time.monotonic()
+        return Taken(
+            start_s=start_s,
+            end_s=end_s,
+            take_s=take_s,
+            get_s=get_s,
+            row_numbers=[int(row) for flat in found for row in flat["reward"].tolist()],
+            digest=sum(map(digest, found)),
+        )
+
+
+class OwnStore:
+    """Storage units, one producer and consumers; a run uses the first units and consumers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
+        self._path = str(folder / "takes.sock")
+        self._server = TakeServer(self._path)
+        self._prepared: Work | None = None
+        self._digest = 0
+        self._next_row = 0
+
+    async def start(self, nums_units: list[int], num_consumers: int) -> None:
+        """Start all processes."""
+        await self._server.start()
+        units = [
+            StorageSpec(unit=unit, archive_folder=None, archive_tokens=False)
+            for unit in range(max(nums_units))
+        ]
+        groups = await asyncio.gather(
+            *(self._cluster.spawn(f"storage-{unit.unit}", unit.executor, unit) for unit in units)
+        )
+        calls = [group.call_one for group in groups]
+        await asyncio.gather(*(call.start() for call in calls))
+        stores = {num_units: Store(calls[:num_units]) for num_units in nums_units}
+        spec = RoleSpec(stores=stores, takes=self._path)
+        self._producer, *self._consumers = await asyncio.gather(
+            self._cluster.spawn("producer", "store_bench.own:Producer", spec),
+            *(
+                self._cluster.spawn(f"consumer-{number}", "store_bench.own:Consumer", spec)
+                for number in range(num_consumers)
+            ),
+        )
+
+    async def run(
+        self, num_units: int, work: Work, is_streamed: bool, is_checked: bool = False
+    ) -> dict[str, float]:
+        """Move all rows once; what each part took (`rows.times`)."""
+        producer = self._producer.call_one
+        if work != self._prepared:
+            self._digest, self._prepared = await producer.prepare(work), work
+        first_row, self._next_row = self._next_row, self._next_row + work.rows
+        self._server.begin(work.rows)
+        putting = asyncio.create_task(producer.put(num_units, first_row))
+        if not is_streamed:
+            await putting
+        taken = await asyncio.gather(
+            *(
+                consumer.call_one.take(num_units, work, is_checked)
+                for consumer in self._consumers[: work.consumers]
+            )
+        )
+        put, notify_s = await putting
+        if is_checked:
+            check(work, self._digest, taken)
+        return times(put, notify_s, taken, await producer.clear(num_units, first_row))
+
+    async def stop(self) -> None:
+        """End all processes."""
+        self._server.close()
+        await self._cluster.stop()

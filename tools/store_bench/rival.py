@@ -1,0 +1,68 @@
+"""TransferQueue in the environment of `make rivals`, asked over pipes.
+
+Owns: the child process. Does not own: what it does (`transferqueue.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from store_bench.rows import Work
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-rivals" / "bin" / "python"
+END_S = 60.0
+
+
+def why_not() -> str | None:
+    """Why the rival cannot be measured here, if so."""
+    return None if PYTHON.exists() else "TransferQueue is not installed: make rivals"
+
+
+class TransferQueueRival:
+    """TransferQueue with `num_units` storage units and as many consumers as any work has."""
+
+    def __init__(self, num_units: int, num_consumers: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
+        module = "store_bench.transferqueue"
+        self._child = subprocess.Popen(
+            [str(PYTHON), "-m", module, str(num_units), str(num_consumers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._read()
+
+    def run(self, work: Work, is_streamed: bool, is_checked: bool = False) -> dict[str, float]:
+        """Move all rows once; what each part took (`rows.times`)."""
+        assert self._child.stdin is not None
+        request = {
+            "work": dataclasses.asdict(work),
+            "is_streamed": is_streamed,
+            "is_checked": is_checked,
+        }
+        self._child.stdin.write(json.dumps(request) + "\n")
+        self._child.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the child and all that it started."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+
+    def _read(self) -> dict[str, float]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError("TransferQueue has ended; what it said is above")
+        answer: dict[str, float] = json.loads(line)
+        return answer
