@@ -21,6 +21,7 @@ from llamarl.executors.specs import (
     ReferenceSpec,
     ScorerSpec,
     Spec,
+    StageSpec,
     StorageSpec,
     TrainerSpec,
 )
@@ -186,8 +187,17 @@ def _stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, ru
             sampling=config.sampling,
             storage=storage,
         )
-    return ScorerSpec(
-        config=config.reward,
+    if stage.name == SCORE:
+        return ScorerSpec(
+            config=config.reward,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            storage=storage,
+        )
+    assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
+    return StageSpec(
+        stage=stage,
+        numbers=inputs.graph.numbers & {*stage.reads},
         tokenizer=inputs.tokenizer_folder,
         task_source=inputs.task_source,
         storage=storage,

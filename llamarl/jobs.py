@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
-from json import dumps
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +27,10 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.config.rank_assignment import assign
 from llamarl.data.tokenizer import TextDecoder
-from llamarl.executor_groups import Executors, spawn_executors
+from llamarl.executor_groups import (
+    Executors,
+    spawn_executors,
+)
 from llamarl.experience.graph import SCORE
 from llamarl.loop.controller import Controller
 from llamarl.loop.evaluation import evaluate_alone
@@ -37,7 +39,7 @@ from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
 from llamarl.metrics.ending import is_finished, show_end, show_finished_run
 from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.provenance import flatten
+from llamarl.metrics.provenance import Record, flatten
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import shorten
 from llamarl.metrics.run_logger import RunLogger
@@ -47,17 +49,13 @@ from llamarl.metrics.trackers import open_trackers
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import Storage
-from llamarl.recipe.inputs import Inputs, read_inputs, read_planned_architecture
+from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
 FLOAT32_BYTES = 4
 CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
 GC_THRESHOLDS = 50_000, 20, 20  # rare collections, as tens of thousands of rollouts are open
-
-
-Record = Callable[[], None]
-"""Writes into the run folder what the run was started with."""
 
 
 async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
@@ -200,67 +198,6 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
         )
     finally:
         await dispatch.close()
-
-
-def plan(
-    config: Config,
-    run_dir: str,
-    console: Console,
-    record: Record,
-    *,
-    json: str | None,
-    html: str | None,
-    trace: str | None,
-    sweep: bool,
-) -> None:
-    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
-
-    Reads no prompts, tokenizer or weights, makes no run folder and starts no process.
-    """
-    from llamarl.planner.report.chart import draw_page
-    from llamarl.planner.report.published_results import published_figures
-    from llamarl.planner.report.recipe import figures, forecast_recipe
-    from llamarl.planner.report.text import assumptions, render_report, title_of
-
-    _check_writable("--json", json)
-    _check_writable("--html", html)
-    architecture = read_planned_architecture(config)
-    forecast = forecast_recipe(config, architecture, run_dir=trace, sweep=sweep)
-    text = render_report(config, forecast, published_figures(architecture))
-    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-    if json is not None:
-        _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
-    if html is not None:
-        words = assumptions(config, forecast)
-        _write("--html", html, draw_page(title_of(config, forecast), forecast, words))
-
-
-def _check_writable(flag: str, path: str | None) -> None:
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    require(
-        folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir(),
-        flag,
-        "name a file in a folder that can be written to",
-        path,
-    )
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:  # its permissions may be right all the same
-        raise ValueError(f"{flag} must name a file that can be written, got {error}") from error
-
-
-def launch(
-    config: Config, run_dir: str, console: Console, record: Record, *, command: list[str]
-) -> None:
-    """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
-    from llamarl.cluster.deploy.launch import render
-
-    console.print(render(config, command), markup=False, highlight=False, soft_wrap=True, end="")
 
 
 @contextlib.contextmanager

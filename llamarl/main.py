@@ -29,14 +29,14 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 
-from llamarl import __version__, jobs
+from llamarl import __version__, jobs, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.ending import resume_command
-from llamarl.metrics.provenance import record_provenance
+from llamarl.metrics.provenance import Record, record_provenance
 from llamarl.metrics.rendering import shorten
 from llamarl.recipe.composition import DictConfig, for_each_config, reference, to_config, to_yaml
 from llamarl.recipe.config_reference import did_you_mean
@@ -46,12 +46,13 @@ ENDS: dict[int, tuple[str, int]] = {
     signal.SIGTERM: ("terminated", RESUMABLE),
 }
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-Job = Callable[[Config, str, Console, jobs.Record], Coroutine[Any, Any, Any] | None]
+Job = Callable[[Config, str, Console, Record], Coroutine[Any, Any, Any] | None]
 JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
 COMMANDS = {
     "train": "fine-tune a checkpoint by asynchronous RL",
     "evaluate": "score a checkpoint on held-out prompts",
     "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
+    "graph": "print a recipe's dataflow: its stages, where they run, what goes between them",
     "launch": "print what starts a recipe on cluster.scheduler",
     "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
@@ -69,6 +70,14 @@ PLAN_OPTIONS = {  # name of the option and of its value, what it does
     "trace": ("RUN", "plan: take executor times from this finished run's folder"),
     "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
 }
+
+
+GRAPH_OPTIONS = {
+    "mermaid": ("FILE", "graph: write it as a picture in Mermaid's text"),
+    "run": ("RUN", "graph: add rows, bytes and waiting, measured in this run's folder"),
+}
+REPORTS: dict[str, Callable[..., None]] = {"plan": reports.plan, "graph": reports.graph}
+OWN_OPTIONS = {"plan": PLAN_OPTIONS, "graph": GRAPH_OPTIONS}
 
 
 def main() -> None:
@@ -125,7 +134,7 @@ def _usage() -> str:
     return (
         "usage: llamarl COMMAND --config-dir RECIPE [KEY=VALUE ...]\n\n"
         f"commands:\n{_table(COMMANDS)}\n"
-        f"options:\n{_table(OPTIONS | RUN_OPTIONS | _plan_options())}"
+        f"options:\n{_table(OPTIONS | RUN_OPTIONS | _own_options(*OWN_OPTIONS))}"
         f"{_table({'--help': 'this text; after a command, its options and every key'})}"
         f"{_table({'--version': 'the version of llamarl'})}\n"
         "example: llamarl train --config-dir recipes/quickstart trainer.lr=1e-4\n"
@@ -137,15 +146,16 @@ def _help(command: str) -> str:
     if command == "config":
         return f"usage: llamarl config [KEY]\n{COMMANDS[command]}\n"
     options = OPTIONS | (RUN_OPTIONS if command in JOBS else {})
-    options |= _plan_options() if command == "plan" else {}
+    options |= _own_options(command)
     return (
         f"usage: llamarl {command} --config-dir RECIPE [GROUP=CHOICE ...] [KEY=VALUE ...]\n"
         f"{COMMANDS[command]}\n\noptions:\n{_table(options)}\n{reference().everything()}"
     )
 
 
-def _plan_options() -> dict[str, str]:
-    return {f"--{name} {value}": words for name, (value, words) in PLAN_OPTIONS.items()}
+def _own_options(*commands: str) -> dict[str, str]:
+    found = [OWN_OPTIONS.get(command, {}) for command in commands]
+    return {f"--{name} {value}": words for own in found for name, (value, words) in own.items()}
 
 
 def _table(rows: dict[str, str]) -> str:
@@ -160,15 +170,15 @@ def _describe_keys(names: Sequence[str]) -> str:
 
 
 def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
-    """The job, and the arguments for Hydra, which makes no run folder for `plan` and `launch`."""
+    """The job, and the arguments for Hydra, which makes a run folder for jobs of JOBS only."""
     if command in JOBS:
         return JOBS[command], arguments
     if {"--multirun", "-m"} & set(arguments):
         raise ValueError(f"--multirun must come with train or evaluate, got {command}")
     if command == "launch":
-        return partial(jobs.launch, command=arguments), [*arguments, "hydra.run.dir=."]
+        return partial(reports.launch, command=arguments), [*arguments, "hydra.run.dir=."]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, (value, _) in PLAN_OPTIONS.items():
+    for name, (value, _) in OWN_OPTIONS[command].items():
         parser.add_argument(f"--{name}", action="store" if value else "store_true")
     try:
         options, rest = parser.parse_known_args(arguments)
@@ -176,7 +186,7 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
         raise ValueError(
             f"{error.argument_name} must name a file or folder, got nothing ({error.message})"
         ) from error
-    return partial(jobs.plan, **vars(options)), [*rest, "hydra.run.dir=."]
+    return partial(REPORTS[command], **vars(options)), [*rest, "hydra.run.dir=."]
 
 
 def _folders(arguments: Sequence[str]) -> set[str]:

@@ -32,7 +32,7 @@ FLOORS: list[set[str]] = [
     {"executor_groups"},
     {"build"},
     {"planner"},
-    {"jobs"},
+    {"jobs", "reports"},
     {"main"},
     {"__main__"},
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class LossInputs:
     rollout_index: Tensor  # int64 [N], which rollout (0..R-1) a token belongs to
     rollout_lengths: Tensor  # int64 [R]
     ref_logprobs: Tensor | None = None  # float32 [N]
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # algorithm.loss_columns, each [N]
 
     @property
     def log_ratio(self) -> Tensor:

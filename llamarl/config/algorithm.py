@@ -50,6 +50,7 @@ class AlgorithmConfig(Section):
     max_drops_in_row: int = number(2048, least=1, most=2**31)
     """Groups dropped one after another before the run stops and says why."""
 
+    reads_columns: ClassVar[bool] = False  # True: the loss may read algorithm.loss_columns
     scales_with_advantage: ClassVar[bool] = True
     # False: a rollout with advantage 0 may have a gradient, so its forward is not skipped.
 

@@ -107,6 +107,10 @@ class Passes:
             ref_logprobs=(
                 column(columns, REF_LOGPROBS, indices, self._device) if has_reference else None
             ),
+            columns={
+                name: column(columns, name, indices, self._device)
+                for name in self._algorithm.loss_columns
+            },
         )
         outputs = policy_loss(inputs, self._algorithm, self._token_loss)
         if not math.isfinite(outputs.loss.item()):

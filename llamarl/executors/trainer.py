@@ -43,6 +43,7 @@ class TrainerExecutor:
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
         if spec.algorithm.has_reference:
             self._columns.append(REF_LOGPROBS)
+        self._columns += spec.algorithm.loss_columns
         self._thread = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
         self._lock = asyncio.Lock()

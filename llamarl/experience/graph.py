@@ -161,6 +161,12 @@ class Graph:
         return [stage for name, stage in self.stages.items() if name not in ENDS]
 
     @property
+    def numbers(self) -> frozenset[str]:
+        """The columns that are one number per rollout."""
+        columns = (column for stage in self.stages.values() for column in stage.writes)
+        return frozenset(column.name for column in columns if column.length == NUMBER)
+
+    @property
     def edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(writer, reader, the columns that the reader takes from it), in order."""
         writers = {
@@ -184,6 +190,9 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
         require(is_new, "the name of each stage", "be its own, and no executor's", stage.name)
         stages[stage.name] = stage
     stages = {name: stages[name] for name in sorted(stages, key=(SETTLE, TRAIN).__contains__)}
+    must = "be empty unless algorithm=task (no shipped loss reads other columns)"
+    extra = config.algorithm.loss_columns
+    require(not extra or config.algorithm.reads_columns, LOSS_COLUMNS, must, extra)
     writers = _writers(stages)
     for stage in stages.values():
         _check_reads(stage, writers)

@@ -7,9 +7,12 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+Record = Callable[[], None]
+"""Writes into the run folder what the run was started with."""
 
 PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.checkpoints import manifest
 from llamarl.config import Config, VllmConfig
 from llamarl.config.check import require
@@ -23,20 +22,19 @@ from llamarl.data.tokenizer import TextDecoder, Tokenizer, check_tokenizer, load
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
-from llamarl.experience.graph import Graph, make_graph
+from llamarl.experience.graph import INFER, FrozenModel, Graph
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_checkpoint, check_parallel
-from llamarl.task_file import FILE, check, load
+from llamarl.recipe.task import load_task, read_graph, read_task
 from llamarl.types import Prompt, Sampling
 from llamarl.weights.transports.table import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 PROMPTS = "data.prompts"
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
-CONTROLLER_TASKS = {"advantages", "drop"}  # functions of task.py that run in this process
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
 
 
@@ -73,8 +71,9 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_architecture(config, architecture)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
-    named = _task_functions(config)
-    task_source = _task_source(config, named)
+    task_source = read_task(config)
+    graph = read_graph(config, task_source)
+    _check_models(config, graph, architecture)
     prompts, held_out = [], []
     if needs_prompts:
         prompts = _read_prompts(config, config.data.prompts, tokenizer)
@@ -96,8 +95,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         task_source=task_source,
-        task=load(task_source, named & CONTROLLER_TASKS) if task_source is not None else {},
-        graph=make_graph(config),
+        task=load_task(config, task_source),
+        graph=graph,
         replay_lengths=replay_lengths,
     )
 
@@ -242,6 +241,19 @@ def _check_architecture(config: Config, architecture: Architecture) -> None:
     )
 
 
+def _check_models(config: Config, graph: Graph, architecture: Architecture) -> None:
+    """ValueError unless the frozen models of the recipe's own stages can read the policy's
+    tokens."""
+    for stage in graph.between:
+        if isinstance(stage.run, FrozenModel) and stage.name != INFER:
+            folder = _resolve(config, stage.run.checkpoint)
+            found = check_checkpoint(folder)
+            must = f"be the policy's {architecture.vocab_size}"
+            key = f"the vocabulary of {folder} (stage {stage.name})"
+            require(found.vocab_size == architecture.vocab_size, key, must, found.vocab_size)
+            check_parallel(found, config.trainer, config.generator)
+
+
 def _resolve(config: Config, path: str) -> str:
     return os.path.abspath(Path(config.recipe_dir, path))
 
@@ -251,35 +263,6 @@ def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Promp
     prompts = read_prompts(resolved, config.data, tokenizer)
     check_answers(config.reward, prompts, resolved)
     return prompts
-
-
-def _task_functions(config: Config) -> set[str]:
-    """The functions of task.py that the recipe names."""
-    algorithm = config.algorithm
-    is_named = {
-        "reward": "task" in config.reward.functions,
-        "loss": isinstance(algorithm, TaskConfig),
-        "advantages": algorithm.advantage == "task",
-        "drop": "task" in algorithm.filters,
-    }
-    return {name for name, value in is_named.items() if value}
-
-
-def _task_source(config: Config, names: set[str]) -> str | None:
-    """The text of task.py, checked for these functions; None without any."""
-    if not names:
-        return None
-    path = Path(config.recipe_dir) / FILE
-    named = ", ".join(sorted(names))
-    require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
-    try:
-        source = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
-    except OSError as error:
-        raise ValueError(f"{path} must be a file that can be read, got {error}") from error
-    check(source, str(path), names)
-    return source
 
 
 def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:

@@ -46,6 +46,7 @@ from llamarl.types import (
     Request,
     Score,
     ScoreStatus,
+    StageResult,
     StepStats,
     Verdict,
 )
@@ -107,13 +108,23 @@ def heavy_tail(request: Request) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopWorkload(Workload):
-    """Rollouts as long as `length_of` says; reward code raises for `failed_share` of them."""
+    """Rollouts as long as `length_of` says; reward code raises for `failed_share` of them, as do
+    stages of the recipe's own, which drop `stage_drop_share` besides."""
 
     length_of: Callable[[Request], int]
     failed_share: float = 0.0
+    stage_drop_share: float = 0.0
 
     def length(self, request: Request) -> int:
         return self.length_of(request)
+
+    def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
+        chance = random.Random(f"{stage.name} {row_id}").random()
+        if chance < self.stage_drop_share:
+            return StageResult(row_id=row_id, reason=f"{stage.name}_said_no")
+        if chance > 1 - self.failed_share:
+            return StageResult(row_id=row_id, status=ScoreStatus.HUNG, error="simulated")
+        return super().pass_stage(stage, row_id)
 
     def score(self, row_id: int, prompt: Prompt) -> Score:
         if spread(row_id * 0.618033988749895) < self.failed_share:
@@ -175,6 +186,7 @@ class Loop:
     length: Callable[[Request], int] = heavy_tail
     drop_share: float = 0.0
     failed_share: float = 0.0
+    stage_drop_share: float = 0.0
     costs: Costs = COSTS
     workload: Workload | None = None
     prompts: list[Prompt] | None = None
@@ -182,6 +194,7 @@ class Loop:
     faults: dict[str, Faults] = field(default_factory=dict)
     storage: WatchedStorage = field(default_factory=WatchedStorage)
     stages: Sequence[Stage] = ()
+    reward_columns: Sequence[str] = ("reward",)
 
     def __post_init__(self) -> None:
         workload = self.workload or LoopWorkload(
@@ -189,6 +202,7 @@ class Loop:
             prompt_tokens=2,
             equal_share=self.drop_share,
             failed_share=self.failed_share,
+            stage_drop_share=self.stage_drop_share,
             length_of=self.length,
         )
         self.config = self._config()
@@ -214,7 +228,11 @@ class Loop:
     def _config(self) -> Config:
         return make_recipe(
             num_steps=self.num_steps,
-            algorithm=AIPOConfig(max_drops_in_row=self.max_drops_in_row),
+            algorithm=AIPOConfig(
+                max_drops_in_row=self.max_drops_in_row,
+                reward_columns=[*self.reward_columns],
+                reward_column_weights=[1.0] * len(self.reward_columns),
+            ),
             generator=EmbeddedConfig(
                 num_replicas=self.num_replicas,
                 num_collectors=self.num_collectors,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.experience.graph import Stage
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Request
 from tests.loop.faults import Faults
@@ -73,6 +74,50 @@ def test_no_rollout_is_trained_twice_and_every_group_is_whole(
     assert set(groups.values()) == {2}
     assert loop.storage.count("trained") == len(rows) == num_steps * 4 * 2
     assert loop.storage.count("dropped") == 2 * len(loop.run_logger.drops)
+
+
+def nothing(*read: object) -> None:
+    """The simulated executor does not call it."""
+
+
+STAGES = (
+    Stage("brief", nothing, ["completion"]),
+    Stage("judge", nothing, ["completion"], ["quality"]),
+    Stage("double", nothing, ["quality"], ["twice"]),
+    Stage("rank", nothing, ["reward", "twice"], ["ranked"], per="group"),
+    Stage("blend", nothing, ["ranked", "quality"], ["blended"], per="group"),
+)
+
+
+@pytest.mark.parametrize("late", ["wait", "mask"])
+def test_a_graph_of_six_stages_that_drop_and_fail_keeps_the_bound_and_loses_no_rollout(
+    late: str, tmp_path: Path
+) -> None:
+    loop = Loop(
+        num_steps=60,
+        late=late,
+        rollouts_per_prompt=4,
+        stages=STAGES,
+        reward_columns=("reward", "blended"),
+        stage_drop_share=0.05,
+        **HARD,
+        num_replicas=2,
+        faults={"generator-1": Faults(dies_at_s=3.0)},
+    )
+    run(loop.run(tmp_path))
+    assert loop.trainer.version == 60
+    assert max(loop.staleness()) == 1
+    trained = loop.trained_rows()
+    assert len(trained) == len(set(trained))
+    outcomes = loop.storage.outcomes
+    assert {outcomes[row_id]["outcome"] for row_id in trained} == {"trained"}
+    assert loop.storage.count("trained") == len(trained)
+    assert not loop.storage._rows, "nothing is left behind"
+    reasons = {str(found["reason"]) for found in outcomes.values() if "reason" in found}
+    assert {f"{stage.name}_said_no" for stage in STAGES} <= reasons
+    assert "judge_failed" in reasons
+    sizes = Counter(row.group_id for batch in loop.batches for row in batch.rows)
+    assert set(sizes.values()) == {2, 3, 4}, "a group goes on without what was dropped"
 
 
 def test_groups_are_trained_in_admission_order(tmp_path: Path) -> None:

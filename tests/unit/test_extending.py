@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -187,6 +188,23 @@ def test_a_run_learns_by_the_four_functions_of_the_pages(tmp_path: Path, forks: 
     done = run_of(tmp_path, forks)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "export").is_dir()
+
+
+def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) -> None:
+    task = block("stage", "python")
+    functions = re.findall(r"^def \w+\(.*?(?=\n\n\n)", task, re.MULTILINE | re.DOTALL)
+    assert all(len(function.splitlines()) <= 10 for function in functions)
+    recipe = write_recipe(tmp_path, block("stage", "yaml"), task.replace("> 90", "> 20"))
+    small = ("trainer.groups_per_step=4", "checkpoint.export=false", "run_dir=run")
+    done = forks.run("train", f"--config-dir={recipe}", "cluster=inline", *small, where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert sum(step.get("dropped_rollouts/rambling", 0) for step in steps) > 0
+    assert {"columns/quality", "columns/ranked"} <= steps[-1].keys()
+    shown = forks.run("graph", f"--config-dir={recipe}", "--mermaid=graph.mmd", where=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "judge of task.py     rollout  1 + 2" in shown.stdout
+    assert 'rank -- "ranked" --> settle' in (tmp_path / "graph.mmd").read_text()
 
 
 @pytest.mark.slow

@@ -67,7 +67,9 @@ def test_settle_waits_for_a_filter_although_it_writes_nothing() -> None:
 
 def test_the_loss_may_read_a_column_of_a_teacher() -> None:
     teacher = Stage("teacher", FrozenModel("../teacher"), writes=[LOGPROBS])
-    found = graph(teacher, overrides=("algorithm.loss_columns=[teacher_logprobs]",))
+    found = graph(
+        teacher, overrides=("algorithm=task", "algorithm.loss_columns=[teacher_logprobs]")
+    )
     assert teacher.is_model
     assert "teacher" in found.needs["settle"]
     assert ("teacher", "train", ("teacher_logprobs",)) in list(found.edges)
@@ -119,7 +121,7 @@ MISTAKES = {
     ),
     'algorithm.loss_columns must name columns of length "response"': (
         [Stage("a", nothing, [], ["x"])],
-        ("algorithm.loss_columns=[x]",),
+        ("algorithm=task", "algorithm.loss_columns=[x]"),
     ),
     "column ref_logprobs of stage a must have the form float32, response": (
         [Stage("a", nothing, [], [Column("ref_logprobs", "int32", "response")])],
@@ -129,13 +131,17 @@ MISTAKES = {
         [Stage("a", nothing, [], [Column("x", "int32", "fixed")])],
         (),
     ),
+    "algorithm.loss_columns must be empty unless algorithm=task": (
+        [Stage("a", nothing, [], [LOGPROBS])],
+        ("algorithm.loss_columns=[teacher_logprobs]",),
+    ),
     'stage a must write one Column(name, "float32", "response")': (
         [Stage("a", FrozenModel("m"), [], ["x"])],
         (rewards("x"),),
     ),
     'stage a must have per="rollout"': (
         [Stage("a", FrozenModel("m"), [], [LOGPROBS], per="group")],
-        ("algorithm.loss_columns=[teacher_logprobs]",),
+        ("algorithm=task", "algorithm.loss_columns=[teacher_logprobs]"),
     ),
 }
 

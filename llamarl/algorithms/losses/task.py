@@ -16,6 +16,7 @@ from llamarl.task_file import load
 class TaskConfig(AlgorithmConfig):
     """The recipe's own task.py defines the loss."""
 
+    reads_columns: ClassVar[bool] = True
     scales_with_advantage: ClassVar[bool] = False
 
 

@@ -77,6 +77,8 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
         )
     if forecast.num_gpus and forecast.measured_step_s is None:
         words.append(CAVEAT)
+    if own := config.experience.stages:
+        words.append(f"Stages of the recipe's own ({', '.join(own)}) are left out.")
     if forecast.step.divisor > 1:
         divisor = f"1/{forecast.step.divisor}"
         words.append(f"Simulated was {divisor} of the cluster with {divisor} of the rollouts.")

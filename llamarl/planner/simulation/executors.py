@@ -10,7 +10,6 @@ from collections import Counter
 
 from llamarl.algorithms.policy_loss import is_inert
 from llamarl.errors import StaleVersion
-from llamarl.experience.columns import NUMBER
 from llamarl.experience.graph import Stage
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
@@ -92,13 +91,12 @@ class SimulatedModel(SimulatedExecutor):
 
 
 class SimulatedStage(SimulatedExecutor):
-    """protocols.Processor of a recipe's own function, which takes as long as a reward and finds 0
-    for all it writes."""
+    """protocols.Processor of a recipe's own function, which takes as long as a reward and finds
+    what the workload says."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores, stage: Stage) -> None:
         super().__init__(setting, costs, cores)
         self._stage = stage
-        self._numbers = {column.name: 0.0 for column in stage.writes if column.length == NUMBER}
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
@@ -107,7 +105,7 @@ class SimulatedStage(SimulatedExecutor):
         async with self._lock:
             with self._timeline.bar(self._stage.name, "stage"):
                 await self._cores.work(self._costs.score_call_s + seconds)
-        return [StageResult(row_id=row_id, numbers=self._numbers) for row_id in row_ids]
+        return [self._workload.pass_stage(self._stage, row_id) for row_id in row_ids]
 
 
 class SimulatedTrainer(Layouts):

@@ -28,7 +28,7 @@ from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.inputs import Inputs
-from llamarl.types import Prompt
+from llamarl.types import REWARD, Prompt
 
 
 def simulate(
@@ -58,6 +58,7 @@ async def run(
     config: Config, costs: Costs, architecture: Architecture, workload: Workload, num_steps: int
 ) -> SimulatedTimeline:
     """Run the controller with simulated executors on whatever clock the present loop has."""
+    config = _without_own_stages(config)
     setting = Setting(config=config, workload=workload)
     timeline = setting.timeline
     graph = make_graph(config)
@@ -69,6 +70,14 @@ async def run(
         group.call_one.end_idle()
     timeline.forget_last_step()
     return timeline
+
+
+def _without_own_stages(config: Config) -> Config:
+    """The recipe without the stages of its task.py, which only a process of their own may run."""
+    shipped = replace(
+        config.algorithm, reward_columns=[REWARD], reward_column_weights=[1.0], loss_columns=[]
+    )
+    return replace(config, algorithm=shipped, experience=replace(config.experience, stages=[]))
 
 
 async def drive(

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.config import Config
-from llamarl.types import Prompt, Request, Score, ScoreStatus
+from llamarl.experience.columns import NUMBER
+from llamarl.experience.graph import Stage
+from llamarl.types import Prompt, Request, Score, ScoreStatus, StageResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
@@ -39,6 +41,11 @@ class Workload:
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
         reward = 0.0 if spread(number) < self.equal_share else float(row_id % 2)
         return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
+
+    def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
+        """What a stage of the recipe's own finds for a rollout: 0 for all it writes."""
+        numbers = {column.name: 0.0 for column in stage.writes if column.length == NUMBER}
+        return StageResult(row_id=row_id, numbers=numbers)
 
     def prompts(self) -> list[Prompt]:
         """Prompts that differ in their first token."""

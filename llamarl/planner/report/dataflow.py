@@ -1,0 +1,146 @@
+"""The dataflow of a recipe as text and as a picture.
+
+Owns: the tables of `llamarl graph` and its Mermaid text. Does not own: the graph
+(`experience/graph.py`), the figures of a run (`flows.py`). Invariant: starts no process and reads
+no weights.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from llamarl.config.rank_assignment import Device
+from llamarl.experience.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
+from llamarl.planner.report.flows import Flows
+from llamarl.planner.report.text import WIDTH
+
+UNITS = ("B", "kB", "MB", "GB")
+
+Places = Mapping[str, Sequence[Device]]
+"""Executor process name -> the devices of its ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataflow:
+    """A graph, the executor of each stage by its name, where executors sit, and perhaps what was
+    measured."""
+
+    graph: Graph
+    executors: Mapping[str, str]
+    places: Places
+    flows: Flows | None = None
+
+    def render(self) -> str:
+        """Two tables: the stages and where they run, and what goes between them."""
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        for table in (self._stages(), "", self._edges()):
+            console.print(table, highlight=False, markup=False)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+    def draw(self) -> str:
+        """The graph as Mermaid text, which GitHub and most editors draw."""
+        lines = ["flowchart LR"]
+        for stage in self.graph.stages.values():
+            words = [stage.name, self._runner(stage), self._devices(stage)]
+            lines.append(f'    {stage.name}["{"<br>".join(filter(None, words))}"]')
+        for writer, reader, columns in self._all_edges():
+            words = [", ".join(columns) or "drops", self._rate(writer, reader, columns)]
+            lines.append(f'    {writer} -- "{"<br>".join(filter(None, words))}" --> {reader}')
+        return "\n".join(lines) + "\n"
+
+    def _stages(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        titles = ("stage", "run by", "per", "processes", "on", "reads", "writes")
+        for title in (*titles, *(("rows/s", "waits") if self.flows else ())):
+            table.add_column(title, overflow="fold")
+        for stage in self.graph.stages.values():
+            cells = [
+                stage.name,
+                self._runner(stage),
+                stage.per,
+                self._processes(stage),
+                self._devices(stage),
+                " ".join(stage.reads),
+                " ".join(column.name for column in stage.writes),
+            ]
+            if self.flows is not None:
+                executor = self.executors[stage.name]
+                rate = self.flows.rows_per_s(executor, "put" if stage.name == GENERATE else "get")
+                wait = self.flows.waits.get(executor)
+                cells += [f"{rate:,.0f}" if rate else "", f"{wait:.0%}" if wait is not None else ""]
+            table.add_row(*cells)
+        return table
+
+    def _edges(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for title in ("from", "to", "what", *(("measured",) if self.flows else ())):
+            table.add_column(title, overflow="fold")
+        for writer, reader, columns in self._all_edges():
+            what = ", ".join(columns) or "drops"
+            what += " (metadata)" * (SETTLE in (writer, reader))
+            rate = self._rate(writer, reader, columns)
+            table.add_row(writer, reader, what, *([rate] if self.flows else []))
+        return table
+
+    def _all_edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """The graph's edges, and those of stages that only drop, which lead to settle."""
+        yield from self.graph.edges
+        yield from ((each.name, SETTLE, ()) for each in self.graph.between if not each.writes)
+
+    def _rate(self, writer: str, reader: str, columns: tuple[str, ...]) -> str:
+        if self.flows is None or SETTLE in (writer, reader):
+            return ""
+        executor = self.executors[reader]
+        num_rows = self.flows.rows_per_s(executor, "get")
+        return f"{num_rows:,.0f} rows/s, {_size(self.flows.bytes_per_s(executor, columns))}/s"
+
+    def _runner(self, stage: Stage) -> str:
+        if isinstance(stage.run, FrozenModel):
+            return f"{stage.run.checkpoint} (frozen)"
+        executor = self.executors[stage.name]
+        return executor if executor != stage.name else f"{stage.run} of task.py"
+
+    def _processes(self, stage: Stage) -> str:
+        num_ranks = sum(map(len, self._ranks(stage))) or 1
+        runs_code = stage.name == SCORE or stage.name == self.executors[stage.name]
+        more = f" + {stage.workers}" * (runs_code and not stage.is_model)
+        return f"{num_ranks}{more}"
+
+    def _devices(self, stage: Stage) -> str:
+        """Such as "host 0 GPU 0-7"."""
+        gpus: dict[int, set[int]] = {}
+        for device in (device for ranks in self._ranks(stage) for device in ranks):
+            gpus.setdefault(device.host, set()).update([] if device.gpu is None else [device.gpu])
+        parts = []
+        for found in dict.fromkeys(map(frozenset, gpus.values())):
+            hosts = sorted(host for host, numbers in gpus.items() if numbers == found)
+            hosts_words = f"host{'s' * (len(hosts) > 1)} {_numbers(hosts)}"
+            parts.append(hosts_words + (f" GPU {_numbers(sorted(found))}" if found else ""))
+        return ", ".join(parts)
+
+    def _ranks(self, stage: Stage) -> list[Sequence[Device]]:
+        """The devices of the stage's processes: of each replica, or of one group of ranks."""
+        executor = self.executors[stage.name]
+        return [each for name, each in self.places.items() if name.partition("-")[0] == executor]
+
+
+def _size(num_bytes: float) -> str:
+    power = 0
+    while num_bytes >= 1000 and power < len(UNITS) - 1:
+        num_bytes, power = num_bytes / 1000, power + 1
+    return f"{num_bytes:.3g} {UNITS[power]}"
+
+
+def _numbers(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,62 @@
+"""A recipe's own task.py: its text, and what of it the recipe uses.
+
+Owns: which functions and stages a config names, and reading the file. Does not own: what they must
+look like (`task_file.py`), or running them. Invariant: stages and rewards run in processes of their
+own, never here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llamarl.algorithms.losses.task import TaskConfig
+from llamarl.config import Config
+from llamarl.config.check import require
+from llamarl.experience.graph import Graph, make_graph
+from llamarl.experience.task_stages import read_stages
+from llamarl.task_file import FILE, STAGES, check, load
+
+CONTROLLER_TASKS = {"advantages", "drop"}  # functions of task.py that run in this process
+
+
+def read_task(config: Config) -> str | None:
+    """The text of task.py, checked for what the recipe names; None if it names nothing."""
+    names = named_functions(config) | ({STAGES} if config.experience.stages else set())
+    if not names:
+        return None
+    path = Path(config.recipe_dir) / FILE
+    named = ", ".join(sorted(names))
+    require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} must be a file that can be read, got {error}") from error
+    check(source, str(path), names)
+    return source
+
+
+def load_task(config: Config, source: str | None) -> dict[str, Callable[..., Any]]:
+    """The functions of this text that the controller calls, by name."""
+    return {} if source is None else load(source, named_functions(config) & CONTROLLER_TASKS)
+
+
+def read_graph(config: Config, source: str | None) -> Graph:
+    """The recipe's graph, with the stages of this text that it names. ValueError, in one line, for
+    what would not work."""
+    names = config.experience.stages
+    require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
+    return make_graph(config, read_stages(source, names) if source and names else ())
+
+
+def named_functions(config: Config) -> set[str]:
+    """The functions of task.py that the recipe names."""
+    algorithm = config.algorithm
+    is_named = {
+        "reward": "task" in config.reward.functions,
+        "loss": isinstance(algorithm, TaskConfig),
+        "advantages": algorithm.advantage == "task",
+        "drop": "task" in algorithm.filters,
+    }
+    return {name for name, value in is_named.items() if value}

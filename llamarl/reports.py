@@ -1,0 +1,106 @@
+"""The commands that only say something about a recipe: plan, graph, launch.
+
+Owns: what they read and where they write it. Does not own: the texts (`planner/report/`,
+`cluster/deploy/`) or runs (`jobs.py`). Invariant: they make no run folder and read no weights.
+"""
+
+import os
+from json import dumps
+from pathlib import Path
+
+from rich.console import Console
+
+from llamarl.config import Config
+from llamarl.config.check import require
+from llamarl.executor_groups import name_executor, place_executors
+from llamarl.metrics.provenance import Record
+from llamarl.recipe.inputs import read_planned_architecture
+from llamarl.recipe.task import read_graph, read_task
+
+
+def plan(
+    config: Config,
+    run_dir: str,
+    console: Console,
+    record: Record,
+    *,
+    json: str | None,
+    html: str | None,
+    trace: str | None,
+    sweep: bool,
+) -> None:
+    """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
+
+    Reads no prompts, tokenizer or weights, makes no run folder and starts no process.
+    """
+    from llamarl.planner.report.chart import draw_page
+    from llamarl.planner.report.published_results import published_figures
+    from llamarl.planner.report.recipe import figures, forecast_recipe
+    from llamarl.planner.report.text import assumptions, render_report, title_of
+
+    _check_writable("--json", json)
+    _check_writable("--html", html)
+    architecture = read_planned_architecture(config)
+    forecast = forecast_recipe(config, architecture, run_dir=trace, sweep=sweep)
+    text = render_report(config, forecast, published_figures(architecture))
+    console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+    if json is not None:
+        _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
+    if html is not None:
+        words = assumptions(config, forecast)
+        _write("--html", html, draw_page(title_of(config, forecast), forecast, words))
+
+
+def graph(
+    config: Config,
+    run_dir: str,
+    console: Console,
+    record: Record,
+    *,
+    mermaid: str | None,
+    run: str | None,
+) -> None:
+    """Print the recipe's stages and what goes between them; `run` is the folder of a run of it.
+
+    Reads no prompts, tokenizer or weights; starts one short process if task.py has stages.
+    """
+    from llamarl.planner.report.dataflow import Dataflow
+    from llamarl.planner.report.flows import read_flows
+
+    _check_writable("--mermaid", mermaid)
+    found = read_graph(config, read_task(config))
+    executors = {name: name_executor(stage) for name, stage in found.stages.items()}
+    places = place_executors(config, found)
+    flows = read_flows(run) if run is not None else None
+    dataflow = Dataflow(graph=found, executors=executors, places=places, flows=flows)
+    console.print(dataflow.render(), markup=False, highlight=False, soft_wrap=True, end="")
+    if mermaid is not None:
+        _write("--mermaid", mermaid, dataflow.draw())
+
+
+def _check_writable(flag: str, path: str | None) -> None:
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    require(
+        folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir(),
+        flag,
+        "name a file in a folder that can be written to",
+        path,
+    )
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:  # its permissions may be right all the same
+        raise ValueError(f"{flag} must name a file that can be written, got {error}") from error
+
+
+def launch(
+    config: Config, run_dir: str, console: Console, record: Record, *, command: list[str]
+) -> None:
+    """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
+    from llamarl.cluster.deploy.launch import render
+
+    console.print(render(config, command), markup=False, highlight=False, soft_wrap=True, end="")
