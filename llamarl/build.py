@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config
 from llamarl.data.packing import make_batch
-from llamarl.environments.prompts import PromptStream
 from llamarl.environments.requests import make_requests
 from llamarl.executor_groups import Executors
+from llamarl.experience.samplers import make_sampler
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
@@ -56,7 +56,7 @@ def build_controller(
     dispatch = make_dispatch(executors)
     roles = _roles(executors, dispatch)
     ledger = Ledger(inputs.graph)
-    gate = _gate(config, make_prompts(config, inputs, state), spans, state)
+    gate = _gate(config, inputs, spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
     logprob_check = LogprobCheck(
@@ -209,14 +209,15 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     return Colocated(executors.trainer.call_one, generators, spans)
 
 
-def _gate(config: Config, prompts: PromptStream, spans: Spans, state: dict[str, Any]) -> Gate:
+def _gate(config: Config, inputs: Inputs, spans: Spans, state: dict[str, Any]) -> Gate:
     return Gate(
         max_staleness=config.staleness.max_staleness,
         groups_per_step=config.trainer.groups_per_step,
         rollouts_per_group=config.sampling.rollouts_per_prompt,
         late=config.staleness.late,
         max_drops_in_row=config.algorithm.max_drops_in_row,
-        prompts=prompts,
+        sampler=make_sampler(config.experience.sampler, inputs.task),
+        prompts=make_prompts(config, inputs, state),
         spans=spans,
         version=state.get("version", 0),
         next_group_id=state.get("next_group_id", 0),

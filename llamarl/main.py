@@ -34,12 +34,12 @@ from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
+from llamarl.config.check import did_you_mean
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.ending import resume_command
 from llamarl.metrics.provenance import Record, record_provenance
 from llamarl.metrics.rendering import shorten
 from llamarl.recipe.composition import DictConfig, for_each_config, reference, to_config, to_yaml
-from llamarl.recipe.config_reference import did_you_mean
 
 ENDS: dict[int, tuple[str, int]] = {
     signal.SIGINT: ("interrupted", 130),

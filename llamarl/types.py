@@ -24,6 +24,7 @@ Glossary
     admitted, settled, consumed
                 the states of a group: its rollouts were requested; they are scored and worth
                 training on (else the group is dropped); it was handed to the trainer.
+    sampler     chooses which of the groups that are settled the trainer takes next.
     slot        the place of one open group: a group is open from its admission until it is dropped
                 or the step that trains it is complete. There are (S + 1) P slots.
     gate, ledger

@@ -5,6 +5,7 @@ Invariant: a failed check names the key, what it must be and what it got, in one
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
@@ -109,9 +110,17 @@ def require(condition: bool, key: str, must: str, got: object) -> None:
 
 
 def require_choice(key: str, got: object, choices: Iterable[object]) -> None:
-    """Raise ValueError unless `got` is one of `choices`."""
+    """Raise ValueError, with the choice that may be meant, unless `got` is one of `choices`."""
     allowed = tuple(choices)
-    require(got in allowed, key, "be one of " + ", ".join(str(c) for c in allowed), got)
+    if got not in allowed:
+        names = [str(choice) for choice in allowed]
+        meant = did_you_mean(difflib.get_close_matches(str(got), names, n=1))
+        raise ValueError(f"{key} must be one of {', '.join(names)}, got {got!r}{meant}")
+
+
+def did_you_mean(names: list[str]) -> str:
+    """`` (did you mean a or b?)``, or nothing."""
+    return f" (did you mean {' or '.join(names)}?)" if names else ""
 
 
 def dtype_for(device: str, dtype: str) -> str:

@@ -78,6 +78,11 @@ class ExperienceConfig(Section):
     stages: list[str] = field(default_factory=list)
     """Stages of the recipe's own task.py that each rollout passes between generation and training,
     by their names in its list `stages`."""
+    sampler: str = "admission"
+    """Which settled groups the trainer takes next: admission (the oldest ones, in order) |
+    group_complete (those of the next step in the order in which they settle; it makes a difference
+    with `trainer.groups_per_part`) | task (`sample` of the recipe's own task.py chooses; only with
+    `staleness.late=mask`)."""
     archive_tokens: bool = False
     """Write the token ids and log-probs of each rollout to the archive too, not only its outcome,
     reward, length and versions."""
@@ -228,6 +233,12 @@ class Config(Section):
             "trainer.groups_per_step",
             "keep groups_per_step x sampling.rollouts_per_prompt x (staleness.max_staleness + 1), "
             f"the rollouts open at once ({num_open}), at most {MAX_OPEN_ROLLOUTS}",
+        )
+        self.require(
+            self.experience.sampler != "task" or self.staleness.late == "mask",
+            "staleness.late",
+            "be mask with experience.sampler=task (which may take a group later than its step, or "
+            "again)",
         )
         self._check_processes()
         self._check_memory()

@@ -1,8 +1,8 @@
 """Numbers split into parts with nearly equal sums.
 
-Owns: the largest differencing method of Karmarkar and Karp. Does not own: what the numbers mean
-(`packing.py`, `experience/samplers.py`). Invariant: pure and deterministic; sums of two parts
-differ by at most the largest number.
+Owns: the largest differencing method of Karmarkar and Karp, and its counterpart for parts of equal
+size. Does not own: what the numbers mean
+(`packing.py`, `experience/samplers.py`). Invariant: pure and deterministic.
 """
 
 import heapq
@@ -13,25 +13,16 @@ FEW = 32  # parts are inserted one by one where there are this many times as man
 _Part = tuple[float, list[int]]  # sum of costs, positions
 
 
-def partition(
-    costs: Sequence[float], num_parts: int, *, equal_counts: bool = False
-) -> list[list[int]]:
+def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Positions of `costs` in `num_parts` parts with nearly equal sums, the largest sum first.
 
     The two partial partitions whose sums differ most are merged, the largest sum of one with the
-    smallest of the other, until one is left. `equal_counts`: the parts also have equally many
-    positions, up to one; else a part may be empty. Costs are 0 or more.
+    smallest of the other, until one is left. Costs are 0 or more; a part may be empty.
 
     Example: `partition([8, 7, 6, 5, 4], 2)` is `[[1, 4, 3], [0, 2]]`, with the sums 16 and 14.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    size = num_parts if equal_counts else 1  # of what is merged: one position per part, or one
-    states = [
-        [(costs[i], [i]) for i in order[start : start + size]]
-        for start in range(0, len(order), size)
-    ]
-    heap = [(-_spread(state, num_parts), number, state) for number, state in enumerate(states)]
-    heapq.heapify(heap)
+    heap = [(-costs[i], number, [(costs[i], [i])]) for number, i in enumerate(order)]
     while len(heap) > 1:
         _, number, state = heapq.heappop(heap)
         _, _, other = heap[0]
@@ -39,6 +30,27 @@ def partition(
         heapq.heapreplace(heap, (-_spread(state, num_parts), number, state))
     parts = [positions for _, positions in heap[0][2]] if heap else []
     return parts + [[] for _ in range(num_parts - len(parts))]
+
+
+def partition_in_equal_counts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Positions of `costs`, a multiple of `num_parts` of them, in parts with as many each and
+    nearly equal sums.
+
+    The costliest goes first, to the part with the smallest sum that is not full. With long tails
+    that is closer than differencing, whose partial partitions would all have equal counts.
+
+    Example: `partition_in_equal_counts([9, 4, 4, 3, 1, 1], 2)` is `[[0, 4, 5], [1, 2, 3]]`.
+    """
+    num_each, rest = divmod(len(costs), num_parts)
+    assert rest == 0, (len(costs), num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_ = [(0.0, part) for part in range(num_parts)]  # a heap
+    for position in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, part = heapq.heappop(open_)
+        parts[part].append(position)
+        if len(parts[part]) < num_each:
+            heapq.heappush(open_, (load + costs[position], part))
+    return parts
 
 
 def _spread(state: list[_Part], num_parts: int) -> float:

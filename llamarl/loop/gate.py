@@ -2,10 +2,12 @@
 the age of every trained token.
 
 Owns: admission, the order of consumption, the bound, and the numbers of groups and rows. Does not
-own: rewards or rollouts.
+own: rewards or rollouts, or which of the groups that the bound allows come next
+(`experience/samplers.py`).
 
 Words: P groups make a step, S is the largest staleness, v is the trainer's version. A group is
-*open* from its admission until its step has made a version, or until it is dropped.
+*open* from its admission until the step that consumes it has made a version, or until it is
+dropped.
 
 Invariant (the bound): with `late="wait"`, every trained token was written by a version at least
 (trainer version at use) - S.
@@ -17,10 +19,25 @@ a replica only grow, so each token's version w satisfies w >= v + q // P - S >= 
 Limiting the number of open groups without the order is not enough: one slow group could be
 overtaken for ever.
 
+Within a step the order does not matter, so a sampler other than `admission` may choose among the
+settled groups of the step under way: with m groups missing, among the m oldest open ones that are
+not taken yet. Proof. Count for a group what the step under way has taken, plus the open groups
+before it that are not taken; at its admission that is at most q. To take one before it leaves the
+count as it is. To take one behind it makes the count at most (P - m + 1) + (m - 2) = P - 1, because
+both are among the m oldest. A drop only lowers it. A complete step has taken P, so each group with
+a count below P is among them, and for the others the next step begins with P less. So again the
+group is used at a version u <= v + q // P.   QED
+
 With `late="mask"` a group that is not ready is overtaken, so u may exceed v + q // P; its tokens
 older than u - S then get zero loss weight (`BatchRollout.oldest_version`), and the bound holds per
-trained token again. S = 0 makes the loop synchronous: no replica starts a group before it serves
-the version of the step before.
+trained token again. It does so whatever a sampler chooses, among all settled groups: it may also
+pass over a group, or take it without consuming it. Such a group stays open, keeps its slot, is
+offered again once the step has made its version, and each use has its own u. With `late="wait"`
+neither is possible: a group used twice would hold a place in a step that others count on, and
+`Config` refuses a recipe's own sampler there.
+
+S = 0 makes the loop synchronous: no replica starts a group before it serves the version of the
+step before.
 
 Groups are admitted when a version is made, not when it has been published: replicas have their
 requests and hold them until they commit, so none waits for the controller when it does.
@@ -28,12 +45,16 @@ requests and hold them until they commit, so none waits for the controller when 
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 from llamarl.algorithms.group_filters import SOLVED
 from llamarl.environments.prompts import PromptStream
+from llamarl.errors import TaskError
+from llamarl.experience.samplers import ReadyItem, Sample, Sampler, admission, draw
 from llamarl.metrics.span import Spans
+from llamarl.task_file import FILE
 from llamarl.types import Group, Prompt
 
 
@@ -51,6 +72,7 @@ class Gate:
     rollouts_per_group: int
     late: str
     max_drops_in_row: int
+    sampler: Sampler = admission
     prompts: PromptStream
     spans: Spans
     version: int = 0
@@ -59,8 +81,10 @@ class Gate:
     solved: str = ""
     """Which groups show that nothing is left to learn."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
-    _settled: set[int] = field(default_factory=set)
-    _consumed: list[Group] = field(default_factory=list)  # consumed, their version not yet made
+    _settled: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what may be taken
+    _taken: list[Group] = field(default_factory=list)  # by steps whose version is not yet made
+    _kept: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what was not consumed
+    _chosen: Sample | None = None  # what the next `take` gives
     _drops_in_row: Counter[str] = field(default_factory=Counter)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -75,10 +99,10 @@ class Gate:
 
     def state(self, version: int) -> dict[str, object]:
         """What a run needs that resumes at `version`, which is the gate's or the next one: the
-        prompts of the groups admitted and not trained by then, in order, as [epoch, prompt_id];
+        prompts of the groups admitted and not consumed by then, in order, as [epoch, prompt_id];
         the next free ids; and where the prompts go on."""
         num_trained = (version - self.version) * self.groups_per_step
-        groups = [*self._consumed[num_trained:], *self._waiting.values()]
+        groups = [*self._waiting.values(), *self._consumed(self._taken[num_trained:])]
         groups.sort(key=lambda group: group.group_id)
         pending = [[group.prompt.epoch, group.prompt.prompt_id] for group in groups]
         return {
@@ -109,7 +133,7 @@ class Gate:
         """The group is scored and trainable: it may be consumed, in its order."""
         group.advantages = advantages
         async with self._changed:
-            self._settled.add(group.group_id)
+            self._settled[group.group_id] = _ready_item(group)
             self._drops_in_row.clear()
             self._changed.notify_all()
 
@@ -151,43 +175,58 @@ class Gate:
     async def wait_for(self, count: int) -> None:
         """Sleep until `take` could give `count` groups at once, or will never give another."""
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: len(self._takeable(count)) >= count or bool(self.solved)
-            )
+            await self._changed.wait_for(lambda: self._choose(count, count) or bool(self.solved))
 
     async def take(self, at_least: int, at_most: int) -> list[Group]:
-        """The next groups to train on, in admission order; waits until `at_least` are settled.
+        """The next groups to train on, as the sampler chooses; waits until `at_least` may be taken.
 
-        `late="wait"`: stops at the first group that is not settled. `late="mask"`: passes over it.
-        An empty list once the prompts are solved and fewer than `at_most` are settled: a last step
-        would not be whole.
+        By `admission`, in order: `late="wait"` stops at the first group that is not settled,
+        `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
+        `at_most` are settled: a last step would not be whole. TaskError for an invalid sample, or
+        none although no other group can become ready before the step.
         """
         async with self._changed:
             with self.spans.span("batch", "wait"):
                 await self._changed.wait_for(
-                    lambda: len(self._takeable(at_most)) >= at_least or bool(self.solved)
+                    lambda: self._choose(at_least, at_most) or bool(self.solved)
                 )
-            groups = self._takeable(at_most)
-            if self.solved and len(groups) < at_most:
+            (taken, consumed), self._chosen = self._chosen or ([], []), None
+            if self.solved and len(taken) < at_most:
                 return []
-            for group in groups:
-                del self._waiting[group.group_id]
-                self._settled.remove(group.group_id)
-                self._consumed.append(group)
+            groups = [self._waiting[group_id] for group_id in taken]
+            self._taken += groups
+            for group_id in taken:
+                item = self._settled.pop(group_id)
+                self._kept[group_id] = replace(item, times_taken=item.times_taken + 1)
+            for group_id in consumed:
+                del self._waiting[group_id], self._kept[group_id]
             return groups
 
+    @property
+    def consumed(self) -> list[Group]:
+        """What the step under way has consumed so far. The others that it took are still open:
+        they may be taken again, so their rollouts must stay. Ask before `advance`."""
+        return self._consumed(self._taken[: self.groups_per_step])
+
     async def advance(self, version: int) -> None:
-        """The trainer has made `version`: the slots of that step's groups are free."""
+        """The trainer has made `version`: the slots of the groups that the step consumed are
+        free, the others that it took are ready again."""
         async with self._changed:
             assert version == self.version + 1, (version, self.version)
-            assert len(self._consumed) >= self.groups_per_step, "made before its batch"
-            del self._consumed[: self.groups_per_step]
+            assert len(self._taken) >= self.groups_per_step, "made before its batch"
+            for group in self._taken[: self.groups_per_step]:
+                if group.group_id in self._kept:
+                    self._settled[group.group_id] = self._kept.pop(group.group_id)
+            del self._taken[: self.groups_per_step]
             self.version = version
             self._changed.notify_all()
 
     @property
     def _num_open(self) -> int:
-        return len(self._waiting) + len(self._consumed)
+        return len(self._waiting) + len(self._taken) - len(self._kept)
+
+    def _consumed(self, taken: list[Group]) -> list[Group]:
+        return [group for group in taken if group.group_id not in self._kept]
 
     def _open(self, prompt: Prompt) -> Group:
         step = self.version + self._num_open // self.groups_per_step  # used then at the latest
@@ -201,7 +240,43 @@ class Gate:
         self._waiting[group.group_id] = group
         return group
 
-    def _takeable(self, at_most: int) -> list[Group]:
-        choose = takewhile if self.late == "wait" else filter
-        groups = choose(lambda group: group.group_id in self._settled, self._waiting.values())
-        return list(islice(groups, at_most))
+    def _choose(self, at_least: int, at_most: int) -> bool:
+        """Whether `take` has something to give: `_chosen`, until it is taken."""
+        if self._chosen is not None and len(self._chosen[0]) <= at_most:
+            return True
+        ready = self._ready(at_most)
+        count = min(len(ready), at_most)
+        if count < at_least:
+            return False
+        self._chosen = draw(self.sampler, ready, count, at_least=count)
+        if self._chosen[0] or count == 0:
+            return True
+        self._chosen = None
+        is_all = len(ready) == len(self._waiting) - len(self._kept)
+        if is_all and self._num_open == self.capacity and not self.solved:
+            must = f"take {count} groups once all that may be open are ready"
+            raise TaskError(f"what sample of {FILE} returns must {must} ({len(ready)}), got none")
+        return False
+
+    def _ready(self, at_most: int) -> list[ReadyItem]:
+        """What the sampler may choose from for a step that misses `at_most` groups."""
+        ids: Iterable[int] = self._waiting
+        if self.late == "wait":
+            ids = islice(ids, at_most)
+            if self.sampler is admission:
+                ids = takewhile(self._settled.__contains__, ids)
+        return [self._settled[group_id] for group_id in ids if group_id in self._settled]
+
+
+def _ready_item(group: Group) -> ReadyItem:
+    rollouts = group.rollouts.values()
+    return ReadyItem(
+        item_id=group.group_id,
+        group_id=group.group_id,
+        group_size=len(group.row_ids),
+        num_rollouts=len(group.row_ids),
+        num_prompt_tokens=sum(each.num_prompt_tokens for each in rollouts),
+        num_tokens=sum(each.num_tokens for each in rollouts),
+        oldest_version=min((span.version for each in rollouts for span in each.spans), default=0),
+        advantages=group.advantages,
+    )

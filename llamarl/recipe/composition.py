@@ -35,8 +35,10 @@ from llamarl import config as schema
 from llamarl.algorithms.group_filters import check_names
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
+from llamarl.config.check import did_you_mean
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
-from llamarl.recipe.config_reference import WANTED, Choice, KeyReference, did_you_mean
+from llamarl.experience.samplers import check_sampler
+from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
 from llamarl.weights.transports.table import TRANSPORTS, check_transport
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
@@ -137,6 +139,7 @@ def to_config(composed: DictConfig) -> Config:
     check_names(config.algorithm)
     check_rewards(config.reward)
     check_transport(config)
+    check_sampler(config)
     return config
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from llamarl import config
-from llamarl.config.check import limits_of
+from llamarl.config.check import did_you_mean, limits_of
 
 ELSEWHERE = {
     "run_dir": "output_dir default_local_dir logging_dir",
@@ -265,11 +265,6 @@ class KeyReference:
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
         near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
         return close or [leaves[each] for each in near]
-
-
-def did_you_mean(names: list[str]) -> str:
-    """`` (did you mean a or b?)``, or nothing."""
-    return f" (did you mean {' or '.join(names)}?)" if names else ""
 
 
 def _meaning(section: type, name: str) -> str:

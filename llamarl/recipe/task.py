@@ -16,7 +16,7 @@ from llamarl.experience.graph import Graph, make_graph
 from llamarl.experience.task_stages import read_stages
 from llamarl.task_file import FILE, STAGES, check, load
 
-CONTROLLER_TASKS = {"advantages", "drop"}  # functions of task.py that run in this process
+CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in this process
 
 
 def read_task(config: Config) -> str | None:
@@ -58,5 +58,6 @@ def named_functions(config: Config) -> set[str]:
         "loss": isinstance(algorithm, TaskConfig),
         "advantages": algorithm.advantage == "task",
         "drop": "task" in algorithm.filters,
+        "sample": config.experience.sampler == "task",
     }
     return {name for name, value in is_named.items() if value}

@@ -17,6 +17,7 @@ from llamarl.config import (
     Config,
     EmbeddedConfig,
     EvaluationConfig,
+    ExperienceConfig,
     PlacementConfig,
     SamplingConfig,
     StalenessConfig,
@@ -26,6 +27,7 @@ from llamarl.executor_groups import name_executor
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.graph import Stage, make_graph
+from llamarl.experience.samplers import Sampler, admission
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
@@ -174,6 +176,9 @@ class Loop:
     rollouts_per_prompt: int = 2
     segment_tokens: int = 0
     max_drops_in_row: int = 2000
+    sampler: str = "admission"
+    sample: Sampler = admission
+    """With `sampler="task"`."""
     evaluate_every: int = 0
     save_every: int = 0
     exports: bool = False
@@ -221,6 +226,7 @@ class Loop:
             Prompt(prompt_id=i, text="", token_ids=(2, i)) for i in range(self.num_held_out)
         ]
         self.inputs = make_inputs(self.prompts or workload.prompts(), graph, LLAMA, held_out)
+        self.inputs = replace(self.inputs, task={**self.inputs.task, "sample": self.sample})
         self.batches: list[Batch] = []
         self.part_starts: dict[int, list[float]] = defaultdict(list)
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
@@ -252,6 +258,7 @@ class Loop:
                 segment_tokens=self.segment_tokens,
             ),
             staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
+            experience=ExperienceConfig(sampler=self.sampler),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every),
             checkpoint=CheckpointConfig(
                 every_steps=self.save_every, save_s=self.save_s, export=self.exports

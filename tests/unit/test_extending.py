@@ -21,6 +21,7 @@ from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.config import Config, TrainerConfig
 from llamarl.errors import TaskError
+from llamarl.experience.samplers import ReadyItem, draw, make_sampler
 from llamarl.generation.parameters import BufferLayout
 from llamarl.metrics import trackers
 from llamarl.models import architecture, families
@@ -56,7 +57,7 @@ from tests.unit.reference_checkpoints import (
 from tests.unit.reference_checkpoints import load as load_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("loss", "advantage", "group_filter", "reward")
+PAGES = ("loss", "advantage", "group_filter", "reward", "sampler")
 
 
 def block(page: str, language: str) -> str:
@@ -164,6 +165,24 @@ def test_the_reward_of_the_page_grades() -> None:
     assert reward(prompt, "word " * 30 + "Answer: 4") == pytest.approx(1 - 0.12)
 
 
+def test_the_sampler_of_the_page_prefers_groups_that_differ_but_takes_the_oldest() -> None:
+    task = load(block("sampler", "python"), ["sample"])
+    ready = [
+        ReadyItem(
+            item_id=i,
+            group_id=i,
+            group_size=2,
+            num_rollouts=2,
+            num_prompt_tokens=2,
+            num_tokens=8,
+            advantages=(advantage, -advantage),
+        )
+        for i, advantage in enumerate([0.1, 0.2, 0.5, 0.4])
+    ]
+    assert draw(make_sampler("task", task), ready, 2) == ([0, 2], [0, 2])
+    assert draw(make_sampler("task", task), ready[:2], 2) == ([], [])
+
+
 RUN = """
 defaults: [config, {override /algorithm: task}, {override /reward: task}, _self_]
 num_steps: 1
@@ -173,6 +192,8 @@ sampling: {max_tokens: 96}
 generator: {max_model_len: 128}
 trainer: {groups_per_step: 2}
 algorithm: {advantage: task, filters: [task]}
+experience: {sampler: task}
+staleness: {late: mask}
 """
 
 
@@ -184,7 +205,7 @@ def run_of(folder: Path, forks: Forks, more: str = "") -> subprocess.CompletedPr
     return forks.run(*command, where=folder)
 
 
-def test_a_run_learns_by_the_four_functions_of_the_pages(tmp_path: Path, forks: Forks) -> None:
+def test_a_run_learns_by_the_five_functions_of_the_pages(tmp_path: Path, forks: Forks) -> None:
     done = run_of(tmp_path, forks)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "export").is_dir()
@@ -208,7 +229,9 @@ def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "got"), [("loss", "inputs"), ("drop", "group")])
+@pytest.mark.parametrize(
+    ("name", "got"), [("loss", "inputs"), ("drop", "group"), ("sample", "ready, count")]
+)
 def test_a_run_ends_in_one_line_if_a_function_of_its_task_fails(
     name: str, got: str, tmp_path: Path, forks: Forks
 ) -> None:

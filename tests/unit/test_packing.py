@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llamarl.config import ClusterConfig, TrainerConfig
 from llamarl.data.packing import pack
-from llamarl.data.partition import partition
+from llamarl.data.partition import partition, partition_in_equal_counts
 from llamarl.models.inventory import attention_cost
 from llamarl.planner.simulation.roofline import hardware_costs
 from tests.unit.planner_recipes import LLAMA, make_recipe
@@ -103,25 +103,27 @@ def test_attention_costs_as_much_as_in_the_forecasts():
     assert attention_cost(LLAMA) == pytest.approx(costs.square_s / costs.token_s)
 
 
-@given(
-    costs=st.lists(st.integers(0, 100), max_size=60),
-    num_parts=st.integers(1, 9),
-    equal_counts=st.booleans(),
-)
+@given(costs=st.lists(st.integers(0, 100), max_size=60), num_parts=st.integers(1, 9))
 def test_a_partition_has_every_position_once_and_sums_no_further_apart_than_the_largest_cost(
-    costs, num_parts, equal_counts
+    costs, num_parts
 ):
-    parts = partition(costs, num_parts, equal_counts=equal_counts)
+    parts = partition(costs, num_parts)
     assert len(parts) == num_parts
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     sums = [sum(costs[i] for i in part) for part in parts]
     assert max(sums) - min(sums) <= max(costs, default=0)
-    counts = {len(part) for part in parts}
-    assert not equal_counts or max(counts) - min(counts) <= 1
 
 
-def test_differencing_of_a_small_example_is_the_one_worked_by_hand():
+@given(costs=st.lists(st.integers(0, 100), max_size=60), num_parts=st.integers(1, 9))
+def test_parts_of_equal_counts_have_every_position_once(costs, num_parts):
+    del costs[len(costs) // num_parts * num_parts :]
+    parts = partition_in_equal_counts(costs, num_parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    assert {len(part) for part in parts} == {len(costs) // num_parts}
+
+
+def test_partitions_of_small_examples_are_those_worked_by_hand():
     # 8 and 7 differ by 1, 6 and 5 by 1; 4 joins the 7, 11 and 8 differ by 3; 11+5 and 8+6.
     assert partition([8, 7, 6, 5, 4], 2) == [[1, 4, 3], [0, 2]]
-    # Threes (5, 5, 4), (4, 3, 3) and (3, 0, 0); the last joins the 4, then 7+3, 5+4 and 5+3.
-    assert partition([5, 5, 4, 4, 3, 3, 3], 3, equal_counts=True) == [[2, 6, 5], [1, 3], [0, 4]]
+    # The 9 is alone until the others are full.
+    assert partition_in_equal_counts([9, 4, 4, 3, 1, 1], 2) == [[0, 4, 5], [1, 2, 3]]

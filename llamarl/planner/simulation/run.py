@@ -16,6 +16,7 @@ from llamarl.config import Config
 from llamarl.config.run import CheckpointConfig
 from llamarl.executor_groups import Executors
 from llamarl.experience.graph import Graph, make_graph
+from llamarl.experience.samplers import admission
 from llamarl.loop.collaborators import RunObserver
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
@@ -131,7 +132,8 @@ def make_inputs(
         prompts=prompts,
         held_out=list(held_out),
         task_source=None,
-        task={"advantages": list, "drop": lambda group: None},  # no code of a recipe runs
+        # no code of a recipe runs
+        task={"advantages": list, "drop": lambda group: None, "sample": admission},
         graph=graph,
         replay_lengths=[],
     )

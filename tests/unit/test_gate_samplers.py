@@ -1,0 +1,262 @@
+"""The gate with other samplers: the bound, what may be taken again, and wrong samples."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.data.packing import make_batch
+from llamarl.environments.prompts import PromptStream
+from llamarl.errors import TaskError
+from llamarl.experience.samplers import ReadyItem, Sample, Sampler, admission, group_complete
+from llamarl.loop.gate import Gate
+from llamarl.metrics.span import Spans
+from llamarl.types import FinishReason, Group, Prompt, RolloutInfo, VersionSpan
+
+PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(i,)) for i in range(1, 8)]
+
+
+def make_gate(sampler: Sampler, max_staleness: int = 1, late: str = "mask", size: int = 2) -> Gate:
+    return Gate(
+        max_staleness=max_staleness,
+        groups_per_step=size,
+        rollouts_per_group=2,
+        late=late,
+        max_drops_in_row=10**6,
+        sampler=sampler,
+        prompts=PromptStream(PROMPTS, seed=3, shuffle=True),
+        spans=Spans("controller", None),
+    )
+
+
+def write(group: Group, versions: Sequence[int]) -> None:
+    """The rollouts of `group`, one token by each of these versions."""
+    spans = tuple(VersionSpan(version=version, num_tokens=1) for version in versions)
+    for row_id in group.row_ids:
+        group.rollouts[row_id] = RolloutInfo(
+            row_id=row_id,
+            num_prompt_tokens=3,
+            num_tokens=len(versions),
+            spans=spans,
+            finish_reason=FinishReason.STOP,
+        )
+
+
+async def settle(gate: Gate, groups: list[Group]) -> None:
+    for group in groups:
+        write(group, [group.min_version])
+        await gate.settle(group, (1.0, -1.0))
+
+
+async def try_to_take(gate: Gate, at_least: int, at_most: int) -> list[Group]:
+    """What can be taken at once; nothing if `take` waits."""
+    taking = asyncio.create_task(gate.take(at_least, at_most))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    if not taking.done():
+        taking.cancel()
+        return []
+    return taking.result()
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+def of_any_mind(chosen: random.Random, max_staleness: int) -> Sampler:
+    """Takes any of the groups, consumes some of those, and waits at times."""
+
+    def sample(ready: Sequence[ReadyItem], count: int) -> Sample:
+        if max_staleness and len(ready) <= count and chosen.random() < 0.3:
+            return [], []
+        taken = chosen.sample([item.item_id for item in ready], count)
+        return taken, [item_id for item_id in taken if chosen.random() < 0.6]
+
+    return sample
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    max_staleness=st.integers(0, 3),
+    size=st.integers(1, 4),
+    kind=st.sampled_from(["admission wait", "admission mask", "group_complete wait", "any mask"]),
+    seed=st.integers(0, 2**32),
+)
+def test_with_every_sampler_no_token_is_trained_too_late_and_no_group_is_lost_or_consumed_twice(
+    max_staleness: int, size: int, kind: str, seed: int
+) -> None:
+    chosen = random.Random(seed)
+    name, late = kind.split()
+    samplers = {"admission": admission, "group_complete": group_complete}
+    gate = make_gate(
+        samplers.get(name) or of_any_mind(chosen, max_staleness), max_staleness, late, size
+    )
+    open_, unsettled, consumed, dropped = list[int](), list[Group](), list[int](), list[int]()
+
+    async def arrive() -> None:
+        """Some groups are admitted, and some of those settle or are dropped, in any order."""
+        if len(open_) < gate.capacity:
+            new = await asyncio.wait_for(gate.admit(), 1)
+            unsettled.extend(new)
+            open_.extend(ids(new))
+        assert len(open_) == gate.capacity
+        for group in chosen.sample(unsettled, len(unsettled)):
+            if group.min_version <= gate.version and chosen.random() < 0.5:
+                unsettled.remove(group)
+                versions = range(group.min_version, gate.version + 1)
+                write(group, sorted(chosen.choices(versions, k=3)))
+                if chosen.random() < 0.2:
+                    await gate.drop(group, "equal_rewards")
+                    open_.remove(group.group_id)
+                    dropped.append(group.group_id)
+                else:
+                    await gate.settle(group, (1.0, -1.0))
+
+    async def scenario() -> None:
+        for version in range(10):
+            batch: list[Group] = []
+            for _ in range(1000):
+                await arrive()
+                missing = size - len(batch)
+                part = await try_to_take(gate, chosen.randint(1, missing), missing)
+                batch += part
+                if len(batch) == size:
+                    break
+            assert len({*ids(batch)}) == size, "a step is never whole, or has a group twice"
+            assert {*ids(batch)}.isdisjoint(consumed), "trained again after it was consumed"
+            oldest = gate.oldest_version(version)
+            rows = make_batch(batch, version, oldest, num_ranks=1, tokens_per_micro_batch=9).rows
+            for row, group in zip(rows[::2], batch, strict=True):
+                spans = group.rollouts[row.row_id].spans
+                trained = [span for span in spans if span.version >= row.oldest_version]
+                assert all(version - span.version <= max_staleness for span in trained)
+                assert late == "mask" or len(trained) == len(spans), "needs the mask"
+            done = ids(gate.consumed)
+            assert {*done} <= {*ids(batch)}
+            assert name == "any" or done == ids(batch)
+            await gate.advance(version + 1)
+            consumed.extend(done)
+            for group_id in done:
+                open_.remove(group_id)
+        pending = gate.state(gate.version)["pending"]
+        assert len(pending) == len(open_)  # type: ignore[arg-type]
+        assert sorted([*open_, *consumed, *dropped]) == [*range(gate.next_group_id)]
+
+    asyncio.run(scenario())
+
+
+def test_group_complete_trains_on_what_settles_first_but_not_on_groups_of_later_steps() -> None:
+    async def scenario() -> None:
+        gate = make_gate(group_complete, late="wait")
+        groups = await gate.admit()
+        await settle(gate, [groups[3], groups[1]])
+        assert ids(await gate.take(1, 2)) == [1]
+        assert await try_to_take(gate, 1, 1) == [], "group 3 is of the next step"
+        await settle(gate, [groups[2]])
+        await gate.drop(groups[0], "equal_rewards")
+        assert ids(await gate.take(1, 1)) == [2], "it moved up"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_was_not_consumed_keeps_its_slot_and_is_offered_in_the_next_step() -> None:
+    seen: list[list[tuple[int, int]]] = []
+
+    def twice(ready: Sequence[ReadyItem], count: int) -> Sample:
+        """Consumes a group when it is taken for the second time."""
+        seen.append([(item.item_id, item.times_taken) for item in ready])
+        taken = ready[:count]
+        return (
+            [item.item_id for item in taken],
+            [item.item_id for item in taken if item.times_taken == 1],
+        )
+
+    async def scenario() -> None:
+        gate = make_gate(twice)
+        await settle(gate, await gate.admit())
+        assert ids(await gate.take(1, 1)) == [0]  # a part
+        assert ids(await gate.take(1, 1)) == [1], "no group is in a step twice"
+        assert gate.consumed == []
+        assert len(gate.state(0)["pending"]) == 4  # type: ignore[arg-type]
+        admitting = asyncio.create_task(gate.admit())
+        await gate.advance(1)
+        await asyncio.sleep(0)
+        assert not admitting.done(), "no slot is free"
+        assert len(gate.state(1)["pending"]) == 4  # type: ignore[arg-type]
+        assert ids(await gate.take(2, 2)) == [0, 1]
+        assert ids(gate.consumed) == [0, 1]
+        assert len(gate.state(1)["pending"]) == 4  # type: ignore[arg-type]
+        assert len(gate.state(2)["pending"]) == 2  # type: ignore[arg-type]
+        await gate.advance(2)
+        assert ids(await asyncio.wait_for(admitting, 1)) == [4, 5]
+        assert seen[0] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+        assert seen[2] == [(0, 1), (1, 1), (2, 0), (3, 0)]
+
+    asyncio.run(scenario())
+
+
+def test_a_sampler_may_wait_for_more_to_choose_from_but_not_for_what_cannot_come() -> None:
+    def wants_three(ready: Sequence[ReadyItem], count: int) -> Sample:
+        newest = [item.item_id for item in ready][-count:]
+        return (newest, newest) if len(ready) >= 3 else ([], [])
+
+    async def scenario() -> None:
+        gate = make_gate(wants_three)
+        groups = await gate.admit()
+        await settle(gate, groups[:2])
+        assert await try_to_take(gate, 1, 2) == []
+        await settle(gate, groups[2:3])
+        await asyncio.wait_for(gate.wait_for(2), 1)
+        await settle(gate, groups[3:])
+        assert ids(await gate.take(2, 2)) == [1, 2], "what `wait_for` promised"
+        gate = make_gate(wants_three, max_staleness=0)
+        await settle(gate, await gate.admit())
+        wrong = r"sample of task\.py returns must take 2 groups once all that may be open are ready"
+        with pytest.raises(TaskError, match=wrong + r" \(2\), got none"):
+            await gate.take(2, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_sampler_that_takes_another_number_of_groups_is_named() -> None:
+    async def scenario() -> None:
+        gate = make_gate(lambda ready, count: ([ready[0].item_id], []))
+        await settle(gate, await gate.admit())
+        with pytest.raises(TaskError, match=r"returns must take 2 items or none, got 1"):
+            await gate.take(2, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_sampler_sees_the_sums_of_a_group() -> None:
+    seen: list[ReadyItem] = []
+
+    def look(ready: Sequence[ReadyItem], count: int) -> Sample:
+        seen.extend(ready)
+        return admission(ready, count)
+
+    async def scenario() -> None:
+        gate = make_gate(look, size=1)
+        group, _ = await gate.admit()
+        write(group, [4, 5])
+        await gate.settle(group, (0.5, -0.5))
+        await gate.take(1, 1)
+
+    asyncio.run(scenario())
+    assert seen == [
+        ReadyItem(
+            item_id=0,
+            group_id=0,
+            group_size=2,
+            num_rollouts=2,
+            num_prompt_tokens=6,
+            num_tokens=4,
+            oldest_version=4,
+            advantages=(0.5, -0.5),
+        )
+    ]
