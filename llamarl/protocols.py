@@ -110,6 +110,10 @@ class Storage(Protocol):
         """Archive these rows with their outcome (trained at which version, dropped and why, ...)
         and free them. The outcome "lost" ends an attempt: the next one writes the rows again."""
 
+    async def usage(self) -> dict[str, int]:
+        """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no
+        more rows should come."""
+
 
 class Offloadable(Protocol):
     """An executor whose memory leaves the device while another executor uses that.

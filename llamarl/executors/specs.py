@@ -124,13 +124,18 @@ class StageSpec:
 @dataclass(frozen=True, kw_only=True)
 class StorageSpec:
     """Retired rows of storage unit `unit` go to `archive_folder/rollouts-<unit>.jsonl` (None:
-    nowhere), with their tokens and log-probs if `archive_tokens`."""
+    nowhere), with their tokens and log-probs if `archive_tokens`. Clients on the unit's host find
+    it at `socket` (None: it answers calls only). Above `max_bytes` in memory (0: no limit) rows go
+    to files in `spill_folder` (None: they stay)."""
 
     executor: ClassVar[str] = "llamarl.executors.storage:StorageExecutor"
 
     unit: int
     archive_folder: str | None
     archive_tokens: bool
+    socket: str | None = None
+    spill_folder: str | None = None
+    max_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,78 +1,65 @@
 """A storage unit: holds the arrays of its share of the rollouts until they are retired.
 
-Owns: the arrays, and one archive line per retired rollout. Does not own: which rows exist or who
-may take them (the ledger). Invariant: a cell is written once, except that a partial rollout may be
-written again; what an earlier attempt still writes of a rollout that was lost is skipped, so a
-replica that was given up too early does no harm; a retired row's memory is freed.
+Owns: which attempt of a rollout counts, and how what is asked is answered. Does not own: which rows
+exist or who may take them (the ledger), where bytes are (`experience/`). Invariant: a cell is
+written once, except that a partial rollout may be written again; what an earlier attempt still
+writes of a rollout that was lost is skipped, so a replica that was given up too early does no harm;
+a retired row's memory is freed.
 """
 
-import json
 import logging
-import math
-import os
 from collections import Counter
+from collections.abc import Awaitable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
 
-import numpy as np
-
+from llamarl.executors.archive import Archive, Row
 from llamarl.executors.specs import StorageSpec
-from llamarl.experience.store import PackedColumns
+from llamarl.experience.channel import Packet
+from llamarl.experience.columns import COLUMNS
+from llamarl.experience.packed_columns import PackedColumns
+from llamarl.experience.server import Answer, UnitServer
+from llamarl.experience.slabs import Slabs
+from llamarl.experience.spill import Spill
+from llamarl.experience.table import Table
+from llamarl.experience.unit import MESSAGE_BYTES
+from llamarl.experience.wire import Written, found_message, read_ids, write_message
 from llamarl.metrics.span import Spans
-from llamarl.types import (
-    GENERATOR_LOGPROBS,
-    PROMPT_IDS,
-    REF_LOGPROBS,
-    RESPONSE_IDS,
-    REWARD,
-    SAMPLING,
-    TOKEN_VERSIONS,
-    TRAINER_LOGPROBS,
-    Columns,
-    FinishReason,
-    Outcome,
-    finish_reason,
-    version_spans,
-)
+from llamarl.types import Columns, Outcome
+from llamarl.weights.transports.available import available_bytes
 
 log = logging.getLogger(__name__)
 
-DTYPES = {
-    PROMPT_IDS: np.dtype(np.int32),
-    RESPONSE_IDS: np.dtype(np.int32),
-    GENERATOR_LOGPROBS: np.dtype(np.float32),
-    TOKEN_VERSIONS: np.dtype(np.int32),
-    SAMPLING: np.dtype(np.float64),
-    REWARD: np.dtype(np.float64),
-    REF_LOGPROBS: np.dtype(np.float32),
-    TRAINER_LOGPROBS: np.dtype(np.float32),
-}
-TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, REF_LOGPROBS, TRAINER_LOGPROBS)
-
-Cells = dict[str, np.ndarray]
+RESERVE_BYTES = 512 * 1024 * 1024  # what must be left of the host's memory
+DONE: Answer = {}, (), ()
 
 
 class StorageExecutor:
-    """One storage unit."""
+    """One storage unit. Clients on its host may ask at its socket, all others through calls."""
 
     def __init__(self, spec: StorageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         if num_ranks != 1:
             raise ValueError(f"a storage unit must have one rank, got {num_ranks}")
-        self._spans = spans
-        self._archive_tokens = spec.archive_tokens
-        self._rows: dict[int, Cells] = {}
+        self._spec, self._spans = spec, spans
+        self._slabs = Slabs()
+        self._table = Table(self._slabs)
+        self._spill = Spill(self._table, self._slabs, spec.spill_folder, spec.max_bytes)
         self._attempts: Counter[int] = Counter()  # of rows that were lost, and how often
-        self._path: Path | None = None
+        self._archive: Archive | None = None
         if spec.archive_folder is not None:
-            self._path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
-        self._archive: TextIO | None = None
+            path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
+            self._archive = Archive(path, spec.archive_tokens)
+        self._server: UnitServer | None = None
 
     async def start(self) -> None:
-        """Open the archive; lines of an earlier session stay."""
-        if self._path is not None and self._archive is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_unfinished_line(self._path)
-            self._archive = self._path.open("a")
+        """Open the archive; lines of an earlier session stay. Listen at the socket."""
+        if self._archive is not None:
+            self._archive.open()
+        if self._spec.socket is not None and self._server is None:
+            try:
+                self._server = UnitServer(Path(self._spec.socket), self._answer)
+            except OSError as error:
+                log.info("clients call, for there is no socket at %s: %s", self._spec.socket, error)
 
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
@@ -83,27 +70,27 @@ class StorageExecutor:
         ValueError if an array is not 1-D of its column's dtype.
         """
         with self._spans.span("write_rows", rows=len(row_ids)):
-            stale: set[int] = set()
-            if attempts is not None:
-                pairs = zip(row_ids, attempts, strict=True)
-                stale = {row_id for row_id, attempt in pairs if attempt < self._attempts[row_id]}
-            if stale:
-                log.info("skipped %d rows, which were started again elsewhere", len(stale))
-            self._check(row_ids, columns, stale)
-            for position, row_id in enumerate(row_ids):
-                if row_id in stale:
-                    continue
-                row = self._rows.setdefault(row_id, {})
-                for name, cells in columns.items():
-                    # A copy of its own, for views would keep the whole message alive.
-                    row[name] = np.array(cells[position])
+            for name, cells in columns.items():
+                if not set(map(attrgetter("ndim"), cells)) <= {1}:
+                    wrong = next(cell for cell in cells if cell.ndim != 1)
+                    dtype = COLUMNS[name].dtype if name in COLUMNS else ""
+                    raise ValueError(
+                        f"column {name} must be 1-D {dtype}, got {wrong.dtype} {wrong.shape}"
+                    )
+            header, body = write_message(row_ids, columns, attempts)
+            self._write(Written(header, memoryview(b"".join(body))))
+        await self._spill.relieve()
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """Copies of the named columns, in order. KeyError if a cell was never written."""
+        """Copies of the named columns, in order. KeyError if a cell was never written.
+
+        Of as many of the first rows as have MESSAGE_BYTES together, and at least of one.
+        """
         with self._spans.span("read_rows", rows=len(row_ids)):
-            return PackedColumns(
-                {name: [self._cell(i, name).copy() for i in row_ids] for name in names}
-            )
+            cells = self._table.locate(row_ids, names).up_to(MESSAGE_BYTES)
+            found, memory = self._slabs.copy(cells)
+            columns = found.views([memory])
+            return PackedColumns({name: columns[name] for name in names})
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with `outcome` (its key "outcome" says what became of them), free
@@ -112,93 +99,90 @@ class StorageExecutor:
         Rows that hold nothing, never written or retired before, leave no line. Of rows that are
         lost the next attempt begins. OSError if the archive cannot be written.
         """
+        self._retire(row_ids, outcome)
+
+    async def usage(self) -> dict[str, int]:
+        """How many rows and bytes the unit holds: `num_rows`, `memory_bytes`, `spilled_bytes`; and
+        `is_full`, 1 if it should take no more, for what is in memory cannot go to disk."""
+        self._spill.is_short = available_bytes() < RESERVE_BYTES
+        await self._spill.relieve()
+        return {
+            "num_rows": len(self._table),
+            "memory_bytes": self._slabs.memory_bytes,
+            "spilled_bytes": self._slabs.spilled_bytes,
+            "is_full": int(self._spill.is_over),
+        }
+
+    async def close(self) -> None:
+        """Close the archive, hang up, give all memory back."""
+        if self._server is not None:
+            self._server.close()
+        if self._archive is not None:
+            self._archive.close()
+        self._spill.close()
+        self._slabs.close()
+
+    def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
+        """What a client on this host asks."""
+        ask = packet.header["ask"]
+        if ask == "write":
+            with self._spans.span("write_rows", rows=packet.header["rows"]):
+                self._write(Written(packet.header, packet.open_body(), packet.body_file))
+            return self._relieved() if self._spill.is_over else DONE
+        if ask == "read":
+            row_ids = read_ids(packet)
+            with self._spans.span("read_rows", rows=len(row_ids)):
+                cells = self._table.locate(row_ids, packet.header["names"])
+                return found_message(cells, self._slabs)
+        if ask == "retire":
+            self._retire(read_ids(packet), packet.header["outcome"])
+            return DONE
+        return self._usage()
+
+    def _write(self, written: Written) -> None:
+        row_ids = written.row_ids
+        stale = self._find_stale(row_ids, written.attempts)
+        self._table.check(row_ids, written.dtypes, stale)
+        slab, cells = written.keep(self._slabs)
+        self._table.add(row_ids, slab, cells, written.finish_codes(), stale)
+
+    async def _relieved(self) -> Answer:
+        await self._spill.relieve()
+        return DONE
+
+    async def _usage(self) -> Answer:
+        return {"usage": await self.usage()}, (), ()
+
+    def _rows(self, archive: Archive, row_ids: list[int]) -> dict[int, Row]:
+        """What the archive needs of these rows."""
+        found = {}
+        for rows, names in self._table.groups(row_ids):
+            all_cells = self._table.locate(rows, names)
+            lengths = all_cells.lengths.T.tolist()
+            by_name = zip(names, all_cells.lengths, strict=True)
+            wanted = [name for name, each in by_name if archive.wants(name, each)]
+            cells, memory = self._slabs.copy(self._table.locate(rows, wanted))
+            columns = cells.views([memory])
+            for place, row_id in enumerate(rows):
+                row_cells = {name: columns[name][place] for name in wanted}
+                found[row_id] = Row(dict(zip(names, lengths[place], strict=True)), row_cells)
+        return {row_id: found[row_id] for row_id in row_ids if row_id in found}
+
+    def _find_stale(self, row_ids: list[int], attempts: list[int] | None) -> set[int]:
+        if attempts is None or not self._attempts:
+            return set()
+        pairs = zip(row_ids, attempts, strict=True)
+        stale = {row_id for row_id, attempt in pairs if attempt < self._attempts[row_id]}
+        if stale:
+            log.info("skipped %d rows, which were started again elsewhere", len(stale))
+        return stale
+
+    def _retire(self, row_ids: list[int], outcome: Outcome) -> None:
         if "outcome" not in outcome:
             raise ValueError(f'an outcome must have the key "outcome", got {sorted(outcome)}')
         with self._spans.span("retire_rows", rows=len(row_ids)):
-            retired = {row_id: self._rows[row_id] for row_id in row_ids if row_id in self._rows}
-            if self._path is not None:
-                lines = [self._line(row_id, row, outcome) for row_id, row in retired.items()]
-                self._append(self._path, lines)
-            for row_id in retired:
-                del self._rows[row_id]
+            if self._archive is not None:
+                self._archive.append(self._rows(self._archive, row_ids), outcome)
+            self._table.retire(row_ids)
             if outcome["outcome"] == "lost":
                 self._attempts.update(row_ids)
-
-    async def close(self) -> None:
-        """Close the archive."""
-        if self._archive is not None:
-            self._archive.close()
-            self._archive = None
-
-    def _check(self, row_ids: list[int], columns: Columns, stale: set[int]) -> None:
-        if len(set(row_ids)) != len(row_ids):
-            raise ValueError(f"row ids of one write must differ, got {row_ids}")
-        for name, cells in columns.items():
-            dtype = DTYPES.get(name)
-            for row_id, cell in zip(row_ids, cells, strict=True):
-                if cell.ndim != 1 or cell.dtype != (dtype or cell.dtype):
-                    raise ValueError(
-                        f"column {name} must be 1-D {dtype}, got {cell.dtype} {cell.shape}"
-                    )
-                row = self._rows.get(row_id, {})
-                if name in row and row_id not in stale and not _is_partial(row):
-                    raise RuntimeError(f"row {row_id} already has column {name} and is not partial")
-
-    def _cell(self, row_id: int, name: str) -> np.ndarray:
-        row = self._rows.get(row_id)
-        if row is None:
-            raise KeyError(f"row {row_id} is not stored (column {name} was asked for)")
-        if name not in row:
-            raise KeyError(f"row {row_id} has no column {name}, only {sorted(row)}")
-        return row[name]
-
-    def _line(self, row_id: int, row: Cells, outcome: Outcome) -> str:
-        empty = np.empty(0)
-        spans = version_spans(row.get(TOKEN_VERSIONS, empty))
-        line: dict[str, Any] = {
-            "row_id": row_id,
-            **outcome,
-            "num_prompt_tokens": len(row.get(PROMPT_IDS, empty)),
-            "num_tokens": len(row.get(RESPONSE_IDS, empty)),
-            "spans": [[span.version, span.num_tokens] for span in spans],
-            "finish": None,
-            "reward": None,
-            "sampling": None,
-        }
-        if REWARD in row and math.isfinite(row[REWARD][0]):
-            line["reward"] = float(row[REWARD][0])
-        if SAMPLING in row:
-            temperature, top_k, top_p, max_tokens, seed, _ = row[SAMPLING].tolist()
-            line["finish"] = str(finish_reason(row[SAMPLING]))
-            line["sampling"] = {
-                "temperature": temperature,
-                "top_k": int(top_k),
-                "top_p": top_p,
-                "max_tokens": int(max_tokens),
-                "seed": int(seed),
-            }
-        if self._archive_tokens:
-            line.update({name: row[name].tolist() for name in TOKEN_COLUMNS if name in row})
-        return json.dumps(line) + "\n"
-
-    def _append(self, path: Path, lines: list[str]) -> None:
-        if self._archive is None:
-            raise RuntimeError("a storage unit must be started before it retires rows")
-        try:
-            self._archive.write("".join(lines))
-            self._archive.flush()
-        except OSError as error:
-            reason = f"cannot write the archive of rollouts: {error.strerror}"
-            raise OSError(error.errno, reason, str(path)) from error
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    """Cut off a line that a killed session did not finish."""
-    data = path.read_bytes() if path.exists() else b""
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-
-
-def _is_partial(row: Cells) -> bool:
-    return SAMPLING in row and finish_reason(row[SAMPLING]) is FinishReason.SEGMENT

@@ -1,47 +1,21 @@
 """The client of storage: one Storage over several storage units.
 
-Owns: which unit holds a row, and the form in which columns travel. Does not own: arrays, which
-are in the units. Invariant: rows come back in the order they were asked for, and the bytes of a
-message are those of its arrays plus a few per row: no padding, no pickled object per row.
+Owns: which unit holds a row. Does not own: arrays, which are in the units, or the way to a unit
+(`unit.py`). Invariant: rows come back in the order they were asked for.
 """
 
 import asyncio
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
+from llamarl.metrics.span import Spans
 from llamarl.protocols import Storage
 from llamarl.types import Columns, Outcome
 
-Message = dict[str, tuple[np.ndarray, np.ndarray]]
-"""Column name -> (the rows' values one after the other, the rows' lengths)."""
-
-
-def encode(columns: Columns) -> Message:
-    """Join the rows of each column. ValueError if a cell is not 1-D or a column mixes dtypes."""
-    message: Message = {}
-    for name, cells in columns.items():
-        kinds = {(cell.ndim, cell.dtype.str) for cell in cells}
-        if len(kinds) > 1 or any(ndim != 1 for ndim, _ in kinds):
-            raise ValueError(f"column {name} must hold 1-D arrays of one dtype, got {kinds}")
-        values = np.concatenate(cells) if cells else np.empty(0)
-        message[name] = values, np.array([len(cell) for cell in cells], dtype=np.int32)
-    return message
-
-
-def decode(message: Message) -> Columns:
-    """Undo `encode`. The cells are views into one array per column."""
-    return {
-        name: np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
-        for name, (values, lengths) in message.items()
-    }
-
-
-class PackedColumns(dict[str, list[np.ndarray]]):
-    """Columns that are pickled in their compact form and arrive as a plain dict."""
-
-    def __reduce__(self) -> Any:
-        return decode, (encode(self),)
+T = TypeVar("T")
 
 
 class Store:
@@ -50,7 +24,7 @@ class Store:
     Satisfies `protocols.Storage`, and travels to executors if its units do.
     """
 
-    def __init__(self, units: list[Storage]) -> None:
+    def __init__(self, units: Sequence[Storage]) -> None:
         self._units = units
 
     async def write(
@@ -65,25 +39,26 @@ class Store:
         await asyncio.gather(
             *(
                 self._units[unit].write(
-                    [row_ids[place] for place in places],
-                    PackedColumns(
-                        {n: [cells[place] for place in places] for n, cells in columns.items()}
-                    ),
-                    None if attempts is None else [attempts[place] for place in places],
+                    _choose(row_ids, places),
+                    {name: _choose(cells, places) for name, cells in columns.items()},
+                    None if attempts is None else _choose(attempts, places),
                 )
                 for unit, places in self._places(row_ids).items()
             )
         )
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """The named columns of these rows, in order. KeyError if a cell was never written."""
+        """The named columns of these rows, in order. The arrays may be read-only. KeyError if one
+        was never written."""
         shares = self._places(row_ids)
         parts = await asyncio.gather(
             *(
-                self._units[unit].read([row_ids[place] for place in places], names)
+                _read_all(self._units[unit], _choose(row_ids, places), names)
                 for unit, places in shares.items()
             )
         )
+        if len(parts) == 1:
+            return parts[0]
         columns: Columns = {name: [np.empty(0)] * len(row_ids) for name in names}
         for places, part in zip(shares.values(), parts, strict=True):
             for name in names:
@@ -95,14 +70,77 @@ class Store:
         """Archive these rows with their outcome and free them."""
         await asyncio.gather(
             *(
-                self._units[unit].retire([row_ids[place] for place in places], outcome)
+                self._units[unit].retire(_choose(row_ids, places), outcome)
                 for unit, places in self._places(row_ids).items()
             )
         )
 
-    def _places(self, row_ids: list[int]) -> dict[int, list[int]]:
+    async def usage(self) -> dict[str, int]:
+        """Sums over all units; `is_full` is the number of units that are."""
+        usages = await asyncio.gather(*(unit.usage() for unit in self._units))
+        return {name: sum(usage[name] for usage in usages) for name in usages[0]}
+
+    def _places(self, row_ids: list[int]) -> dict[int, Sequence[int]]:
         """Unit -> positions in `row_ids` of the rows it holds."""
+        num_units = len(self._units)
         places: dict[int, list[int]] = {}
         for place, row_id in enumerate(row_ids):
-            places.setdefault(row_id % len(self._units), []).append(place)
-        return places
+            places.setdefault(row_id % num_units, []).append(place)
+        if len(places) == 1:
+            return {unit: range(len(row_ids)) for unit in places}
+        return {**places}
+
+
+class RecordingStore:
+    """Any Storage; what goes through it is recorded as the marks "put" and "get".
+
+    They have the number of `rows` and, in `bytes`, those of each column.
+    """
+
+    def __init__(self, storage: Storage, spans: Spans) -> None:
+        self._storage, self._spans = storage, spans
+
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
+        """See `protocols.Storage`."""
+        start_ns = time.monotonic_ns()
+        await self._storage.write(row_ids, columns, attempts)
+        self._record("put", start_ns, len(row_ids), columns)
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        """See `protocols.Storage`."""
+        start_ns = time.monotonic_ns()
+        columns = await self._storage.read(row_ids, names)
+        self._record("get", start_ns, len(row_ids), columns)
+        return columns
+
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        """See `protocols.Storage`."""
+        await self._storage.retire(row_ids, outcome)
+
+    async def usage(self) -> dict[str, int]:
+        """See `protocols.Storage`."""
+        return await self._storage.usage()
+
+    def _record(self, name: str, start_ns: int, num_rows: int, columns: Columns) -> None:
+        sizes = {
+            column: sum(map(len, cells)) * cells[0].itemsize
+            for column, cells in columns.items()
+            if cells
+        }
+        now_ns = time.monotonic_ns()
+        self._spans.record(name, start_ns, now_ns, "mark", rows=num_rows, bytes=sizes)
+
+
+async def _read_all(unit: Storage, row_ids: list[int], names: list[str]) -> Columns:
+    """A unit gives as many of the first rows as fit into one message."""
+    columns = await unit.read(row_ids, names)
+    while names and 0 < (num_rows := len(columns[names[0]])) < len(row_ids):
+        more = await unit.read(row_ids[num_rows:], names)
+        columns = {name: cells + more[name] for name, cells in columns.items()}
+    return columns
+
+
+def _choose(values: list[T], places: Sequence[int]) -> list[T]:
+    return values if isinstance(places, range) else [values[place] for place in places]

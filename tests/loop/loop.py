@@ -93,8 +93,9 @@ class WatchedStorage(StorageExecutor):
             before = self.outcomes.get(row_id, {"outcome": "lost"})["outcome"]
             assert before == "lost", f"row {row_id} retired twice: {before} then {outcome}"
             self.outcomes[row_id] = dict(outcome)
-            if row_id in self._rows:
-                self.versions[row_id] = self._rows[row_id][TOKEN_VERSIONS].tolist()
+        stored = [row_id for rows, _ in self._table.groups(row_ids) for row_id in rows]
+        versions = (await self.read(stored, [TOKEN_VERSIONS]))[TOKEN_VERSIONS]
+        self.versions |= {i: each.tolist() for i, each in zip(stored, versions, strict=True)}
         await super().retire(row_ids, outcome)
 
     def count(self, outcome: str) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import pickle
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ from hypothesis.extra import numpy as nps
 
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.store import PackedColumns, Store, decode, encode
+from llamarl.experience.packed_columns import PackedColumns, decode, encode
+from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     FINISH_CODES,
@@ -126,9 +125,9 @@ def test_rows_come_back_in_the_order_asked_for_whatever_the_units(num_units: int
         assert [len(cell) for cell in columns[RESPONSE_IDS]] == asked
         assert await store.read([], [REWARD]) == {REWARD: []}
         wanted = [sum(row_id % num_units == n for row_id in row_ids) for n in range(num_units)]
-        assert [len(each._rows) for each in units] == wanted
+        assert [len(each._table) for each in units] == wanted
         await store.retire(row_ids[:-1], {"outcome": "trained", "version": 1})
-        assert sum(len(each._rows) for each in units) == 1
+        assert sum(len(each._table) for each in units) == 1
 
     asyncio.run(scenario())
 
@@ -188,10 +187,11 @@ def test_a_cell_is_written_once_unless_its_rollout_is_partial() -> None:
         await storage.write([1], rollout(9))
         columns = await storage.read([1], [RESPONSE_IDS])
         assert len(columns[RESPONSE_IDS][0]) == 9
-        before = {i: dict(row) for i, row in storage._rows.items()}
+        before = await storage.read([1], [PROMPT_IDS, RESPONSE_IDS, SAMPLING])
         with pytest.raises(RuntimeError, match="row 1 already has column prompt_ids"):
             await storage.write([2, 1], join([rollout(2), rollout(2)]))
-        assert storage._rows == before  # all or nothing: each cell is the array it was
+        assert len(storage._table) == 1  # all or nothing
+        np.testing.assert_equal(await storage.read([1], list(before)), before)
         await storage.write([1], reward(1.0))
         with pytest.raises(RuntimeError, match="row 1 already has column reward"):
             await storage.write([1], reward(0.0))
@@ -235,14 +235,14 @@ def test_malformed_writes_are_refused(row_ids: list[int], columns: Columns, text
     if len(set(row_ids)) == len(row_ids):
         with pytest.raises(ValueError, match=text):
             asyncio.run(Store([storage]).write(row_ids, columns))
-    assert not storage._rows
+    assert not len(storage._table)
 
 
 def test_a_column_without_an_array_per_row_is_refused() -> None:
     storage = unit()
     with pytest.raises(ValueError, match=r"one array per row \(2\), got 1"):
         asyncio.run(Store([storage]).write([1, 2], reward(1.0)))
-    assert not storage._rows
+    assert not len(storage._table)
 
 
 def test_stored_arrays_share_no_memory_with_the_senders() -> None:
@@ -334,7 +334,7 @@ def test_a_line_mixed_by_a_kill_is_cut_off_at_the_next_start(tmp_path: Path) -> 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     storage = unit(0, tmp_path)
-    storage._archive = Path("/dev/full").open("a")  # noqa: SIM115 - the unit closes it
+    storage._archive._file = Path("/dev/full").open("a")  # noqa: SIM115 - the unit closes it
     asyncio.run(storage.write([1], rollout(2)))
     with pytest.raises(OSError, match="cannot write the archive of rollouts: No space left") as e:
         asyncio.run(storage.retire([1], {"outcome": "trained"}))
@@ -359,22 +359,18 @@ def test_a_unit_must_be_started_before_it_archives(tmp_path: Path) -> None:
 
 def test_retired_rows_give_their_memory_back() -> None:
     storage = unit()
-    num_tokens = 50_000
+    row_bytes = 50_000 * 12
 
-    async def fill(row_ids: range) -> None:
-        message = pickle.dumps(PackedColumns(join([rollout(num_tokens) for _ in row_ids])))
-        await storage.write(list(row_ids), pickle.loads(message))
-
-    asyncio.run(fill(range(1)))  # whatever is allocated once
-    tracemalloc.start()
-    try:
-        asyncio.run(fill(range(1, 11)))
-        full = tracemalloc.get_traced_memory()[0]
-        asyncio.run(storage.retire(list(range(1, 10)), {"outcome": "trained"}))
-        gc.collect()
+    async def scenario() -> None:
+        row_ids = list(range(10))
+        await storage.write(row_ids, join([rollout(50_000) for _ in row_ids]))
+        assert (await storage.usage())["memory_bytes"] > 10 * row_bytes
+        await storage.retire(row_ids[1:], {"outcome": "trained"})
         # One of ten rows stays: none of the others may live on in the message it came in.
-        left = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert full > 10 * num_tokens * 12
-    assert left < 2 * num_tokens * 12
+        usage = await storage.usage()
+        assert (usage["num_rows"], usage["memory_bytes"] < 2 * row_bytes) == (1, True)
+        left = await storage.read([0], [RESPONSE_IDS, SAMPLING])
+        np.testing.assert_equal(left[RESPONSE_IDS], rollout(50_000)[RESPONSE_IDS])
+        await storage.retire(row_ids[:1], {"outcome": "trained"})
+
+    asyncio.run(scenario())

@@ -1,0 +1,198 @@
+"""Packets between two processes of one host, with open files attached.
+
+Owns: a connected unix socket and the form of a packet. Does not own: what packets mean. Invariant:
+a packet arrives whole or not at all; what is too large for one travels as a file in memory, of
+which only the descriptor is sent, so the receiver has the sender's bytes without a copy.
+
+A packet is the length of its header, the header (JSON), and the body, which is raw bytes.
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import socket
+import struct
+import tempfile
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Buffer = Any  # np.ndarray or memoryview, contiguous: what has `nbytes`
+
+MAX_PACKET_BYTES = 64 * 1024  # well below what a socket's buffer holds by default (208 KiB)
+MAX_FILES = 64  # of one packet; the kernel takes 253, and a receiver may have 1024 open at once
+MAX_BUFFERS = 1024  # of one system call
+PREFIX = struct.Struct("<I")
+BODY_BYTES = "body_bytes"  # in a header: the body is the first file, and so long
+
+
+@dataclass(slots=True)
+class Packet:
+    """What came in one piece. Whoever has it closes its `files`."""
+
+    header: dict[str, Any]
+    body: memoryview
+    files: list[int] = field(default_factory=list)
+
+    @property
+    def body_file(self) -> tuple[int, int] | None:
+        """(descriptor, bytes) if the body is the first file."""
+        num_bytes = self.header.get(BODY_BYTES)
+        return None if num_bytes is None else (self.files[0], num_bytes)
+
+    def open_body(self) -> memoryview:
+        """The body, wherever it is; read-only."""
+        if self.body_file is None:
+            return self.body
+        return map_file(*self.body_file)
+
+    def close(self) -> None:
+        """Close its files; what was mapped of them stays readable."""
+        while self.files:
+            os.close(self.files.pop())
+
+
+class Channel:
+    """One end of a connection; all its methods belong to the event loop it was made on.
+
+    `receive` is called with each packet, `closed` once, when the other end is gone.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        receive: Callable[[Packet], None],
+        closed: Callable[[], None],
+    ) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._receive, self._closed = receive, closed
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(connection, self._on_readable)
+
+    def send(
+        self, header: dict[str, Any], body: Sequence[Buffer] = (), files: Sequence[int] = ()
+    ) -> None:
+        """Send now, or as soon as the other end reads. `files` stay the caller's.
+
+        OSError if there is no memory for a large body.
+        """
+        num_bytes = sum(each.nbytes for each in body)
+        text = json.dumps(header).encode()
+        body_file = []
+        if PREFIX.size + len(text) + num_bytes > MAX_PACKET_BYTES:
+            body_file, body = [memory_file(body)], ()
+            text = json.dumps(header | {BODY_BYTES: num_bytes}).encode()
+        data = b"".join([PREFIX.pack(len(text)), text, *body])
+        sent = [*body_file, *files]
+        if self._unsent or not self._has_sent(data, sent):
+            self._unsent.append((data, [os.dup(each) for each in sent]))
+        _close_all(body_file)
+
+    def close(self) -> None:
+        """Hang up. What was not sent yet is dropped, and `closed` is not called."""
+        if self._connection.fileno() < 0:
+            return
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._connection.close()
+        for _, files in self._unsent:
+            _close_all(files)
+        self._unsent.clear()
+
+    def _lose(self) -> None:
+        self.close()
+        self._closed()
+
+    def _on_writable(self) -> None:
+        while self._unsent and self._has_sent(*self._unsent[0]):
+            _close_all(self._unsent.popleft()[1])
+        if not self._unsent:
+            self._loop.remove_writer(self._connection)
+
+    def _has_sent(self, data: bytes, files: list[int]) -> bool:
+        """False if it must wait until the other end has read."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
+        try:
+            self._connection.sendmsg([data], rights)
+        except BlockingIOError:
+            self._loop.add_writer(self._connection, self._on_writable)
+            return False
+        except (BrokenPipeError, ConnectionResetError):  # the reader finds it too
+            pass
+        return True
+
+    def _on_readable(self) -> None:
+        try:
+            data, rights, flags, _ = self._connection.recvmsg(
+                MAX_PACKET_BYTES,
+                socket.CMSG_SPACE(MAX_FILES * array("i").itemsize),
+                socket.MSG_CMSG_CLOEXEC,
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            return self._lose()
+        files = array("i")
+        for _, _, descriptors in rights:
+            files.frombytes(descriptors)
+        if not data or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+            _close_all(files)  # truncated: this process has too many files open
+            return self._lose()
+        (num_bytes,) = PREFIX.unpack_from(data)
+        start = PREFIX.size + num_bytes
+        header = json.loads(data[PREFIX.size : start])
+        self._receive(Packet(header, memoryview(data)[start:], list(files)))
+
+
+def memory_file(content: Sequence[Buffer] = ()) -> int:
+    """The descriptor of a new file in memory; it is gone with its last descriptor and mapping."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("llamarl")
+    else:
+        with tempfile.TemporaryFile() as on_disk:
+            file = os.dup(on_disk.fileno())
+    try:
+        write_all(file, content, 0)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def write_all(file: int, buffers: Sequence[Buffer], offset: int) -> int:
+    """Write contiguous `buffers` one after another from `offset` on; how many bytes that was."""
+    start = offset
+    for first in range(0, len(buffers), MAX_BUFFERS):
+        some = buffers[first : first + MAX_BUFFERS]
+        num_bytes = sum(each.nbytes for each in some)
+        num_written = os.pwritev(file, some, offset)
+        if num_written < num_bytes:  # a nearly full disk, or over 2 GiB in one call
+            rest = memoryview(b"".join(some))
+            while num_written < num_bytes:
+                num_written += os.pwrite(file, rest[num_written:], offset + num_written)
+        offset += num_bytes
+    return offset - start
+
+
+def read_all(file: int, start: int, into: memoryview) -> None:
+    """Fill `into` with the bytes from `start` on. EOFError if the file ends before."""
+    while into.nbytes:
+        num_bytes = os.preadv(file, [into], start)
+        if num_bytes == 0:
+            raise EOFError(f"a file must have {into.nbytes} bytes more from byte {start} on")
+        start, into = start + num_bytes, into[num_bytes:]
+
+
+def map_file(file: int, num_bytes: int) -> memoryview:
+    """The first bytes of a file as read-only memory, which outlives the descriptor."""
+    return memoryview(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)

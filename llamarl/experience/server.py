@@ -1,0 +1,127 @@
+"""The socket at which a storage unit answers clients on its own host.
+
+Owns: the socket's file, and how an error travels. Does not own: what is asked (`wire.py`), who
+answers (`executors/storage.py`). Invariant: only this user's processes can connect, and what a
+client had not sent whole when it died has no effect.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from llamarl.experience.channel import Buffer, Channel, Packet
+
+log = logging.getLogger(__name__)
+
+Answer = tuple[dict[str, Any], Sequence[Buffer], Sequence[int]]
+"""(header, body, files)"""
+TRAVELLING: tuple[type[Exception], ...] = (KeyError, ValueError, RuntimeError, OSError)
+
+
+class UnitServer:
+    """Listens at `path`; `answer` gets every packet, and raises what the client is to raise."""
+
+    def __init__(self, path: Path, answer: Callable[[Packet], Awaitable[Answer] | Answer]) -> None:
+        """OSError if the folder's file system has no sockets."""
+        self._path, self._answer = path, answer
+        self._channels: set[Channel] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a killed session's
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.setblocking(False)
+            with short_path(path) as address:
+                self._socket.bind(address)
+            path.chmod(0o600)
+            self._socket.listen(128)
+        except OSError:
+            self._socket.close()
+            raise
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Hang up and remove the file."""
+        if self._socket.fileno() < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        for channel in self._channels:
+            channel.close()
+        with suppress(OSError):
+            self._path.unlink()
+            self._path.parent.rmdir()  # the last unit's
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        channel = Channel(
+            connection,
+            lambda packet: self._receive(channel, packet),
+            lambda: self._channels.discard(channel),
+        )
+        self._channels.add(channel)
+
+    def _receive(self, channel: Channel, packet: Packet) -> None:
+        number = packet.header["number"]
+        try:
+            answer = self._answer(packet)
+        except Exception as error:  # noqa: BLE001 - the client raises it
+            answer = describe(error)
+        finally:
+            packet.close()
+        if isinstance(answer, tuple):
+            self._reply(channel, number, answer)
+        else:
+            task = asyncio.ensure_future(self._reply_later(channel, number, answer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _reply_later(self, channel: Channel, number: int, answer: Awaitable[Answer]) -> None:
+        try:
+            self._reply(channel, number, await answer)
+        except Exception as error:  # noqa: BLE001 - the client raises it
+            self._reply(channel, number, describe(error))
+
+    def _reply(self, channel: Channel, number: int, answer: Answer) -> None:
+        header, body, files = answer
+        channel.send(header | {"number": number}, body, files)
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Another name of the file, for an address has room for about 100 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def describe(error: Exception) -> Answer:
+    """The error as an answer; one that a client cannot know becomes a RuntimeError."""
+    kind = next((kind for kind in TRAVELLING if isinstance(error, kind)), None)
+    args: list[Any] = [f"{type(error).__name__}: {error}"]
+    if isinstance(error, OSError):
+        args = [error.errno, error.strerror, error.filename]
+    elif kind is type(error):
+        args = [str(each) for each in error.args]
+    name = kind.__name__ if kind is not None else RuntimeError.__name__
+    note = "".join(traceback.format_exception(error)).rstrip()
+    return {"error": name, "args": args, "note": note}, (), ()
+
+
+def rebuild(header: dict[str, Any], unit: str) -> Exception:
+    """The error that `describe` described."""
+    kinds = {kind.__name__: kind for kind in TRAVELLING}
+    error = kinds[header["error"]](*header["args"])
+    error.add_note(f"raised in {unit}:\n{header['note']}")
+    return error

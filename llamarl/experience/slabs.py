@@ -1,0 +1,141 @@
+"""Slabs: the files in which a storage unit keeps the bytes of its rows.
+
+Owns: the files, their sizes, and when one is given back. Does not own: which rows they are
+(`table.py`), when a slab moves to disk (`spill.py`). Invariant: a byte that was written never
+changes, so whoever has mapped a slab may go on reading whatever the unit does; and no slab has a
+name, so nothing is left of it once all processes that know it have ended.
+"""
+
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.experience.cells import ALIGNMENT, Cells, joined, widths
+from llamarl.experience.channel import Buffer, memory_file, read_all, write_all
+
+FULL_BYTES = 4 * 1024 * 1024  # a slab that small writes share takes no more of them then
+ADOPTED_SHARE = 0.5  # of the files that the process may have open
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Slab:
+    """A file without a name: in memory, or on disk once it was spilled."""
+
+    number: int
+    file: int
+    is_spilled: bool
+    num_bytes: int = 0
+    live_bytes: int = 0
+    """Of cells whose rows are not retired."""
+    num_cells: int = 0
+    """Those."""
+    is_held: bool = False
+    """Bytes are being copied from or to it, so it stays."""
+
+    @property
+    def end(self) -> int:
+        """Where the next bytes may begin."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Slabs:
+    """All slabs of a unit, and the sums of their bytes."""
+
+    def __init__(self) -> None:
+        self.memory_bytes = 0
+        self.spilled_bytes = 0
+        self.by_number: dict[int, Slab] = {}
+        """Oldest first."""
+        self.shared: Slab | None = None
+        """Takes small writes."""
+        self._next_number = 0
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._max_files = int(hard * ADOPTED_SHARE)
+
+    def append(self, buffers: Sequence[Buffer]) -> tuple[Slab, int]:
+        """Copy `buffers`, one after another, into a slab that others share; (it, first byte)."""
+        slab = self.shared
+        if slab is None:
+            slab = self.shared = self.add(memory_file())
+        start = slab.end
+        self.grow(slab, start + write_all(slab.file, buffers, start))
+        if slab.num_bytes >= FULL_BYTES:
+            self.shared = None
+        return slab, start
+
+    def adopt(self, file: int, num_bytes: int) -> Slab:
+        """Keep the bytes of `file`, which stays the caller's, without a copy."""
+        slab = self.add(os.dup(file))
+        self.grow(slab, num_bytes)
+        return slab
+
+    @property
+    def may_adopt(self) -> bool:
+        """Whether one more file may be open."""
+        return len(self.by_number) < self._max_files
+
+    def add(self, file: int, *, is_spilled: bool = False) -> Slab:
+        """An empty slab; it owns `file`."""
+        slab = Slab(number=self._next_number, file=file, is_spilled=is_spilled)
+        self._next_number += 1
+        self.by_number[slab.number] = slab
+        return slab
+
+    def grow(self, slab: Slab, num_bytes: int) -> None:
+        """Count the slab's bytes as so many."""
+        if slab.is_spilled:
+            self.spilled_bytes += num_bytes - slab.num_bytes
+        else:
+            self.memory_bytes += num_bytes - slab.num_bytes
+        slab.num_bytes = num_bytes
+
+    def is_sparse(self, slab: Slab) -> bool:
+        """Whether most of its memory is taken by retired rows and can be given back."""
+        is_fixed = slab is self.shared or slab.is_held or slab.is_spilled
+        return not is_fixed and 2 * slab.live_bytes < slab.num_bytes
+
+    def free_if_empty(self, slab: Slab) -> None:
+        """Give the slab's bytes back if all its rows are retired and no others will come."""
+        if slab.num_cells == 0 and slab is not self.shared and not slab.is_held:
+            self.grow(slab, 0)
+            del self.by_number[slab.number]
+            os.close(slab.file)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for slab in self.by_number.values():
+            os.close(slab.file)
+        self.by_number.clear()
+
+    def copy(self, cells: Cells, start: int = 0) -> tuple[Cells, memoryview]:
+        """The cells joined, and where they are if that begins at byte `start`. The order of columns
+        is another. `cells.which` has slab numbers."""
+        order = np.argsort(-widths(cells.dtypes), kind="stable")
+        names = list(cells.dtypes)
+        dtypes = {names[place]: cells.dtypes[names[place]] for place in order}
+        found = joined(dtypes, cells.lengths[order], start)
+        memory = memoryview(bytearray(int(found.sizes.sum())))
+        which, starts = cells.which[order], cells.starts[order]
+        self.copy_bytes(which.ravel(), starts.ravel(), found.sizes.ravel(), memory)
+        return found, memory
+
+    def copy_bytes(
+        self, which: np.ndarray, starts: np.ndarray, sizes: np.ndarray, into: memoryview
+    ) -> None:
+        """Join these bytes of slabs, each int64 [cells]; what is joined already is one read."""
+        some = sizes > 0
+        which, starts, ends = which[some], starts[some], (starts + sizes)[some]
+        if not len(which):
+            return
+        breaks = (starts[1:] != ends[:-1]) | (which[1:] != which[:-1])
+        firsts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        lasts = np.append(firsts[1:], len(ends)) - 1
+        runs = which[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist()
+        offset = 0
+        for number, start, end in zip(*runs, strict=True):
+            read_all(self.by_number[number].file, start, into[offset : offset + end - start])
+            offset += end - start

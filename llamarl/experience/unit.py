@@ -1,0 +1,147 @@
+"""The client of one storage unit.
+
+Owns: the way to the unit: its socket if it is on this host, else calls between processes. Does not
+own: what a unit does, which unit holds a row (`store.py`). Invariant: both ways give the same
+results and errors.
+"""
+
+import asyncio
+import itertools
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamarl.errors import GroupLost
+from llamarl.experience.channel import Channel, Packet
+from llamarl.experience.packed_columns import PackedColumns
+from llamarl.experience.server import rebuild, short_path
+from llamarl.experience.wire import Message, ints, read_found, write_message
+from llamarl.protocols import Storage
+from llamarl.types import Columns, Outcome
+
+MESSAGE_BYTES = 8 * 1024 * 1024  # of a call between processes, which are meant for metadata
+REASON_LIMIT_S = 2.0  # for calls to say why a unit has ended
+
+
+class Unit:
+    """protocols.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
+
+    What is read through the socket is read-only, and on other hosts perhaps only the first rows.
+    """
+
+    def __init__(self, name: str, calls: Storage, path: str) -> None:
+        self.name = name
+        self._calls, self._path = calls, path
+        self._channel: Channel | None = None
+        self._is_elsewhere = sys.platform != "linux"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Packet]] = {}
+
+    def __reduce__(self) -> Any:
+        return Unit, (self.name, self._calls, self._path)
+
+    async def write(
+        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
+    ) -> None:
+        """See `protocols.Storage`."""
+        if self._is_near():
+            (await self._ask(write_message(row_ids, columns, attempts))).close()
+        else:
+            for rows in _pieces(columns, len(row_ids)):
+                some = PackedColumns({name: cells[rows] for name, cells in columns.items()})
+                await self._calls.write(row_ids[rows], some, attempts and attempts[rows])
+
+    async def read(self, row_ids: list[int], names: list[str]) -> Columns:
+        """The named columns of the first of these rows, as many as came in one piece."""
+        if not self._is_near():
+            return await self._calls.read(row_ids, names)
+        packet = await self._ask(({"ask": "read", "names": names}, [ints(row_ids)]))
+        return read_found(packet)
+
+    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
+        """See `protocols.Storage`."""
+        if self._is_near():
+            message: Message = {"ask": "retire", "outcome": outcome}, [ints(row_ids)]
+            (await self._ask(message)).close()
+        else:
+            await self._calls.retire(row_ids, outcome)
+
+    async def usage(self) -> dict[str, int]:
+        """See `protocols.Storage`."""
+        if not self._is_near():
+            return await self._calls.usage()
+        packet = await self._ask(({"ask": "usage"}, []))
+        packet.close()
+        usage: dict[str, int] = packet.header["usage"]
+        return usage
+
+    def _is_near(self) -> bool:
+        """Whether the unit can be reached through its socket; that is found out once, and again in
+        another event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop and not self._is_elsewhere:
+            self._loop, self._channel, self._waiting = loop, None, {}
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                with short_path(Path(self._path)) as address:
+                    connection.connect(address)
+            except OSError:  # another host, or it has ended, which calls report
+                connection.close()
+                self._is_elsewhere = True
+            else:
+                self._channel = Channel(connection, self._receive, self._lose)
+        return not self._is_elsewhere
+
+    async def _ask(self, message: Message) -> Packet:
+        """The answer; raises the error that it is. GroupLost if the unit ends before."""
+        header, body = message
+        number = next(self._numbers)
+        future = asyncio.get_running_loop().create_future()
+        if self._channel is None:
+            return await self._raise_lost()
+        self._waiting[number] = future
+        try:
+            self._channel.send(header | {"number": number}, body)
+            packet: Packet = await future
+        except ConnectionError:
+            return await self._raise_lost()
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in packet.header:
+            raise rebuild(packet.header, self.name)
+        return packet
+
+    async def _raise_lost(self) -> Packet:
+        with suppress(TimeoutError):  # a process that has ended may not be missed at once
+            await asyncio.wait_for(self._calls.usage(), REASON_LIMIT_S)
+        raise GroupLost(self.name, None, "it hung up during a call")
+
+    def _receive(self, packet: Packet) -> None:
+        future = self._waiting.get(packet.header["number"])
+        if future is None or future.done():  # who asked has been cancelled
+            packet.close()
+        else:
+            future.set_result(packet)
+
+    def _lose(self) -> None:
+        self._channel = None
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionError(self.name))
+
+
+def _pieces(columns: Columns, num_rows: int) -> Iterator[slice]:
+    """Consecutive rows that have at most MESSAGE_BYTES together, or one row that has more."""
+    sizes = [[cell.nbytes for cell in cells] for cells in columns.values()]
+    sums = np.cumsum(np.sum(sizes, axis=0)) if sizes else np.zeros(num_rows)
+    first, before = 0, 0
+    while first < num_rows:
+        end = max(first + 1, int(np.searchsorted(sums, before + MESSAGE_BYTES, "right")))
+        yield slice(first, end)
+        first, before = end, int(sums[end - 1])

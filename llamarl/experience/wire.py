@@ -1,0 +1,123 @@
+"""The packets between a storage unit and its clients on the same host.
+
+Owns: their form. Does not own: sockets (`channel.py`), rows (`table.py`). Invariant: every array is
+at a multiple of 8 bytes of its packet's body, and no cell is copied on its way to a reader unless
+that is cheaper than mapping its slab.
+
+    write   row ids, attempts, lengths [columns, rows], then the cells as `cells.pack` orders them
+    read    row ids
+    found   which memory [columns, rows], starts [columns, rows], lengths [columns, rows], then the
+            cells that were copied; memory 0 is the body, the others are the files beside it
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llamarl.experience.cells import Cells, joined, pack
+from llamarl.experience.channel import MAX_FILES, Buffer, Packet, map_file
+from llamarl.experience.slabs import Slab, Slabs
+from llamarl.types import SAMPLING, Columns
+
+MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes
+FOUND_BYTES = 64 * 1024 * 1024  # cells copied for one answer; further rows are asked for again
+INT = np.dtype(np.int64)
+
+Message = tuple[dict[str, Any], list[Buffer]]
+"""(header, body)"""
+
+
+def ints(values: list[int]) -> np.ndarray:
+    return np.array(values, INT)
+
+
+def write_message(row_ids: list[int], columns: Columns, attempts: list[int] | None) -> Message:
+    """ValueError as of `cells.pack`."""
+    dtypes, lengths, cells = pack(columns)
+    header = {
+        "ask": "write",
+        "rows": len(row_ids),
+        "columns": [[name, dtype.str] for name, dtype in dtypes.items()],
+        "attempts": attempts is not None,
+    }
+    return header, [ints(row_ids), ints(attempts or []), lengths, *cells]
+
+
+def read_ids(packet: Packet) -> list[int]:
+    """The row ids in a body that holds nothing else."""
+    ids: list[int] = np.frombuffer(packet.open_body(), INT).tolist()
+    return ids
+
+
+class Written:
+    """A write as it arrived; `file` is (descriptor, bytes) if that is where the body lies."""
+
+    def __init__(
+        self, header: dict[str, Any], body: memoryview, file: tuple[int, int] | None = None
+    ) -> None:
+        num_rows, columns = header["rows"], header["columns"]
+        self.dtypes = {name: np.dtype(dtype) for name, dtype in columns}
+        num_ids = num_rows * (2 if header["attempts"] else 1)
+        self._start = INT.itemsize * (num_ids + num_rows * len(columns))  # of the cells
+        self._body, self._file = body, file
+        numbers = np.frombuffer(body[: self._start], INT)
+        self.row_ids: list[int] = numbers[:num_rows].tolist()
+        self.attempts = numbers[num_rows:num_ids].tolist() if header["attempts"] else None
+        self._lengths = numbers[num_ids:].reshape(len(columns), num_rows)
+
+    def finish_codes(self) -> np.ndarray | None:
+        """The last entries of SAMPLING, float64 [rows]; None without that column."""
+        if SAMPLING not in self.dtypes:
+            return None
+        cells = joined(self.dtypes, self._lengths, self._start)
+        place = list(self.dtypes).index(SAMPLING)
+        ends = (cells.starts + cells.sizes)[place] // INT.itemsize
+        values: np.ndarray = np.frombuffer(
+            self._body[: len(self._body) // INT.itemsize * INT.itemsize], np.float64
+        )
+        return values[ends - 1]
+
+    def keep(self, slabs: Slabs) -> tuple[Slab, Cells]:
+        """Put the cells into a slab: the file becomes one as it is."""
+        if self._file is None or not slabs.may_adopt or 2 * self._start > len(self._body):
+            slab, start = slabs.append([self._body[self._start :]])
+        else:
+            slab, start = slabs.adopt(*self._file), self._start
+        return slab, joined(self.dtypes, self._lengths, start)
+
+
+def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buffer], list[int]]:
+    """(header, body, files) of the answer to a read; perhaps of the first rows only."""
+    numbers, which = np.unique(cells.which, return_inverse=True)
+    is_mapped = 0 < len(numbers) < MAX_FILES
+    is_mapped = is_mapped and int(cells.sizes.sum()) >= len(numbers) * MAPPED_BYTES
+    used = [slabs.by_number[number] for number in numbers.tolist()] if is_mapped else []
+    copied: list[Buffer] = []
+    if is_mapped:
+        cells = replace(cells, which=which.reshape(cells.which.shape) + 1)
+    else:
+        cells = cells.up_to(FOUND_BYTES)
+        cells, memory = slabs.copy(cells, 3 * INT.itemsize * cells.which.size)
+        copied = [memory]
+    header = {
+        "columns": [[name, dtype.str] for name, dtype in cells.dtypes.items()],
+        "rows": cells.which.shape[1],
+        "slab_bytes": [slab.num_bytes for slab in used],
+    }
+    places = np.stack([cells.which, cells.starts, cells.lengths])
+    return header, [places, *copied], [slab.file for slab in used]
+
+
+def read_found(packet: Packet) -> Columns:
+    """The columns in an answer; the arrays are read-only. Closes the packet."""
+    dtypes = {name: np.dtype(dtype) for name, dtype in packet.header["columns"]}
+    shape = 3, len(dtypes), packet.header["rows"]
+    body = packet.open_body()
+    files = packet.files[1:] if packet.body_file else packet.files
+    sizes = packet.header["slab_bytes"]
+    memories = [body, *(map_file(file, size) for file, size in zip(files, sizes, strict=True))]
+    packet.close()
+    places = np.frombuffer(body[: INT.itemsize * math.prod(shape)], INT).reshape(shape)
+    return Cells(dtypes, *places).views(memories)

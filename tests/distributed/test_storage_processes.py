@@ -1,0 +1,149 @@
+"""Storage units and their clients in processes of their own, some of which are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from llamarl.cluster import make_cluster
+from llamarl.config import ClusterConfig
+from llamarl.errors import GroupLost
+from llamarl.executors.specs import StorageSpec
+from llamarl.executors.storage import StorageExecutor
+from llamarl.experience import channel
+from llamarl.experience.store import Store
+from llamarl.experience.unit import Unit
+from llamarl.types import RESPONSE_IDS
+from tests.unit.stored_rows import NAMES, assert_same, rows
+
+
+class Client:
+    """Writes and reads rows, as generators and trainers do."""
+
+    def __init__(self, storage, *, rank, num_ranks, spans) -> None:
+        self.storage = storage
+
+    async def write(self, row_ids: list[int], num_tokens: int) -> int:
+        await self.storage.write(row_ids, rows(row_ids, num_tokens))
+        return os.getpid()
+
+    async def check(self, row_ids: list[int], num_tokens: int) -> bool:
+        """The rows are whole; False if none is there."""
+        try:
+            found = await self.storage.read(row_ids, NAMES)
+        except KeyError:
+            return False
+        assert_same(found, rows(row_ids, num_tokens))
+        return not found[RESPONSE_IDS][0].flags.writeable  # read in place, not through a call
+
+    async def die_in_write(self, row_ids: list[int], num_tokens: int, num_pieces: int) -> None:
+        """Be killed when so many pieces of the write were handed to the kernel."""
+        channel.MAX_BUFFERS = 4
+        left, pwritev = num_pieces, os.pwritev
+
+        def count(*arguments):
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return pwritev(*arguments)
+
+        os.pwritev = count
+        await self.storage.write(row_ids, rows(row_ids, num_tokens))
+
+
+@asynccontextmanager
+async def processes(folder: Path, num_units: int = 1) -> AsyncIterator[tuple]:
+    """(units, writer, reader, store)."""
+    cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder / "logs"))
+    specs = [
+        StorageSpec(
+            unit=number,
+            archive_folder=None,
+            archive_tokens=False,
+            socket=str(folder / "sockets" / str(number)),
+        )
+        for number in range(num_units)
+    ]
+    try:
+        units = [await cluster.spawn(f"storage-{s.unit}", StorageExecutor, s) for s in specs]
+        await asyncio.gather(*(unit.call_one.start() for unit in units))
+        store = Store(
+            [
+                Unit(unit.name, unit.call_one, spec.socket)
+                for unit, spec in zip(units, specs, strict=True)
+            ]
+        )
+        clients = [await cluster.spawn(name, Client, store) for name in ("writer", "reader")]
+        yield units, *clients, store
+    finally:
+        await cluster.stop()
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 20, 63])
+def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(
+    tmp_path: Path, num_pieces: int
+) -> None:
+    num_rows, num_tokens = 50, 2000  # 250 cells and 2 vectors: 63 pieces of 4
+
+    async def scenario() -> None:
+        async with processes(tmp_path) as (_, writer, reader, store):
+            row_ids = list(range(num_rows))
+            await writer.call_one.write([100], num_tokens)
+            with pytest.raises(GroupLost, match="lost executor writer"):
+                await writer.call_one.die_in_write(row_ids, num_tokens, num_pieces)
+            is_whole = num_pieces == 63  # it died after its last piece, before it sent anything
+            assert not await reader.call_one.check(row_ids, num_tokens)
+            assert (await store.usage())["num_rows"] == 1, is_whole
+            assert await reader.call_one.check([100], num_tokens)
+
+    asyncio.run(scenario())
+
+
+def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with processes(tmp_path, 2) as (units, writer, reader, store):
+            await writer.call_one.write([0, 1, 2, 3], 5000)
+            assert await reader.call_one.check([3, 2, 1, 0], 5000)
+            (pid,) = units[1].pids
+            os.kill(pid, signal.SIGSTOP)
+            writing = asyncio.create_task(writer.call_one.write([4, 5], 5000))
+            await asyncio.sleep(0.5)
+            assert not writing.done()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(GroupLost, match="lost executor storage-1"):
+                await asyncio.wait_for(writing, 20)
+            with pytest.raises(GroupLost, match="lost executor storage-1"):
+                await asyncio.wait_for(reader.call_one.check([1], 5000), 20)
+            with pytest.raises(GroupLost, match="lost executor storage-1"):
+                await asyncio.wait_for(store.retire([1], {"outcome": "trained"}), 20)
+            assert await reader.call_one.check([2, 0], 5000)
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_left_of_killed_units(tmp_path: Path) -> None:
+    def shared_bytes() -> int:
+        (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if "Shmem:" in x]
+        return int(line.split()[1]) * 1024
+
+    async def scenario() -> None:
+        names, before = os.listdir("/dev/shm"), shared_bytes()
+        async with processes(tmp_path) as (units, writer, _, store):
+            row_ids = list(range(100))
+            await writer.call_one.write(row_ids, 50_000)
+            used = (await store.usage())["memory_bytes"]
+            assert used > 100 * 50_000 * 12
+            assert os.listdir("/dev/shm") == names
+            os.kill(units[0].pids[0], signal.SIGKILL)
+            with pytest.raises(GroupLost):
+                await units[0].watch()
+        assert shared_bytes() < before + used / 2
+
+    asyncio.run(scenario())
