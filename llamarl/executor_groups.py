@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
 from llamarl.config import Config
-from llamarl.config.rank_assignment import Device, assign, companions
+from llamarl.config.rank_assignment import Device, assign, companions, num_storage_units
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.executors.specs import (
     CollectorSpec,
@@ -27,7 +27,9 @@ from llamarl.executors.specs import (
 )
 from llamarl.experience.graph import EXECUTORS, SCORE, FrozenModel, Graph, Stage
 from llamarl.experience.store import Store
+from llamarl.experience.unit import Unit
 from llamarl.metrics.startup import ReportState
+from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
 from llamarl.weights.transports.table import TRANSPORTS
 
@@ -95,10 +97,9 @@ async def spawn_executors(
         report(name, "ready")
         return group
 
-    units = await asyncio.gather(
-        *(start(f"storage-{spec.unit}", spec) for spec in _storage_specs(config, run_dir))
-    )
-    storage = Store([unit.call_one for unit in units])
+    storage_specs = _storage_specs(config, run_dir)
+    units = await asyncio.gather(*(start(f"storage-{s.unit}", s) for s in storage_specs))
+    storage = Store([_unit_client(*each) for each in zip(units, storage_specs, strict=True)])
     graph = inputs.graph
     stages = graph.between if trains else [graph.stages[SCORE]]
     specs = _specs(config, inputs, storage, run_dir, trains=trains)
@@ -126,14 +127,23 @@ async def spawn_executors(
 
 
 def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
+    has_sockets = config.cluster.backend == "monarch"  # else all is one process
     return [
         StorageSpec(
             unit=unit,
             archive_folder=f"{run_dir}/archive",
             archive_tokens=config.experience.archive_tokens,
+            socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets else None,
+            spill_folder=f"{run_dir}/spill",
+            max_bytes=config.experience.max_bytes // config.experience.units_per_host,
         )
-        for unit in range(config.experience.num_storage_units)
+        for unit in range(num_storage_units(config))
     ]
+
+
+def _unit_client(unit: ExecutorGroup, spec: StorageSpec) -> Storage:
+    calls: Storage = unit.call_one
+    return calls if spec.socket is None else Unit(unit.name, calls, spec.socket)
 
 
 def _specs(

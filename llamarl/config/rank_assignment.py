@@ -55,9 +55,9 @@ def assign(config: Config) -> dict[str, list[Device]]:
 
 def companions(config: Config) -> dict[str, list[Device]]:
     """The devices of executors that compute no tensors: the scorer on the first host, storage units
-    and collectors spread over the hosts."""
+    on every host, collectors spread over the hosts."""
     counts = {
-        "storage": config.experience.num_storage_units,
+        "storage": num_storage_units(config),
         "collector": config.generator.num_collectors,
     }
     spread = {
@@ -66,6 +66,11 @@ def companions(config: Config) -> dict[str, list[Device]]:
         for i in range(count)
     }
     return spread | {"scorer": [Device(host=0, gpu=None)]}
+
+
+def num_storage_units(config: Config) -> int:
+    """Of the whole run; unit i is on host i modulo the number of hosts."""
+    return config.experience.units_per_host * config.cluster.size
 
 
 def devices_per_host(config: Config) -> int:

@@ -37,7 +37,7 @@ def test_a_replica_that_wakes_when_it_was_given_up_harms_nothing(seed: int, tmp_
         "generator.max_num_seqs=16",
         "staleness.max_staleness=0",
         "cluster.liveness_timeout_s=4",
-        f"experience.num_storage_units={1 + seed % 2}",
+        f"experience.units_per_host={1 + seed % 2}",
     )
     wait_for_step(command, tmp_path, 1)
     time.sleep(rng.uniform(0.0, 1.5))

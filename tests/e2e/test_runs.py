@@ -77,7 +77,7 @@ def finished(run_dir: Path, interrupted: Ended) -> Path:
         f"num_steps={interrupted.state['version'] + 2}",
         "checkpoint.resume=auto",
         "trainer.num_ranks=2",
-        "experience.num_storage_units=2",
+        "experience.units_per_host=2",
         "generator.num_replicas=2",
         "weights=collective",
     )

@@ -48,6 +48,6 @@ def test_on_two_cpu_hosts_trainer_and_generators_sit_apart_and_storage_on_both()
     hosts = {name: [device.host for device in places] for name, places in assign(config).items()}
     assert hosts["trainer"] == [0, 0]
     assert (hosts["generator-0"], hosts["generator-1"]) == ([1], [1])
-    config = replace(config, experience=replace(config.experience, num_storage_units=3))
+    config = replace(config, experience=replace(config.experience, units_per_host=2))
     beside = {name: places[0].host for name, places in companions(config).items()}
-    assert beside == {"scorer": 0, "storage-0": 0, "storage-1": 1, "storage-2": 0}
+    assert beside == {"scorer": 0, "storage-0": 0, "storage-1": 1, "storage-2": 0, "storage-3": 1}

@@ -63,7 +63,7 @@ def upper_bound_bytes(config: Config, architecture: Architecture) -> int:
     generator_bytes += 2 * config.weights.bucket_bytes
     num_generators = generator.num_replicas * generator.num_ranks
     num_processes = (1 + has_reference) * trainer.num_ranks + num_generators
-    num_processes += 2 + config.experience.num_storage_units
+    num_processes += 2 + config.experience.units_per_host
     reserve_bytes = num_processes * GPUS[CPU].reserve_bytes
     return trainer.num_ranks * trainer_bytes + num_generators * generator_bytes + reserve_bytes
 

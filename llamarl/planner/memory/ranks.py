@@ -151,7 +151,7 @@ def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
     counts = max(hosts, key=lambda counts: counts.total())
     # The reference sits beside the trainer; then scorer, storage and controller.
     num_processes = counts.total() + counts["trainer"] * config.algorithm.has_reference
-    num_processes += 2 + config.experience.num_storage_units
+    num_processes += 2 + config.experience.units_per_host
     sums = [
         Counter({kind: counts["trainer"] * num for kind, num in phase.trainer.items()})
         + Counter({kind: counts["generator"] * num for kind, num in phase.generator.items()})
