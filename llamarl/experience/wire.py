@@ -30,6 +30,7 @@ Message = tuple[dict[str, Any], list[Buffer]]
 
 
 def ints(values: list[int]) -> np.ndarray:
+    """Row ids or attempts as a body has them."""
     return np.array(values, INT)
 
 

@@ -106,6 +106,12 @@ def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(
     asyncio.run(scenario())
 
 
+def states(pid: int) -> set[str]:
+    """Of all threads of a process."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
 def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with processes(tmp_path, 2) as (units, writer, reader, store):
@@ -113,6 +119,8 @@ def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> No
             assert await reader.call_one.check([3, 2, 1, 0], 5000)
             (pid,) = units[1].pids
             os.kill(pid, signal.SIGSTOP)
+            while states(pid) != {"T"}:
+                await asyncio.sleep(0.01)
             writing = asyncio.create_task(writer.call_one.write([4, 5], 5000))
             await asyncio.sleep(0.5)
             assert not writing.done()

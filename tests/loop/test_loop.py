@@ -112,7 +112,7 @@ def test_a_graph_of_six_stages_that_drop_and_fail_keeps_the_bound_and_loses_no_r
     outcomes = loop.storage.outcomes
     assert {outcomes[row_id]["outcome"] for row_id in trained} == {"trained"}
     assert loop.storage.count("trained") == len(trained)
-    assert not loop.storage._rows, "nothing is left behind"
+    assert not loop.storage._table, "nothing is left behind"
     reasons = {str(found["reason"]) for found in outcomes.values() if "reason" in found}
     assert {f"{stage.name}_said_no" for stage in STAGES} <= reasons
     assert "judge_failed" in reasons

@@ -15,6 +15,7 @@ from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import Store
+from llamarl.experience.unit import Unit
 from store_bench.rows import (
     DTYPES,
     Flat,
@@ -125,7 +126,7 @@ class OwnStore:
 
     def __init__(self, folder: Path) -> None:
         self._cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
-        self._path = str(folder / "takes.sock")
+        self._folder, self._path = folder, str(folder / "takes.sock")
         self._server = TakeServer(self._path)
         self._prepared: Work | None = None
         self._digest = 0
@@ -135,15 +136,23 @@ class OwnStore:
         """Start all processes."""
         await self._server.start()
         units = [
-            StorageSpec(unit=unit, archive_folder=None, archive_tokens=False)
+            StorageSpec(
+                unit=unit,
+                archive_folder=None,
+                archive_tokens=False,
+                socket=f"{self._folder}/sockets/{unit}",
+            )
             for unit in range(max(nums_units))
         ]
         groups = await asyncio.gather(
             *(self._cluster.spawn(f"storage-{unit.unit}", unit.executor, unit) for unit in units)
         )
-        calls = [group.call_one for group in groups]
-        await asyncio.gather(*(call.start() for call in calls))
-        stores = {num_units: Store(calls[:num_units]) for num_units in nums_units}
+        await asyncio.gather(*(group.call_one.start() for group in groups))
+        clients = [
+            Unit(group.name, group.call_one, str(unit.socket))
+            for group, unit in zip(groups, units, strict=True)
+        ]
+        stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
         spec = RoleSpec(stores=stores, takes=self._path)
         self._producer, *self._consumers = await asyncio.gather(
             self._cluster.spawn("producer", "store_bench.own:Producer", spec),
