@@ -1,7 +1,7 @@
 """What the controller costs at the scale of thousands of GPUs.
 
     python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
-        [--rollouts 16384] [--collectors 1] [--staleness 1] [--actors 16] [--profile]
+        [--rollouts 16384] [--collectors 1] [--staleness 1] [--actors 16] [--profile] [--scaling]
 
 First the CPU time of a message is measured on real Monarch actors in processes of their own, which
 a worker daemon serves: a linear model per call and per byte; and what a call on 16 ranks costs, as
@@ -17,6 +17,12 @@ to wait.
 `controller_core_share` is the share of one core that the controller needs; `controller_wait_share`
 the share of the time in which the trainer stood without a call though all it needs for it was
 known, or a replica had a free slot and no request though the controller was about to send one.
+
+`--scaling` simulates 32 to 1024 ranks instead, half of them the trainer's, with as many rollouts
+per rank at every size. `scaling_efficiency` is the throughput per rank over that of 32 ranks;
+executors themselves scale perfectly, so what is lost is what controller, messages, gate and the
+tail of each batch cost. It also compares rollouts of 400 and of 3200 tokens: `load_by_length` is the
+ratio of the controller's load, `bytes_by_length` that of its bytes per rollout.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts, measure
 from controller_bench.simulation import Load, Shape, run
 
+SIZES = (32, 64, 128, 256, 512, 1024)  # ranks
 COSTS_WITHOUT_MEASURING = MessageCosts(
     call_s=5e-4, sent_byte_s=5e-9, received_byte_s=5e-9, ranks_s=1e-3, num_actors=0
 )
@@ -74,6 +81,35 @@ def results(shape: Shape, costs: MessageCosts, load: Load) -> dict[str, object]:
     }
 
 
+def shape_of(num_ranks: int, **more: int) -> Shape:
+    """Half of the ranks are the trainer's, the others replicas of eight."""
+    return Shape(
+        num_replicas=num_ranks // 2 // 8,
+        ranks_per_replica=8,
+        num_trainer_ranks=num_ranks // 2,
+        num_groups=num_ranks,
+        **more,
+    )
+
+
+def scale(costs: MessageCosts) -> dict[str, object]:
+    """The efficiency by number of ranks, and what longer rollouts cost the controller."""
+    loads = {size: simulate(shape_of(size), costs) for size in SIZES}
+    step_s = {size: load.elapsed_s / load.num_steps for size, load in loads.items()}
+    short, long = loads[SIZES[-1]], simulate(shape_of(SIZES[-1], median_tokens=8 * 400), costs)
+
+    def core_share(load: Load) -> float:
+        return (load.cpu_s + load.message_s) / load.elapsed_s
+
+    return {
+        "scaling_efficiency": {size: step_s[SIZES[0]] / step_s[size] for size in SIZES},
+        "core_share": {size: core_share(loads[size]) for size in SIZES},
+        "load_by_length": core_share(long) / core_share(short),
+        "bytes_by_length": long.num_bytes.total() / short.num_bytes.total(),
+        "message_costs": dataclasses.asdict(costs),
+    }
+
+
 def main() -> None:
     """Measure, simulate, print, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -85,6 +121,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--actors", type=int, default=16, help="0: assume what messages cost")
     parser.add_argument("--profile", action="store_true", help="where the CPU time goes")
+    parser.add_argument("--scaling", action="store_true", help="from 32 to 1024 ranks instead")
     arguments = parser.parse_args()
     shape = Shape(
         num_replicas=arguments.replicas,
@@ -96,17 +133,23 @@ def main() -> None:
     costs = COSTS_WITHOUT_MEASURING
     if arguments.actors:
         costs = measure(arguments.actors, num_calls=320, num_rounds=5)
+    if arguments.scaling:
+        return report(scale(costs), arguments.json)
     profile = cProfile.Profile()
     if arguments.profile:
         profile.enable()
     load = simulate(shape, costs)
     profile.disable()
-    found = results(shape, costs, load)
-    print(json.dumps(found, indent=2))
+    report(results(shape, costs, load), arguments.json)
     if arguments.profile:
         pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(45)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def report(found: dict[str, object], path: Path | None) -> None:
+    """Print, and write the JSON file."""
+    print(json.dumps(found, indent=2))
+    if path:
+        path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

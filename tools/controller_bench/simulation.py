@@ -61,6 +61,7 @@ NUM_STORAGE_UNITS = 4
 EQUAL_SHARE = 0.0
 # Of a step, so that it lasts about `step_s` and neither side waits long for the other.
 DECODE_SHARE, TRAIN_SHARE = 0.0065 / 20, 0.88
+MEDIAN_TOKENS = 400  # for which that holds
 HEARTBEAT_S = GeneratorConfig().heartbeat_s
 PING_S = ClusterConfig().liveness_timeout_s / 4
 ARCHITECTURE = Path(__file__).parents[2] / "recipes" / "llama31_405b_math" / "architecture"
@@ -89,6 +90,12 @@ class Shape:
     num_collectors: int = 1
     num_steps: int = 5
     step_s: float = 20.0
+    median_tokens: int = PlanConfig().median_tokens
+
+    @property
+    def num_ranks(self) -> int:
+        """Of trainer and generators together."""
+        return self.num_replicas * self.ranks_per_replica + self.num_trainer_ranks
 
     @property
     def num_rollouts(self) -> int:
@@ -253,6 +260,7 @@ class IdleScorer(Idle):
 
 def make_config(shape: Shape) -> Config:
     """The recipe of such a run."""
+    max_tokens = 5 * shape.median_tokens
     return Config(
         num_steps=shape.num_steps,
         model=ModelConfig(checkpoint="none"),
@@ -265,7 +273,7 @@ def make_config(shape: Shape) -> Config:
             num_ranks=shape.ranks_per_replica,
             num_collectors=shape.num_collectors,
             max_num_seqs=64,
-            max_model_len=4096,
+            max_model_len=2 * max_tokens,
         ),
         trainer=TrainerConfig(
             device="cuda",
@@ -277,11 +285,13 @@ def make_config(shape: Shape) -> Config:
         weights=WeightsConfig(transport="rdma", straggler_timeout_s=5.0),
         placement=PlacementConfig(),
         cluster=ClusterConfig(num_hosts=1024),
-        sampling=SamplingConfig(rollouts_per_prompt=shape.rollouts_per_group, max_tokens=2048),
+        sampling=SamplingConfig(
+            rollouts_per_prompt=shape.rollouts_per_group, max_tokens=max_tokens
+        ),
         staleness=StalenessConfig(max_staleness=shape.max_staleness),
         evaluation=EvaluationConfig(),
         checkpoint=CheckpointConfig(every_steps=0, export=False),
-        plan=PlanConfig(),
+        plan=PlanConfig(median_tokens=shape.median_tokens),
     )
 
 
@@ -290,7 +300,7 @@ def make_costs(config: Config, shape: Shape) -> Costs:
     mean_tokens = config.plan.prompt_tokens + 1.38 * config.plan.median_tokens
     tokens_per_rank = shape.num_rollouts * mean_tokens / config.trainer.num_data_ranks
     return Costs(
-        decode_step_s=DECODE_SHARE * shape.step_s,
+        decode_step_s=DECODE_SHARE * shape.step_s * MEDIAN_TOKENS / shape.median_tokens,
         prefill_token_s=1e-5,
         commit_s=0.1,
         token_s=TRAIN_SHARE * shape.step_s / tokens_per_rank,
