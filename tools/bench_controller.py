@@ -21,8 +21,8 @@ known, or a replica had a free slot and no request though the controller was abo
 `--scaling` simulates 32 to 1024 ranks instead, half of them the trainer's, with as many rollouts
 per rank at every size. `scaling_efficiency` is the throughput per rank over that of 32 ranks;
 executors themselves scale perfectly, so what is lost is what controller, messages, gate and the
-tail of each batch cost. It also compares rollouts of 400 and of 3200 tokens: `load_by_length` is the
-ratio of the controller's load, `bytes_by_length` that of its bytes per rollout.
+tail of each batch cost. It also compares rollouts of 400 and of 3200 tokens: `load_by_length` is
+the ratio of the controller's load, `bytes_by_length` that of its bytes per rollout.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ import numpy as np
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
-from llamarl.executors.specs import StorageSpec
+from llamarl.executors.specs import StageSpec, StorageSpec
+from llamarl.executors.stage import StageExecutor
 from llamarl.executors.storage import StorageExecutor
+from llamarl.experience.columns import Column
+from llamarl.experience.graph import Stage
 from llamarl.experience.store import Store
 from llamarl.types import (
     FINISH_CODES,
@@ -26,6 +29,7 @@ from llamarl.types import (
     Sampling,
     Score,
     ScoreStatus,
+    StageItem,
     VersionSpan,
 )
 from tests.distributed.weighing import Weighed
@@ -74,7 +78,8 @@ class Reader:
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
         self.storage = storage
 
-    async def score(self, row_ids: list[int]) -> list[Score]:
+    async def process(self, items: list[StageItem]) -> list[Score]:
+        row_ids = [row_id for (row_id,), _ in items]
         cells = (await self.storage.read(row_ids, [RESPONSE_IDS]))[RESPONSE_IDS]
         rewards = [np.array([float(cell[-1] + 1)]) for cell in cells]
         await self.storage.write(row_ids, {REWARD: rewards})
@@ -82,6 +87,28 @@ class Reader:
             Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward[0]))
             for row_id, reward in zip(row_ids, rewards, strict=True)
         ]
+
+
+TASK = """
+def count(ids):
+    return float(len(ids))
+def doubled(ids):
+    return [2.0 * each for each in ids]
+def total(column):
+    return sum(column)
+def ranked(reward, amount):
+    return [sum(other < mine for other in amount) / len(amount) for mine in amount]
+def blend(rank, length):
+    return [a + b for a, b in zip(rank, length)]
+"""
+STAGES = (
+    Stage("count", "count", [RESPONSE_IDS], ["length"]),
+    Stage("double", "doubled", [RESPONSE_IDS], [Column("doubles", "float32", "response")]),
+    Stage("sum", "total", ["doubles"], ["amount"]),
+    Stage("rank", "ranked", [REWARD, "amount"], ["ranked"], per="group"),
+    Stage("blend", "blend", ["ranked", "length"], ["blended"], per="group"),
+)
+"""Five of the recipe's own behind the scorer; one of them writes an entry per token."""
 
 
 async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float]:
@@ -99,12 +126,13 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
             )
         )
         store = Store([unit.call_one for unit in units])
-        writer, reader, *_ = await asyncio.gather(
+        writer, reader, *stages = await asyncio.gather(
             cluster.spawn("generator-0", Writer, store),
             cluster.spawn("scorer", Reader, store),
-            *(unit.call_one.start() for unit in units),
+            *(cluster.spawn(stage.name, StageExecutor, spec_of(stage, store)) for stage in STAGES),
         )
-        executors = [Weighed(group.call_one) for group in (writer, reader)]
+        await asyncio.gather(*(group.call_one.start() for group in (*units, *stages)))
+        executors = [Weighed(group.call_one) for group in (writer, reader, *stages)]
         weighed_units = [Weighed(unit.call_one) for unit in units]
         sampling = Sampling(max_tokens=num_tokens)
         row_ids = list(range(NUM_ROLLOUTS))
@@ -115,8 +143,15 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
         await executors[0].submit(requests)
         rows = await executors[0].collect()
         assert [row.row_id for row in rows] == row_ids
-        scores = await executors[1].score(row_ids)
+        alone = [((row_id,), None) for row_id in row_ids]
+        groups = [(tuple(row_ids[i : i + 8]), None) for i in range(0, NUM_ROLLOUTS, 8)]
+        scores = await executors[1].process(alone)
         assert {score.reward for score in scores} == {float(num_tokens)}
+        for stage, executor in zip(STAGES, executors[2:], strict=True):
+            results = await executor.process(groups if stage.per == "group" else alone)
+            assert [result.row_id for result in results] == row_ids
+            assert {result.status for result in results} == {ScoreStatus.OK}
+        assert results[0].numbers == {"blended": float(num_tokens)}
         weighed_reader = Weighed(store)
         await weighed_reader.read(row_ids, [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS])
         await Store(list(weighed_units)).retire(row_ids, {"outcome": "trained", "version": 0})
@@ -126,13 +161,18 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
         await cluster.stop()
 
 
-def test_the_controllers_bytes_per_rollout_do_not_grow_with_its_length(
+def spec_of(stage: Stage, store: Store) -> StageSpec:
+    numbers = frozenset({REWARD, "amount", "ranked", "length"} & {*stage.reads})
+    return StageSpec(stage=stage, numbers=numbers, tokenizer="", task_source=TASK, storage=store)
+
+
+def test_the_controllers_bytes_per_rollout_do_not_grow_with_its_length_through_six_stages(
     tmp_path: Path, record_property
 ) -> None:
     short, short_arrays = asyncio.run(bytes_per_rollout(tmp_path / "short", 64))
     long, long_arrays = asyncio.run(bytes_per_rollout(tmp_path / "long", 4096))
     record_property("controller_bytes_per_rollout", {64: short, 4096: long})
     assert abs(long - short) <= 4  # a larger integer takes a byte more
-    assert long < 400
+    assert long < 800
     assert long_arrays > 40 * short_arrays  # what a read by the controller would have cost
     assert len((tmp_path / "long" / "rollouts-1.jsonl").read_text().splitlines()) == 32
