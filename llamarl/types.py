@@ -42,6 +42,8 @@ Glossary
     mu, pi      the generator's distribution and the trainer's: `generator_logprobs` and
                 `trainer_logprobs`; the frozen model's are `ref_logprobs`.
     column      one kind of array in storage, such as the token ids: one array per row.
+    stage       a node of the dataflow graph that rollouts pass between generation and training: it
+                reads columns and writes columns, or drops rollouts.
     storage unit
                 a process that holds the arrays of some rows.
     executor    the processes of one role: generator, trainer, scorer, reference, storage,
@@ -71,12 +73,11 @@ Glossary
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-T = TypeVar("T")
+from llamarl.record import light
 
 Columns = dict[str, list[np.ndarray]]
 """Column name -> one array per row, in the order of the row ids beside it."""
@@ -84,24 +85,6 @@ Columns = dict[str, list[np.ndarray]]
 Outcome = dict[str, str | int | float]
 """What became of a rollout: "outcome" is trained, dropped, evaluated, logprob_check, lost or
 unused; more keys say at which version, or why."""
-
-
-def _light(cls: type[T]) -> type[T]:
-    """Pickle a record as a call with its values: dataclasses' own way looks all fields up for each
-    record, and takes more bytes; the controller sends tens of thousands in a step."""
-    names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
-    values = attrgetter(*names)
-
-    def restore(*state: Any) -> T:
-        self = object.__new__(cls)
-        for name, value in zip(names, state, strict=True):
-            object.__setattr__(self, name, value)
-        return self
-
-    restore.__qualname__ = f"{cls.__qualname__}.restore"  # by which pickle finds it
-    cls.restore = staticmethod(restore)  # type: ignore[attr-defined]
-    cls.__reduce__ = lambda self: (restore, values(self))  # type: ignore[method-assign]
-    return cls
 
 
 # Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
@@ -143,7 +126,7 @@ def finish_reason(sampling: np.ndarray) -> FinishReason:
     return tuple(FinishReason)[int(sampling[-1])]
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One tokenized question.
@@ -171,7 +154,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One rollout asked of a generator.
@@ -199,7 +182,7 @@ class Request:
         return self.prompt_ids, self.min_version
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """`num_tokens` consecutive response tokens written by weight version `version`."""
@@ -220,7 +203,7 @@ def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
     )
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
     """What the controller learns when a rollout stops: constant size whatever its length.
@@ -246,7 +229,7 @@ class ScoreStatus(StrEnum):
     INVALID = "invalid"  # NaN, infinite or not a number
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`.
@@ -271,7 +254,7 @@ class Score:
         return self.status is ScoreStatus.OK and next(iter(self.parts.values()), 0.0) >= 1.0
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
     """What a stage of the recipe's own found for one rollout.
@@ -345,7 +328,7 @@ class ScoredGroup:
     advantages: tuple[float, ...]
 
 
-@_light
+@light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRollout:
     """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
