@@ -213,7 +213,10 @@ class WorkerPool(Generic[T]):
         )
 
     def _ready_process(self, index: int) -> WorkerProcess:
-        """The worker; a new one if it ended, or wrote something without a request."""
+        """The worker; a new one if it ended, or wrote something without a request. RuntimeError
+        once the pool is closed."""
+        if self._closed.is_set():
+            raise RuntimeError("closed")
         process = self._processes.get(index)
         if process is not None and not process.is_quiet():
             logger.warning(

@@ -216,6 +216,23 @@ def test_a_call_that_hangs_is_ended_and_holds_up_no_call_of_the_other_processes(
     assert took_s < 1.4
 
 
+def test_calls_that_wait_when_the_stage_is_closed_end_without_a_warning(folder, caplog):
+    storage = DictStorage()
+    storage.put(folder, ["hang", "a cat"])
+
+    async def work(executor):
+        calls = [asyncio.create_task(executor.process([((row,), PROMPT)])) for row in (0, 1)]
+        await asyncio.sleep(0.1)
+        await executor.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    ended = with_stage(folder, storage, judge(), work)
+    assert [str(error) for error in ended] == [
+        "the stage judge pool was closed while it worked"
+    ] * 2
+    assert caplog.text == ""
+
+
 def test_code_that_changes_what_its_process_answers_loses_that_process(folder):
     storage, results = judged(folder, ["a cat", "patch", "a cat", "a cat"])
     assert [result.status for result in results] == [OK, OK, RAISED, OK]
