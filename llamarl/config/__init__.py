@@ -23,4 +23,4 @@ from llamarl.config.run import (
     StalenessConfig,
     WeightsConfig,
 )
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.trainer import TrainerConfig, TransformersConfig

@@ -101,3 +101,15 @@ class TrainerConfig(Section):
     def num_shard_ranks(self) -> int:
         """Ranks that one copy of each parameter (or of its tensor-parallel slice) is cut over."""
         return self.num_data_ranks // self.replicate
+
+
+@dataclass(kw_only=True)
+class TransformersConfig(TrainerConfig):
+    """The same, with the model code of the transformers library: for families that the native model
+    lacks."""
+
+    def check(self) -> None:
+        TrainerConfig.check(self)
+        for name, value in (("tensor_parallel", 1), ("compile", "none")):
+            must = f"be {value} with trainer=transformers"
+            self.require(getattr(self, name) == value, name, must)

@@ -19,11 +19,9 @@ from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.specs import ReferenceSpec
 from llamarl.metrics.span import Spans
-from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
-from llamarl.models.parallelize import make_mesh, parallelize, reshard
+from llamarl.models.loading import load_model
+from llamarl.models.parallelize import make_mesh, reshard
 from llamarl.models.process_group import compute_device, join, leave, use_device
-from llamarl.models.transformer import Transformer
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
 
 
@@ -76,15 +74,14 @@ class ReferenceExecutor:
     def _build(self) -> None:
         self._device = compute_device(self._config.device, "trainer.device")
         use_device(self._device)
-        with torch.device("meta"):
-            model = Transformer(read_architecture(self._spec.checkpoint))
-        model = model.to(getattr(torch, self._config.compute_dtype)).requires_grad_(False)
+        mesh = None
         if self._num_ranks > 1:
             join(self._spec.rendezvous, self._rank, self._num_ranks, self._device)
             self._resources.callback(leave)
-            model = parallelize(model, make_mesh(self._device.type, self._config), self._config)
-        self._model = model.to_empty(device=self._device).eval()
-        hf.load_into(dict(self._model.named_parameters()), self._spec.checkpoint)
+            mesh = make_mesh(self._device.type, self._config)
+        dtype = getattr(torch, self._config.compute_dtype)
+        model = load_model(self._spec.checkpoint, self._config, self._device, mesh, dtype)
+        self._model = model.requires_grad_(False)
 
     @torch.no_grad()
     def _infer(self, columns: Columns) -> list[np.ndarray]:

@@ -27,6 +27,7 @@ from llamarl.generation.quantized import QuantizedMatrix
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, split_dimension
 from llamarl.models.inventory import check_num_ranks, locate, parameter_shapes
+from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.models.safetensors_file import FileBox, read_boxes
 from llamarl.weights.layout.boxes import BUFFER, Box, ParameterLayout
 
@@ -135,7 +136,7 @@ def load_boxes(
     parameters: Mapping[str, ParameterLayout],
     flat: Tensor,
     folder: str,
-    architecture: Architecture,
+    architecture: AnyArchitecture,
 ) -> None:
     """Copy a rank's boxes of the checkpoint into their places in `flat`, casting each.
 

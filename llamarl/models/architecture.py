@@ -72,6 +72,11 @@ class Architecture:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def model_class(self) -> str:
+        """The class of transformers and vLLM."""
+        return FAMILIES[self.model_type].model_class
+
 
 def read_architecture(folder: str | Path) -> Architecture:
     """Read `folder`/config.json.
@@ -79,20 +84,9 @@ def read_architecture(folder: str | Path) -> Architecture:
     Raises ValueError if the folder or file is missing or damaged, or if a setting is not supported
     (mixture of experts, sliding window, quantised weights, other rotary types, ...).
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"the checkpoint must be an existing folder, got {str(folder)!r}")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"the checkpoint folder must hold config.json, got {str(folder)!r} without"
-        )
-    values = read_object(path)
-    fields = _Fields(path, values)
+    values, eos_token_ids = read_settings(folder)
+    fields = Fields(Path(folder) / "config.json", values)
     _refuse_unsupported(fields)
-    generation = folder / "generation_config.json"
-    more = read_object(generation) if generation.exists() else {}
-    eos = _ids(values.get("eos_token_id")) + _ids(more.get("eos_token_id"))
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
     per_head = hidden_size // num_heads if hidden_size % num_heads == 0 else None
@@ -114,14 +108,32 @@ def read_architecture(folder: str | Path) -> Architecture:
         output_bias=fields.given(family.output_bias),
         mlp_bias=fields.given(family.mlp_bias),
         qk_norm=family.qk_norm,
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=eos_token_ids,
     )
     _check_sizes(fields, architecture)
     return architecture
 
 
+def read_settings(folder: str | Path) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """config.json of the checkpoint, and the end-of-sequence ids of that and of
+    generation_config.json. ValueError if the folder or a file is missing or damaged."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"the checkpoint must be an existing folder, got {str(folder)!r}")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"the checkpoint folder must hold config.json, got {str(folder)!r} without"
+        )
+    values = read_object(path)
+    generation = folder / "generation_config.json"
+    more = read_object(generation) if generation.exists() else {}
+    eos = _ids(values.get("eos_token_id")) + _ids(more.get("eos_token_id"))
+    return values, tuple(dict.fromkeys(eos))
+
+
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class Fields:
     """Typed access to a JSON object; every failure names the file and the key."""
 
     path: Path
@@ -155,11 +167,13 @@ class _Fields:
         return ValueError(f"{key} in {self.path} must {must}, got {got!r}")
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     values = fields.values
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise fields.error("model_type", "be one of " + ", ".join(FAMILIES), model_type)
+        known = ", ".join(FAMILIES)
+        must = f"be one of {known} (others: trainer=transformers generator=vllm)"
+        raise fields.error("model_type", must, model_type)
     family = FAMILIES[model_type]
     architectures = values.get("architectures") or [family.model_class]
     if architectures != [family.model_class]:
@@ -180,7 +194,7 @@ def _refuse_unsupported(fields: _Fields) -> None:
             raise fields.error(key, "be absent: only dense models are supported", values[key])
 
 
-def _rope(fields: _Fields) -> dict[str, Any]:
+def _rope(fields: Fields) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` from either spelling.
 
     transformers 5 writes one object `rope_parameters` with the base inside; older files have
@@ -192,7 +206,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     inner = values.get(key) or {}
     if not isinstance(inner, dict):
         raise fields.error(key, "be an object", inner)
-    rope = _Fields(fields.path, inner)
+    rope = Fields(fields.path, inner)
     kind = inner.get("rope_type", inner.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise fields.error(key, "have rope_type default or llama3", kind)
@@ -224,7 +238,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _check_sizes(fields: _Fields, architecture: Architecture) -> None:
+def _check_sizes(fields: Fields, architecture: Architecture) -> None:
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"divide num_attention_heads ({heads})", kv_heads)

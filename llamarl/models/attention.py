@@ -71,15 +71,21 @@ def _block(sizes: np.ndarray, starts: np.ndarray, device: torch.device) -> Atten
 
 
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v, causal, per rollout.
+    """softmax(scale q k^T) v, causal, per rollout; `scale` None is 1 / sqrt(head_dim).
 
-    `q` [N, num_heads, head_dim]; `k`, `v` [N, num_kv_heads, head_dim]; query head h reads key head
-    h // (num_heads / num_kv_heads). Returns [N, num_heads, head_dim].
+    `q` [N, num_heads, head_dim]; `k`, `v` [N, num_kv_heads, head_dim], whose heads may have another
+    size in `v`; query head h reads key head h // (num_heads / num_kv_heads). With a `window` a
+    token sees itself and the `window` - 1 tokens before it. Returns [N, num_heads, head_dim of v].
     """
     if len(packing.blocks) == 1 and packing.blocks[0].tokens is None:
-        return _attend(q, k, v, packing.blocks[0]).view_as(q)
+        return _attend(q, k, v, packing.blocks[0], scale, window).flatten(0, 1)
     out: torch.Tensor | None = None
     for block in packing.blocks:
         assert block.tokens is not None
@@ -88,7 +94,7 @@ def packed_attention(
         pad_q, pad_k, pad_v = (
             _Move.apply(x, block.tokens, block.cells, num_cells) for x in (q, k, v)
         )
-        attended = _attend(pad_q, pad_k, pad_v, block).reshape(num_cells, *q.shape[1:])
+        attended = _attend(pad_q, pad_k, pad_v, block, scale, window).flatten(0, 1)
         part = _Move.apply(attended, block.cells, block.tokens, len(q))
         out = part if out is None else out + part
     assert out is not None
@@ -96,14 +102,25 @@ def packed_attention(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: AttentionBlock,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
-    """Attention of one padded block. Padding is on the right, so the causal mask hides it."""
+    """Attention of one padded block, [num_rows, width, heads, head_dim]. Padding is on the right,
+    so the causal mask hides it."""
     q, k, v = (
         x.reshape(block.num_rows, block.width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
     )
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    band = None
+    if window is not None and window < block.width:  # else every token sees all before it
+        band = q.new_ones(block.width, block.width, dtype=torch.bool).tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=band, is_causal=band is None, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2)
 
 

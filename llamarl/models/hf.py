@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoints import manifest
 from llamarl.json_file import read_object
-from llamarl.models.architecture import read_architecture
-from llamarl.models.inventory import INDEX_FILE, locate, parameter_shapes
-from llamarl.models.safetensors_file import FileBox, read_boxes
+from llamarl.models.inventory import locate, parameter_shapes
+from llamarl.models.other_architecture import read_any_architecture
+from llamarl.models.safetensors_file import INDEX_FILE, FileBox, read_boxes
 
 MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
 MODEL_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
@@ -49,7 +49,7 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     A DTensor gets its rank's shard. Raises ValueError like `check_checkpoint`, if `tensors` does
     not fit, or if a weight is not finite.
     """
-    architecture = read_architecture(folder)
+    architecture = read_any_architecture(folder)
     expected = parameter_shapes(architecture)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | shapes.keys()):
@@ -88,7 +88,7 @@ def save(
     RuntimeError if a parameter is missing, OSError if the disk is full.
     """
     source = Path(source_folder)
-    shapes = parameter_shapes(read_architecture(source))
+    shapes = parameter_shapes(read_any_architecture(source))
     with _replacing(Path(folder)) as unfinished:
         num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
         check_space(unfinished.parent, num_bytes, "the weights need")

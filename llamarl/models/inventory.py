@@ -10,19 +10,27 @@ import math
 from pathlib import Path
 
 from llamarl.config import EmbeddedConfig, GeneratorConfig, TrainerConfig
-from llamarl.json_file import read_object
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.families import LINEARS
-from llamarl.models.safetensors_file import TensorEntry, read_header
+from llamarl.models.other_architecture import (
+    AnyArchitecture,
+    OtherArchitecture,
+    read_any_architecture,
+)
+from llamarl.models.safetensors_file import (
+    IGNORED_SUFFIX,
+    TensorEntry,
+    read_header,
+    weight_files,
+)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
-IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old Llama files store this constant
 
 
-def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, in the order of the layers."""
+def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, in the order of the layers if we know the family."""
+    if isinstance(architecture, OtherArchitecture):
+        return dict(architecture.shapes)
     hidden_size, vocab_size = architecture.hidden_size, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, hidden_size)}
     for i in range(architecture.num_layers):
@@ -55,13 +63,16 @@ def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def attention_cost(architecture: Architecture) -> float:
+def attention_cost(architecture: AnyArchitecture) -> float:
     """Arithmetic of attention over that of the matrices, by which a rollout of l tokens costs as
     much as l + attention_cost * l**2 tokens without attention.
 
     A token takes 2 operations per parameter of the layers and the head; scores and values of a
-    causal pass take 2 per layer and channel of the queries for each of l**2 pairs.
+    causal pass take 2 per layer and channel of the queries for each of l**2 pairs. Of a family that
+    we do not know it is 0.
     """
+    if isinstance(architecture, OtherArchitecture):
+        return 0.0
     a = architecture
     num_layer_parameters = sum(map(math.prod, _layer_shapes(a).values()))
     num_parameters = a.num_layers * num_layer_parameters + a.vocab_size * a.hidden_size
@@ -79,10 +90,19 @@ def check_checkpoint(folder: str | Path) -> Architecture:
     return architecture
 
 
+def check_any_checkpoint(folder: str | Path) -> AnyArchitecture:
+    """The same for a checkpoint of any family."""
+    architecture = read_any_architecture(folder)
+    locate(Path(folder), architecture)
+    return architecture
+
+
 def check_parallel(
-    architecture: Architecture, trainer: TrainerConfig, generator: GeneratorConfig
+    architecture: AnyArchitecture, trainer: TrainerConfig, generator: GeneratorConfig
 ) -> None:
     """ValueError, in one line, unless every tensor-parallel rank gets an equal share."""
+    if isinstance(architecture, OtherArchitecture):
+        return  # the trainer does not split it, and vLLM checks itself
     check_num_ranks("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
     if isinstance(generator, EmbeddedConfig):  # vLLM's limits: `generation/vllm/limits.py`
         check_num_ranks("generator.num_ranks", generator.num_ranks, architecture)
@@ -102,11 +122,11 @@ def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> Non
         raise ValueError(f"{key} must divide the checkpoint's {listed}, got {num_ranks}")
 
 
-def locate(folder: Path, architecture: Architecture) -> dict[str, Path]:
+def locate(folder: Path, architecture: AnyArchitecture) -> dict[str, Path]:
     """Parameter name -> its file, after every check that headers allow."""
     expected = parameter_shapes(architecture)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         for name, entry in read_header(path).items():
             entries[name] = (path, entry)
     ignored = {"lm_head.weight"} if architecture.tie_embeddings else set()
@@ -133,20 +153,3 @@ def locate(folder: Path, architecture: Architecture) -> dict[str, Path]:
                 f"{name} in {path} must be one of {', '.join(WEIGHT_DTYPES)}, got {entry.dtype}"
             )
     return {name: entries[name][0] for name in expected}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX_FILE).is_file():
-        index = read_object(folder / INDEX_FILE)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / INDEX_FILE} must have a weight_map, got {weight_map!r}")
-        names = sorted({str(name) for name in weight_map.values()})
-    else:
-        names = [SINGLE_FILE]
-    for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{folder / INDEX_FILE} must name files beside it, got {name!r}")
-        if not (folder / name).is_file():
-            raise ValueError(f"the checkpoint {folder} must hold {name}, got a folder without it")
-    return [folder / name for name in names]

@@ -9,6 +9,8 @@ Ranks are numbered through the mesh with `tensor` fastest, so that the ranks of 
 group are neighbours (one host), then `shard`, then `replicate`.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,7 +30,10 @@ from llamarl.config import TrainerConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import LINEARS, split_dimension
 from llamarl.models.inventory import parameter_shapes
+from llamarl.models.trained_model import TrainedModel
 from llamarl.models.transformer import Layer, Transformer
+
+Model = TypeVar("Model", bound=TrainedModel)
 
 MESH_DIMENSIONS = ("replicate", "shard", "tensor")
 
@@ -72,7 +77,7 @@ def make_mesh(device_type: str, config: TrainerConfig) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> Transformer:
+def parallelize(model: Model, mesh: DeviceMesh, config: TrainerConfig) -> Model:
     """Make `model` parallel, in place; returns it.
 
     Parameters (of any dtype, or still on the meta device) become DTensors placed as
@@ -81,11 +86,12 @@ def parallelize(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> 
     """
     assert mesh.mesh_dim_names is not None
     if "tensor" in mesh.mesh_dim_names:
+        assert isinstance(model, Transformer)
         _split(model, mesh["tensor"])
-    for layer in model.model.layers:
-        assert isinstance(layer, Layer)
-        layer.checkpointing = config.activation_checkpointing
+    model.set_checkpointing(config.activation_checkpointing)
+    for layer in model.layers:
         if config.compile != "none":
+            assert isinstance(layer, Layer)
             _compile(layer, config.compile)
     _shard(model, mesh, config)
     return model
@@ -137,7 +143,7 @@ def _compile(layer: Layer, backend: str) -> None:
     layer.run = torch.compile(layer.run, backend=backend, dynamic=True)
 
 
-def _shard(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
+def _shard(model: TrainedModel, mesh: DeviceMesh, config: TrainerConfig) -> None:
     """FSDP2 over `shard`, copies over `replicate`: one unit per layer and one for the rest."""
     is_replicated = "replicate" in (mesh.mesh_dim_names or ())
     data_mesh = mesh["replicate", "shard"] if is_replicated else mesh["shard"]
@@ -149,7 +155,7 @@ def _shard(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
     )
     # With one shard, gathering again for the backward pass would only copy.
     reshards = config.reshard_after == "forward" and config.num_shard_ranks > 1
-    for layer in model.model.layers:
+    for layer in model.layers:
         fully_shard(layer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshards)
     fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -160,7 +166,7 @@ def _shard(model: Transformer, mesh: DeviceMesh, config: TrainerConfig) -> None:
                 module.set_reshard_after_backward(False)
 
 
-def reshard(model: Transformer) -> None:
+def reshard(model: nn.Module) -> None:
     """Free the gathered weights, so that the next pass gathers the shards' present values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

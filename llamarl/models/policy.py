@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 from llamarl.checkpoints import manifest
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
-from llamarl.models.architecture import read_architecture
 from llamarl.models.dcp_index import SavedShards
-from llamarl.models.parallelize import gather, parallelize, reshard
-from llamarl.models.transformer import Transformer
+from llamarl.models.loading import load_model
+from llamarl.models.parallelize import gather, reshard
 
 
 class Policy:
@@ -47,15 +46,12 @@ class Policy:
         self._tokenizer = tokenizer
         self._num_ranks = mesh.size()
         self._gathers_once = config.reshard_after == "step"
-        with torch.device("meta"):
-            model = Transformer(read_architecture(checkpoint))
-        self.model = parallelize(model, mesh, config)
-        self.model.to_empty(device=mesh.device_type)
+        device = torch.device(mesh.device_type)
+        self.model = load_model(checkpoint, config, device, mesh, torch.float32)
         self.parameters: dict[str, DTensor] = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor), name
             self.parameters[name] = parameter
-        hf.load_into(self.parameters, checkpoint)
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
 
     def movable(self, tag: str) -> list[torch.Tensor]:

@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from llamarl.json_file import read_object
+
 if TYPE_CHECKING:
     import torch
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old Llama files store this constant
 
 FileBox = tuple[Sequence[int], "torch.Tensor"]
 """Index of a tensor where a box begins, and memory of the box's shape."""
@@ -69,3 +75,22 @@ def _open(path: Path, framework: str) -> safe_open:
         raise ValueError(
             f"{path} must be a whole safetensors file, got {reason}: fetch it again"
         ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint: one, or those that its index names. ValueError if one is missing
+    or the index is damaged."""
+    if (folder / INDEX_FILE).is_file():
+        index = read_object(folder / INDEX_FILE)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX_FILE} must have a weight_map, got {weight_map!r}")
+        names = sorted({str(name) for name in weight_map.values()})
+    else:
+        names = [SINGLE_FILE]
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{folder / INDEX_FILE} must name files beside it, got {name!r}")
+        if not (folder / name).is_file():
+            raise ValueError(f"the checkpoint {folder} must hold {name}, got a folder without it")
+    return [folder / name for name in names]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from llamarl.models.architecture import Architecture
 from llamarl.models.attention import Packing, make_packing, packed_attention
 from llamarl.models.head import TokenStats, token_stats
+from llamarl.models.trained_model import TrainedModel
 
 aten = torch.ops.aten
 KEPT = [
@@ -36,7 +37,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
 
 
-class Transformer(nn.Module):
+class Transformer(TrainedModel):
     """One decoder. Build it under `torch.device("meta")` and load weights, or train from scratch.
 
     `lm_head` is None if the architecture ties it to the embedding. `num_tensor_ranks` is set when
@@ -101,6 +102,20 @@ class Transformer(nn.Module):
         return F.linear(self.hidden_states(token_ids, lengths), self.head_weight)
 
     @property
+    def layers(self) -> Sequence[nn.Module]:
+        """See TrainedModel."""
+        return list(self.model.layers)
+
+    def set_checkpointing(self, checkpointing: str) -> None:
+        """See TrainedModel."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.checkpointing = checkpointing
+
+    def prepare(self) -> None:
+        """See TrainedModel: here nothing is left to do."""
+
+    @property
     def head_weight(self) -> torch.Tensor:
         """[vocab_size, hidden_size], the embedding where tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -157,18 +172,24 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
         """[N, hidden_size] to [N, hidden_size]; with tensor parallel, this rank's N tokens."""
-        if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return self.run(x, rotation, packing)
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if self.checkpointing == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
-        out = checkpoint(self.run, x, rotation, packing, **options)
+        out = recomputed(self.checkpointing, self.run, x, rotation, packing)
         assert isinstance(out, torch.Tensor)
         return out
 
     def _run(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, packing)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def recomputed(checkpointing: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """run(*args, **kwargs); its backward pass computes again what `checkpointing` says (see
+    TrainerConfig)."""
+    if checkpointing == "none" or not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+    return checkpoint(run, *args, **options, **kwargs)
 
 
 class Attention(nn.Module):

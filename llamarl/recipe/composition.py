@@ -74,7 +74,10 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "colocated": Choice(schema.PlacementConfig, {"colocated": True}),
     },
     "reward": {name: Choice(schema.RewardConfig, {"functions": [name]}) for name in REWARDS},
-    "trainer": {"fsdp2": Choice(schema.TrainerConfig)},
+    "trainer": {
+        "native": Choice(schema.TrainerConfig),
+        "transformers": Choice(schema.TransformersConfig),
+    },
     "weights": {name: Choice(schema.WeightsConfig, {"transport": name}) for name in TRANSPORTS},
 }
 """By group, its choices by name."""

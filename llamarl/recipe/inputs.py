@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.checkpoints import manifest
-from llamarl.config import Config, VllmConfig
+from llamarl.config import Config, TransformersConfig, VllmConfig
 from llamarl.config.check import require
 from llamarl.data.tokenizer import TextDecoder, Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.environments.prompts import PromptStream, read_prompts
@@ -27,12 +27,14 @@ from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
-from llamarl.models.inventory import check_checkpoint, check_parallel
+from llamarl.models.inventory import check_any_checkpoint, check_checkpoint, check_parallel
+from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.recipe.task import load_task, read_graph, read_task
 from llamarl.types import Prompt, Sampling
 from llamarl.weights.transports.table import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
+SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
@@ -47,7 +49,7 @@ class Inputs:
 
     checkpoint: str
     tokenizer_folder: str
-    architecture: Architecture
+    architecture: AnyArchitecture
     tokenizer: TextDecoder
     prompts: list[Prompt]
     held_out: list[Prompt]
@@ -66,7 +68,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_allocator(config)
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
-    architecture = check_checkpoint(checkpoint)
+    architecture = _check_checkpoint(config, checkpoint)
     _check_planned(config, architecture)
     _check_architecture(config, architecture)
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -108,7 +110,8 @@ def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     their order (to which the saved position and open prompts refer), the optimizer, and what the
     model's tensors do not show.
     """
-    sizes = {name: value for name, value in asdict(inputs.architecture).items() if name != EOS}
+    architecture = asdict(inputs.architecture)
+    sizes = {name: value for name, value in architecture.items() if name not in (EOS, SHAPES)}
     return {
         "seed": config.seed,
         "data.shuffle": config.data.shuffle,
@@ -209,7 +212,14 @@ def _check_allocator(config: Config) -> None:
         )
 
 
-def _check_planned(config: Config, architecture: Architecture) -> None:
+def _check_checkpoint(config: Config, checkpoint: str) -> AnyArchitecture:
+    """The architecture; of any family if no part of the run has model code of our own."""
+    is_ours = not isinstance(config.trainer, TransformersConfig)
+    is_ours = is_ours or not isinstance(config.generator, VllmConfig)
+    return check_checkpoint(checkpoint) if is_ours else check_any_checkpoint(checkpoint)
+
+
+def _check_planned(config: Config, architecture: AnyArchitecture) -> None:
     """ValueError, naming the first difference, unless the checkpoint has the planned
     architecture. Ids that end a completion may differ: they change no tensor."""
     if config.model.architecture is None:
@@ -217,7 +227,7 @@ def _check_planned(config: Config, architecture: Architecture) -> None:
     folder = _resolve(config, config.model.architecture)
     planned = read_architecture(folder)
     for name in (field.name for field in fields(Architecture) if field.name != EOS):
-        expected, found = getattr(planned, name), getattr(architecture, name)
+        expected, found = getattr(planned, name), getattr(architecture, name, None)
         require(
             found == expected,
             f"{name} of the checkpoint {_resolve(config, config.model.checkpoint)}",
@@ -226,7 +236,7 @@ def _check_planned(config: Config, architecture: Architecture) -> None:
         )
 
 
-def _check_architecture(config: Config, architecture: Architecture) -> None:
+def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
     """ValueError if config and architecture do not go together."""
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
@@ -241,13 +251,14 @@ def _check_architecture(config: Config, architecture: Architecture) -> None:
     )
 
 
-def _check_models(config: Config, graph: Graph, architecture: Architecture) -> None:
+def _check_models(config: Config, graph: Graph, architecture: AnyArchitecture) -> None:
     """ValueError unless the frozen models of the recipe's own stages can read the policy's
     tokens."""
     for stage in graph.between:
         if isinstance(stage.run, FrozenModel) and stage.name != INFER:
             folder = _resolve(config, stage.run.checkpoint)
-            found = check_checkpoint(folder)
+            is_any = isinstance(config.trainer, TransformersConfig)  # its code computes them too
+            found = check_any_checkpoint(folder) if is_any else check_checkpoint(folder)
             must = f"be the policy's {architecture.vocab_size}"
             key = f"the vocabulary of {folder} (stage {stage.name})"
             require(found.vocab_size == architecture.vocab_size, key, must, found.vocab_size)

@@ -256,7 +256,7 @@ def _everything(executor):
     }
 
 
-async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
+async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields, kind=TrainerConfig):
     """`ref_logprobs` by row that this rank wrote."""
     storage = MemoryStorage(cells)
     executor = ReferenceExecutor(
@@ -264,7 +264,7 @@ async def infer(rank, num_ranks, checkpoint, rendezvous, cells, fields):
             checkpoint=checkpoint,
             column=REF_LOGPROBS,
             rendezvous=rendezvous,
-            config=TrainerConfig(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
+            config=kind(num_ranks=num_ranks, tokens_per_micro_batch=40, **fields),
             sampling=SamplingConfig(temperature=TEMPERATURE),
             storage=storage,
         ),

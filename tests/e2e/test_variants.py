@@ -118,6 +118,27 @@ def test_grpo_with_a_reference_and_recomputed_keys(forks: Forks, tmp_path: Path)
     assert max(apart for age, apart in differences(run.trained) if age > 0) > 1e-2
 
 
+def test_the_code_of_transformers_gives_the_log_probs_of_the_embedded_engine(
+    forks: Forks, tmp_path: Path
+) -> None:
+    run = train(
+        forks,
+        tmp_path,
+        "num_steps=2",
+        "trainer=transformers",
+        "trainer.lr=0",
+        "staleness.max_staleness=0",
+        "placement=colocated",
+        "algorithm=grpo",
+    )
+    assert_losses(run, "grpo", 1e-4)
+    for record in run.steps:
+        assert record["logprob_check/rows"] > 0
+        assert record["logprob_check/difference"] < 1e-4
+        assert record["ratio/max"] == pytest.approx(1, abs=1e-4)
+        assert abs(record["kl/reference"]) < 1e-6
+
+
 def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_path: Path) -> None:
     run = train(
         forks,

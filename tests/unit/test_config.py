@@ -158,6 +158,14 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
             "trainer.compile must be none with trainer.tensor_parallel=2",
         ),
         (
+            "trainer=transformers trainer.num_ranks=2 trainer.tensor_parallel=2",
+            "trainer.tensor_parallel must be 1 with trainer=transformers, got 2",
+        ),
+        (
+            "trainer=transformers trainer.compile=inductor",
+            "trainer.compile must be none with trainer=transformers",
+        ),
+        (
             "trainer.activation_checkpointing=selective trainer.compile=inductor",
             "trainer.compile must be none with trainer.activation_checkpointing=selective",
         ),

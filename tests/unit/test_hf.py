@@ -23,6 +23,7 @@ from llamarl.config import TrainerConfig
 from llamarl.models import hf, inventory
 from llamarl.models.families import split_dimension
 from llamarl.models.parallelize import make_mesh, parallelize
+from llamarl.models.safetensors_file import INDEX_FILE, SINGLE_FILE
 from llamarl.models.transformer import Transformer
 from tests.unit.reference_checkpoints import (
     CASES,
@@ -86,7 +87,7 @@ def test_files_stay_below_the_limit_and_the_index_is_true(checkpoint: Path, tmp_
         dtype=torch.float32,
         max_shard_bytes=limit,
     )
-    index = json.loads((tmp_path / "out" / inventory.INDEX_FILE).read_text())
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
     total = 0
     for path in (tmp_path / "out").glob("*.safetensors"):
         tensors = safetensors.torch.load_file(path)
@@ -117,11 +118,11 @@ def test_everything_else_of_the_source_is_kept(checkpoint: Path, tmp_path: Path)
     after = json.loads((out / "config.json").read_text())
     assert after == before | {"torch_dtype": "bfloat16"}
     assert inventory.check_checkpoint(out) == inventory.check_checkpoint(checkpoint)
-    for name, tensor in safetensors.torch.load_file(out / inventory.SINGLE_FILE).items():
+    for name, tensor in safetensors.torch.load_file(out / SINGLE_FILE).items():
         assert torch.equal(tensor, weights[name].bfloat16()), name
     names = {path.name for path in out.iterdir()}
     assert {"LICENSE", "generation_config.json", "tokenizer.json"} <= names
-    assert not {"prompts.jsonl", "pytorch_model.bin", inventory.INDEX_FILE} & names
+    assert not {"prompts.jsonl", "pytorch_model.bin", INDEX_FILE} & names
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, out)]
     assert tokenizers[0]("What is 5+8?").input_ids == tokenizers[1]("What is 5+8?").input_ids
     assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
@@ -179,23 +180,23 @@ def test_a_rank_reads_its_own_shards(
 
 
 def truncate(folder: Path, num_bytes: int) -> None:
-    path = folder / inventory.SINGLE_FILE
+    path = folder / SINGLE_FILE
     path.write_bytes(path.read_bytes()[:num_bytes])
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = safetensors.torch.load_file(folder / inventory.SINGLE_FILE)
+    tensors = safetensors.torch.load_file(folder / SINGLE_FILE)
     change(tensors)
-    safetensors.torch.save_file(tensors, folder / inventory.SINGLE_FILE, {"format": "pt"})
+    safetensors.torch.save_file(tensors, folder / SINGLE_FILE, {"format": "pt"})
 
 
 def write_index(folder: Path, weight_map: object) -> None:
-    (folder / inventory.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def shift_header(folder: Path) -> None:
     """Let one tensor's byte range overlap another's."""
-    path = folder / inventory.SINGLE_FILE
+    path = folder / SINGLE_FILE
     data = path.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
@@ -207,14 +208,15 @@ def shift_header(folder: Path) -> None:
 
 NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no weights": (lambda f: (f / inventory.SINGLE_FILE).unlink(), "must hold model.safetensors"),
+    "no weights": (
+        lambda f: (f / SINGLE_FILE).unlink(),
+        "must hold model.safetensors",
+    ),
     "empty file": (lambda f: truncate(f, 0), "whole safetensors file, got header too small"),
     "cut in the header": (lambda f: truncate(f, 100), "whole safetensors file, got invalid header"),
     "cut in the data": (lambda f: truncate(f, 90_000), "file, got incomplete metadata, file not"),
     "Git LFS pointer": (
-        lambda f: (f / inventory.SINGLE_FILE).write_text(
-            "version https://git-lfs.github.com/spec/v1\n"
-        ),
+        lambda f: (f / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
         "whole safetensors file",
     ),
     "overlap": (shift_header, "file, got invalid offset for tensor"),
@@ -241,7 +243,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing shard": (lambda f: write_index(f, {NORM: "model-9.safetensors"}), "model-9.safeten"),
     "escaping shard": (lambda f: write_index(f, {NORM: "../x.safetensors"}), "files beside it"),
     "no weight map": (lambda f: write_index(f, []), "must have a weight_map"),
-    "damaged index": (lambda f: (f / inventory.INDEX_FILE).write_text("{"), "must be JSON"),
+    "damaged index": (lambda f: (f / INDEX_FILE).write_text("{"), "must be JSON"),
 }
 
 
@@ -331,9 +333,9 @@ def test_loading_holds_the_model_alone_and_saving_one_more_file(
         "num_attention_heads": 8,
     }
     edit_config(checkpoint, lambda c: c.update(changes, num_hidden_layers=4))
-    shapes = inventory.parameter_shapes(hf.read_architecture(checkpoint))
+    shapes = inventory.parameter_shapes(hf.read_any_architecture(checkpoint))
     tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    safetensors.torch.save_file(tensors, checkpoint / inventory.SINGLE_FILE, {"format": "pt"})
+    safetensors.torch.save_file(tensors, checkpoint / SINGLE_FILE, {"format": "pt"})
     shard_bytes = 20 * 10**6
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(checkpoint), str(tmp_path / "out")]
     command.append(str(shard_bytes))

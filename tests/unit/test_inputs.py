@@ -88,6 +88,11 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     ),
     "tensor too many": (edit(CONFIG, num_hidden_layers=1), [], "must hold only the tensors"),
     "model_type": (edit(CONFIG, model_type="gpt2"), [], "must be one of llama, .* got 'gpt2'"),
+    "a family that only the trainer computes": (
+        edit(CONFIG, model_type="gpt2"),
+        ["trainer=transformers"],
+        r"others: trainer=transformers generator=vllm.* got 'gpt2'",
+    ),
     "config not JSON": (write(CONFIG, "{"), [], r"config\.json must be JSON"),
     "config missing": (remove(CONFIG), [], r"must hold config\.json"),
     "checkpoint is a name": (

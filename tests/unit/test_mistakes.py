@@ -69,7 +69,7 @@ OF_THE_SAME_KINDS = [  # as the first ones below
         ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
         ("trainer.lr=null", "trainer.lr must be a number, got None"),
         ("num_steps=???", "num_steps must be given, got ???"),
-        ("trainer=null", "trainer must be one of fsdp2, got None"),
+        ("trainer=null", "trainer must be one of native, transformers, got None"),
         ("=3", "an argument must be KEY=VALUE, got '=3'"),
         ("seed=1,2", "seed must be one value, a list as [1,2], or come with --multirun, got 1,2"),
         ("a b", "an argument must be KEY=VALUE, where text with special characters"),
@@ -120,7 +120,7 @@ def test_a_wrong_recipe_is_named_with_its_line(
 
 def test_a_key_of_a_group_file_of_the_recipes_own_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
-    (tmp_path / "trainer" / "slow.yaml").write_text("defaults: [fsdp2]\nlr: 1\nlrr: 2\n")
+    (tmp_path / "trainer" / "slow.yaml").write_text("defaults: [native]\nlr: 1\nlrr: 2\n")
     text = (RECIPE / "run.yaml").read_text()
     (tmp_path / "run.yaml").write_text(text.replace("aipo}", "aipo}, {override /trainer: slow}"))
     said = mistake(tmp_path)

@@ -37,8 +37,8 @@ from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.requests import VllmRollout, start
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import is_as_loaded, process
-from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
+from llamarl.models.other_architecture import read_any_architecture
 from llamarl.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class VllmEngine:
     ) -> None:
         check_installed()
         set_environment(config.device)
-        self.architecture = read_architecture(checkpoint)
+        self.architecture = read_any_architecture(checkpoint)
         self.version = -1
         self.decode_text: Callable[[Sequence[int]], str] | None = None
         self._config = config

@@ -8,16 +8,18 @@ controller's process checks the limits before any other process starts.
 import math
 
 from llamarl.config import VllmConfig
-from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
+from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
 from llamarl.weights.layout.reshard import DTYPE_BYTES
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its CPU attention
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
 
 
-def check_limits(config: VllmConfig, architecture: Architecture) -> None:
+def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
     """ValueError, in one line, if vLLM cannot run this architecture with this config."""
+    if isinstance(architecture, OtherArchitecture):
+        return  # vLLM refuses at its start what it cannot run
     a, num_ranks = architecture, config.num_ranks
     if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
         raise ValueError(
@@ -45,7 +47,7 @@ def check_limits(config: VllmConfig, architecture: Architecture) -> None:
         )
 
 
-def memory_share(config: VllmConfig, architecture: Architecture, total_bytes: int) -> float:
+def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes: int) -> float:
     """Share of a GPU of `total_bytes` that must be free when one rank's vLLM starts: its weights
     and KV cache.
 

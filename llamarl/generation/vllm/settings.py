@@ -20,8 +20,7 @@ import torch
 
 from llamarl.config import VllmConfig
 from llamarl.generation.vllm.limits import check_limits, memory_share
-from llamarl.models.architecture import Architecture
-from llamarl.models.families import FAMILIES
+from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.models.process_group import compute_device
 
 PREFILL_TOKENS = 8192  # most tokens of one step: bounds the activations of long prompts
@@ -54,7 +53,7 @@ def set_environment(device: str) -> None:
 def make_core(
     checkpoint: str,
     config: VllmConfig,
-    architecture: Architecture,
+    architecture: AnyArchitecture,
     *,
     rank: int,
     num_ranks: int,
@@ -143,12 +142,12 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
     )
 
 
-def _register(architecture: Architecture) -> None:
+def _register(architecture: AnyArchitecture) -> None:
     """Load the model's class here, because vLLM would start a process for it that takes ten
     seconds."""
     from vllm.model_executor.models import ModelRegistry
 
-    name = FAMILIES[architecture.model_type].model_class
+    name = architecture.model_class
     if name not in ModelRegistry.models:
         raise ValueError(f"it has no model {name}")
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
@@ -165,7 +164,7 @@ def _keep_weights_plain() -> None:
     utils.dispatch_cpu_unquantized_gemm = keep
 
 
-def _check(config: VllmConfig, architecture: Architecture) -> None:
+def _check(config: VllmConfig, architecture: AnyArchitecture) -> None:
     """The checks that need no model; ValueError."""
     if torch.distributed.is_initialized():
         raise ValueError(

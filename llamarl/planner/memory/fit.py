@@ -5,25 +5,33 @@ torch is imported only if the bound leaves it open whether all fits, so the cont
 never loads it for a small run on CPUs.
 """
 
+import logging
 import math
 
 from llamarl.config import Config, VllmConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
+from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
 from llamarl.planner.forecast import RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.weights.transports.available import available_bytes
+
+log = logging.getLogger(__name__)
 
 WIDE_BYTES = 4  # of a float32
 GIB = 2**30
 
 
-def check_fit(config: Config, architecture: Architecture) -> None:
+def check_fit(config: Config, architecture: AnyArchitecture) -> None:
     """ValueError, in one line with numbers and what to change, if the recipe does not fit.
 
     On CUDA against `cluster.gpu` (ValueError too if that is unknown), on CPUs against what this
-    machine has left, where all executors of a host count together.
+    machine has left, where all executors of a host count together. Of a family that we do not know
+    there is no forecast: one line says so.
     """
+    if isinstance(architecture, OtherArchitecture):
+        log.warning("no forecast of the memory that a %s needs", architecture.model_type)
+        return
     if "cuda" in (config.trainer.device, config.generator.device):
         gpu(config.cluster.gpu)
     elif upper_bound_bytes(config, architecture) <= available_bytes():

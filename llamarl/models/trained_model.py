@@ -1,0 +1,48 @@
+"""What trainer and reference need of a model's code, which may be ours or another library's.
+
+Owns: the interface. Does not own: any computation. Invariant: sharding, optimizer, checkpoints,
+export and publishing work on this alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from llamarl.models.head import TokenStats
+
+
+class TrainedModel(nn.Module, ABC):
+    """A language model on packed rollouts, built on the meta device.
+
+    Its `named_parameters` have the names and shapes of the checkpoint's tensors.
+    """
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers, each of which is gathered by itself."""
+
+    @abstractmethod
+    def set_checkpointing(self, checkpointing: str) -> None:
+        """What the layers' backward pass computes again (see TrainerConfig). It is applied inside
+        them, below FSDP's hooks, so that computing again gathers no weights."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Set what no file holds; called on all ranks when the weights are in place."""
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        lengths: Sequence[int],
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> TokenStats:
+        """Log-probs of `targets` and entropies at `temperature` for packed rollouts.
+
+        `token_ids`, `targets` int64 [N]; `lengths` the rollouts' sizes in order, their sum is N.
+        Returns float32 [N] each. No rollout sees another one.
+        """

@@ -1,0 +1,155 @@
+"""Packed rollouts through transformers' own code: what the library computes for each alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llamarl.config import TransformersConfig
+from llamarl.models.inventory import check_any_checkpoint, parameter_shapes
+from llamarl.models.loading import load_model
+from llamarl.models.trained_model import TrainedModel
+
+VOCAB, TEMPERATURE = 64, 0.7
+LENGTHS = [24, 6, 30]  # longer and shorter than the windows below
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+RECURRENT = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
+
+
+@dataclass
+class Family:
+    """`is_packed`: its rollouts share one row; `is_plain`: its logits are hidden x head."""
+
+    sizes: dict[str, Any] = field(default_factory=dict)
+    is_packed: bool = True
+    is_plain: bool = True
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family({"sliding_window": 8}),
+    "gemma3_text": Family({**WINDOWS, "query_pre_attn_scalar": 40}),
+    "gemma2": Family(WINDOWS, is_packed=False, is_plain=False),  # attention scores are capped
+    "phi": Family(is_plain=False),  # the head has a bias
+    "phi3": Family(),
+    "olmo2": Family(),
+    "granite": Family({"logits_scaling": 3.0, "attention_multiplier": 0.3}, is_plain=False),
+    "gpt_oss": Family(WINDOWS, is_packed=False),  # attention sinks
+    "bloom": Family({"n_head": 4}, is_packed=False),  # attention that cannot be replaced
+    "falcon_h1": Family(RECURRENT, is_packed=False),  # a recurrent state beside attention
+}
+
+
+def make_checkpoint(folder: Path, model_type: str, family: Family) -> Path:
+    config = AutoConfig.for_model(model_type, **(SIZES | family.sizes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("families")
+    return {name: make_checkpoint(place / name, name, each) for name, each in FAMILIES.items()}
+
+
+def load(folder: Path) -> TrainedModel:
+    return load_model(str(folder), TransformersConfig(), torch.device("cpu"), None, torch.float32)
+
+
+def tokens(seed: int, num: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (num,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_the_library_s_for_each_rollout_alone(
+    folders: dict[str, Path], family: str
+) -> None:
+    model: Any = load(folders[family])
+    assert model._is_packed == FAMILIES[family].is_packed
+    assert model._is_head_plain == FAMILIES[family].is_plain
+    ids, targets = tokens(1, sum(LENGTHS)), tokens(2, sum(LENGTHS))
+    stats = model(ids, LENGTHS, targets, TEMPERATURE)
+    (stats.logprobs.sum() + 0.1 * stats.entropy.sum()).backward()
+    library = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
+    for part, target, logprobs, entropy in zip(
+        *(column.split(LENGTHS) for column in (ids, targets, *stats)), strict=True
+    ):
+        logits = library(input_ids=part[None], use_cache=False).logits[0] / TEMPERATURE
+        wanted = logits.log_softmax(-1)
+        spread = -(wanted.exp() * wanted).sum(-1)
+        chosen = wanted.gather(1, target[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, chosen, rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy, spread, rtol=0, atol=1e-5)
+        (chosen.sum() + 0.1 * spread.sum()).backward()
+    wanted_gradients = {name: each.grad for name, each in library.named_parameters()}
+    assert dict(model.named_parameters()).keys() == wanted_gradients.keys()
+    assert parameter_shapes(check_any_checkpoint(folders[family])).keys() == wanted_gradients.keys()
+    largest = max(float(each.norm()) for each in wanted_gradients.values())
+    for name, parameter in model.named_parameters():
+        apart = float((parameter.grad - wanted_gradients[name]).norm())
+        assert apart <= 1e-5 * float(wanted_gradients[name].norm()) + 1e-7 * largest, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_neighbour_in_the_pack_changes_no_bit(folders: dict[str, Path], family: str) -> None:
+    model = load(folders[family])
+    mine, targets = tokens(3, 20), tokens(4, 60)
+    seen = [
+        torch.stack(model(torch.cat((tokens(seed, 40), mine)), [31, 9, 20], targets, 1.0))[:, 40:]
+        for seed in (5, 6)
+    ]
+    if family == "gpt_oss":  # its experts' products round with the tokens of others
+        torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-5)
+    else:
+        assert seen[0].equal(seen[1])
+
+
+def test_a_family_that_the_library_lacks_is_refused_in_one_line(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    values = json.loads((folders["llama"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "unheard_of"}))
+    with pytest.raises(ValueError, match=r"^transformers cannot build .*unheard_of") as refused:
+        load(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_code_in_a_checkpoint_does_not_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    values = json.loads((folders["llama"] / "config.json").read_text())
+    values |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'witness')!r}, 'w')\nConfig = 1\n")
+    with pytest.raises(ValueError, match=r"^transformers cannot build"):
+        load(tmp_path)
+    assert not (tmp_path / "witness").exists()
+
+
+def test_a_family_whose_files_name_other_tensors_than_its_code_is_refused(tmp_path: Path) -> None:
+    experts = Family({"num_experts": 4, "moe_intermediate_size": 32})
+    folder = make_checkpoint(tmp_path / "moe", "qwen3_moe", experts)
+    with pytest.raises(ValueError, match=r"mlp\.experts.* of the model must have the shape"):
+        load(folder)
