@@ -4,19 +4,64 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.commands import Command, executors, finish, train
-from tests.e2e.test_quickstart import quickstart
+from tests.e2e.test_quickstart import RECIPE, quickstart
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 START_S = 300.0  # vLLM's import, in every rank, on busy cores
 GIVEN_UP_S = 60.0
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "sliding_window": 16,  # shorter than a rollout
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+    },
+    "olmo2": {},
+    "phi3": {},
+}
+"""Families that only transformers and vLLM know, and what each needs beside SIZES."""
+TASK = """
+def reward(prompt, completion):
+    return sum(each.isdigit() for each in completion) / 40
+"""
+RECIPE_OF_A_FAMILY = """
+defaults:
+- config
+- {override /reward: task}
+- {override /trainer: transformers}
+- {override /generator: vllm}
+- _self_
+num_steps: 12
+model: {checkpoint: checkpoint}
+data: {prompts: prompts.jsonl}
+sampling: {max_tokens: 40, rollouts_per_prompt: 8}
+generator: {max_num_seqs: 64, max_model_len: 96, kv_cache_bytes: 100000000}
+trainer: {groups_per_step: 8, lr: 5.0e-3}
+"""
 
 
 def test_the_quickstart_learns_with_vllm(tmp_path: Path) -> None:
@@ -25,6 +70,43 @@ def test_the_quickstart_learns_with_vllm(tmp_path: Path) -> None:
     assert summary["accuracy_after"] >= 0.93
     assert summary["staleness_max"] <= 1
     assert summary["tokens_during_publish"] > 0
+
+
+def test_the_quickstart_learns_with_vllm_and_the_code_of_transformers(tmp_path: Path) -> None:
+    summary = quickstart(tmp_path, "generator=vllm", "trainer=transformers")
+    assert summary["accuracy_before"] <= 0.5
+    assert summary["accuracy_after"] >= 0.93
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_a_family_without_code_of_ours_learns_to_write_digits(tmp_path: Path, family: str) -> None:
+    write_recipe(tmp_path, family)
+    quickstart(tmp_path / "run", recipe=tmp_path)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if "reward/mean" in step]
+    rewards = [step["reward/mean"] for step in steps]
+    assert rewards[0] < 0.2 < 0.4 < rewards[-1], rewards
+    assert max(step.get("logprob_check/difference", 0) for step in steps) < 1e-4
+    assert any(step.get("logprob_check/rows") for step in steps)
+    folder = tmp_path / "run" / "export"
+    exported, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
+    for name, tensor in exported.state_dict().items():
+        assert tensor.shape == start[name].shape
+        assert not tensor.equal(start[name]), f"{name} was not trained"
+
+
+def write_recipe(folder: Path, family: str) -> None:
+    """Random weights of `family` with the quickstart's tokenizer; digits are rewarded."""
+    shutil.copytree(RECIPE / "checkpoint", folder / "checkpoint")
+    config = AutoConfig.for_model(family, **(SIZES | UNKNOWN[family]))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "checkpoint")
+    shutil.copy(RECIPE / "prompts.jsonl", folder)
+    (folder / "task.py").write_text(TASK)
+    (folder / "run.yaml").write_text(RECIPE_OF_A_FAMILY)
 
 
 def kill_a_rank(command: Command, run_dir: Path) -> float:
