@@ -7,7 +7,8 @@ answers each with a line of times. Controller and SimpleStorage units run under 
 `transfer_queue.init` starts them; producer and consumers are processes with a client each, made as
 its StreamingDataset makes one. Of its settings the fastest on one machine are used: polling, or a
 consumer that finds too few rows stops the controller for 5 s; one thread for torch and for each
-client's sockets, for there are more processes than cores; the garbage collector seldom.
+client's sockets, for there are more processes than cores; a garbage collector that runs seldom; and
+memory that a message took is kept for the next, which gives a fifth more rows per second.
 
 Forms of a cell, as fields of the TensorDict that is put: "jagged" and "padded" are its tensors,
 which it moves without copying, but one by one, each in a frame of its own; "bytes" lies in a
@@ -55,6 +56,9 @@ SETTINGS = {
     "TQ_CLIENT_ZMQ_IO_THREADS": "1",
     "TQ_LOGGING_LEVEL": "ERROR",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
 
 
