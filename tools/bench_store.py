@@ -49,7 +49,7 @@ from store_bench.rows import Work, make_rows, num_bytes
 from llamarl.cluster import exiting_process
 
 MAX_ROWS, MAX_TOKENS = 16384, 2**23  # of one run
-BATCH_SHARES = (32, 8)  # of the rows of a run
+BATCH_SHARES = (32, 8, 4)  # of the rows of a run
 DEPTHS = (1, 2)
 FORMS = ("bytes", "jagged", "padded")  # of the rival
 FORM_ROWS_SHARE = 8  # the slow forms take long
@@ -82,7 +82,9 @@ class Result:
 
     def line(self) -> str:
         """A line of the table; parts in microseconds per row."""
-        parts = (f"{self.times[f'{part}_s'] / self.work.rows * 1e6:8.1f}" for part in PARTS)
+        parts = (
+            f"{self.times.get(f'{part}_s', 0.0) / self.work.rows * 1e6:8.1f}" for part in PARTS
+        )
         work = self.work
         return (
             f"{self.side:14} {self.units:5} {work.consumers:9} {work.tokens:6} "
@@ -117,13 +119,12 @@ class Bench:
             if rival is not None and tokens not in self.forms:
                 self.forms[tokens] = await self._try_forms(sides["transferqueue"], base)
             tuned = {name: await self._tune(name, run, base) for name, run in sides.items()}
-            found = await alternate(
-                {name: (sides[name], work) for name, work in tuned.items()},
-                self._arguments.rounds,
-            )
             size = num_bytes(make_rows(base))
-            for name, times in found.items():
-                result = Result(side=name, units=units, work=tuned[name], bytes=size, times=times)
+            pairs = {name: (sides[name], work) for name, work in tuned.items()}
+            pairs["memcpy"] = make_memcpy(size), base
+            for name, times in (await alternate(pairs, self._arguments.rounds)).items():
+                work = pairs[name][1]
+                result = Result(side=name, units=units, work=work, bytes=size, times=times)
                 self.results.append(result)
                 print(result.line(), flush=True)
 
@@ -147,20 +148,15 @@ class Bench:
         ]
         return max(found, key=lambda result: result.rows_per_s, default=None)
 
-    def lowest_ratio(self, tokens: int) -> float | None:
-        """Ours over the rival's, the lowest over numbers of consumers."""
+    def lowest_ratio(self, tokens: int, other: str) -> float | None:
+        """Ours over another side's, the lowest over numbers of consumers."""
         ratios = []
         for consumers in self._arguments.consumers:
             own = self.best("own", tokens, consumers)
-            rival = self.best("transferqueue", tokens, consumers)
+            rival = self.best(other, tokens, consumers)
             if own is not None and rival is not None:
                 ratios.append(own.rows_per_s / rival.rows_per_s)
         return min(ratios, default=None)
-
-    def lowest_bytes_per_s(self, tokens: int) -> float:
-        """Ours, with the best number of units, the lowest over numbers of consumers."""
-        found = (self.best("own", tokens, each) for each in self._arguments.consumers)
-        return min(result.bytes_per_s for result in found if result is not None)
 
     def _axes(self) -> tuple[list[int], list[int]]:
         return self._arguments.tokens, self._arguments.consumers
@@ -216,15 +212,16 @@ async def alternate(sides: dict[str, tuple[Run, Work]], num_rounds: int) -> dict
     }
 
 
-def memcpy_bytes_per_s(size: int, num_rounds: int) -> float:
-    """Of one memcpy of `size` bytes by one thread, into memory that was used before."""
+def make_memcpy(size: int) -> Run:
+    """One memcpy of `size` bytes by one thread, into memory that was used before."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    found = []
-    for _ in range(num_rounds):
+
+    async def run(work: Work, is_streamed: bool, is_checked: bool = False) -> Times:
         start_s = time.perf_counter()
         np.copyto(target, source)
-        found.append(time.perf_counter() - start_s)
-    return size / statistics.median(found)
+        return {"flow_s": time.perf_counter() - start_s}
+
+    return run
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -247,14 +244,11 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         finally:
             await own.stop()
     fewest, most = min(arguments.tokens), max(arguments.tokens)
-    size = next(result.bytes for result in bench.results if result.work.tokens == most)
-    memcpy = memcpy_bytes_per_s(size, arguments.rounds)
     return {
-        "rows_vs_transferqueue": bench.lowest_ratio(fewest),
-        "bytes_vs_transferqueue": bench.lowest_ratio(most),
-        "bytes_vs_memcpy": bench.lowest_bytes_per_s(most) / memcpy,
+        "rows_vs_transferqueue": bench.lowest_ratio(fewest, "transferqueue"),
+        "bytes_vs_transferqueue": bench.lowest_ratio(most, "transferqueue"),
+        "bytes_vs_memcpy": bench.lowest_ratio(most, "memcpy"),
         "second_unit": second_unit,
-        "memcpy_bytes_per_s": memcpy,
         "transferqueue_rows_per_s_by_form": bench.forms,
         "results": [dataclasses.asdict(result) for result in bench.results],
     }
@@ -272,7 +266,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with exiting_process():
         found = asyncio.run(measure(arguments))
-        for key in list(found)[:5]:
+        for key in list(found)[:4]:
             print(f"{key} {found[key]:.3g}" if found[key] is not None else f"{key} not measured")
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=2) + "\n")
