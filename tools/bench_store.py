@@ -8,8 +8,8 @@ token, a reward; lengths vary) into storage units, which are processes, and note
 consumer processes take rows, each row exactly once, and get their columns. A consumer has its rows
 when every column is one array in its own memory. Rows per second are those of the whole flow while
 producer and consumers run together: from the first write to the last row in a consumer's memory.
-What each part takes is measured with the producer first and the consumers after it. Freeing the
-rows is not counted.
+What each part takes is measured with the producer first and the consumers after it. Opening the
+rows in the controller before, and freeing them in the end, is not counted.
 
 The rival is TransferQueue in the environment of `make rivals`, without it only our side is
 measured; `store_bench/transferqueue.py` says how it is used. Both sides move the same rows, each

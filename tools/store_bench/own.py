@@ -170,7 +170,7 @@ class OwnStore:
         if work != self._prepared:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
-        self._server.begin(work.rows)
+        self._server.begin(range(first_row, self._next_row))
         putting = asyncio.create_task(producer.put(num_units, first_row))
         if not is_streamed:
             await putting

@@ -34,9 +34,12 @@ class TakeServer:
         """Listen."""
         self._server = await asyncio.start_unix_server(self._serve, self._path)
 
-    def begin(self, num_rows: int) -> None:
-        """Give so many rows, then nothing."""
-        self._num_left = num_rows
+    def begin(self, row_ids: range) -> None:
+        """Open these rows; they are given once they are marked, then nothing is."""
+        self._num_left = len(row_ids)
+        for row_id in row_ids:
+            request = Request(row_id=row_id, prompt_ids=(0,), sampling=SAMPLING, seed=0)
+            self._ledger.add(request, self._prompt)
 
     def close(self) -> None:
         """Listen no more."""
@@ -49,9 +52,6 @@ class TakeServer:
             writer.write(json.dumps(rows).encode() + b"\n")
 
     async def _mark(self, row_ids: list[int]) -> None:
-        for row_id in row_ids:
-            request = Request(row_id=row_id, prompt_ids=(0,), sampling=SAMPLING, seed=0)
-            self._ledger.add(request, self._prompt)
         self._ledger.finish(GENERATE, row_ids)
 
     async def _take(self, num_rows: int) -> list[int]:

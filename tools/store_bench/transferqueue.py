@@ -12,9 +12,9 @@ memory that a message took is kept for the next, which gives a fifth more rows p
 
 Forms of a cell, as fields of the TensorDict that is put: "jagged" and "padded" are its tensors,
 which it moves without copying, but one by one, each in a frame of its own; "bytes" lies in a
-NonTensorStack of raw bytes, of which a whole message is one frame. The TensorDicts are made before
-the clock starts. A consumer has its rows when it has one array of values per column; padding may
-stay in it.
+NonTensorStack of raw bytes, of which a whole message is one frame. Before the clock starts, the
+TensorDicts are made and the controller has opened the rows. A consumer has its rows when it has one
+array of values per column; padding may stay in it.
 """
 
 from __future__ import annotations
@@ -105,14 +105,21 @@ class Producer(_Client):
         calm_gc()
         return digest(join(columns))
 
-    async def put(self, partition: str, depth: int) -> tuple[tuple[float, float], float]:
+    async def open(self, partition: str) -> None:
+        """Have the controller make the rows of all puts."""
+        self._metas = [
+            await self.client.async_get_meta(NAMES, len(batch), partition, mode="insert")
+            for batch in self._batches
+        ]
+
+    async def put(self, depth: int) -> tuple[tuple[float, float], float]:
         """When the puts began and ended, and how long the controller was waited for in them."""
         self._notify_s = 0.0
-        batches = iter(self._batches)
+        batches = zip(self._batches, self._metas, strict=True)
 
         async def put_some() -> None:
-            for batch in batches:
-                await self.client.async_put(batch, partition_id=partition)
+            for batch, meta in batches:
+                await self.client.async_put(batch, meta)
 
         start_s = time.monotonic()
         await asyncio.gather(*(put_some() for _ in range(depth)))
@@ -233,7 +240,8 @@ class Cluster:
         self._num_runs += 1
         partition = f"run{self._num_runs}"
         self._left.value = work.rows
-        putting = asyncio.create_task(self._producer.call("put", partition, work.depth))
+        await self._producer.call("open", partition)
+        putting = asyncio.create_task(self._producer.call("put", work.depth))
         if not is_streamed:
             await putting
         consumers = self._consumers[: work.consumers]
