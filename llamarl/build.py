@@ -5,6 +5,7 @@ nothing here computes; it only says who gets what.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
 from llamarl.models.inventory import attention_cost
+from llamarl.protocols import WeightSource
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
 from llamarl.weights.sync.publisher import Publisher
 
@@ -56,7 +58,7 @@ def build_controller(
     dispatch = make_dispatch(executors)
     roles = _roles(executors, dispatch)
     ledger = Ledger(inputs.graph)
-    gate = _gate(config, inputs, spans, state)
+    gate = make_gate(config, inputs, spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
     logprob_check = LogprobCheck(
@@ -70,7 +72,9 @@ def build_controller(
         seed=config.seed,
         mode=config.weights.logprob_check,
     )
-    publisher = _publisher(config, executors, run_dir, dispatch, logprob_check, spans)
+    publisher = make_publisher(
+        config, executors, dispatch, spans, run_dir, on_commit=logprob_check.committed
+    )
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
@@ -85,7 +89,7 @@ def build_controller(
     controller = Controller(
         config=config,
         roles=roles,
-        rules=_rules(config, inputs),
+        rules=make_rules(config, inputs),
         gate=gate,
         ledger=ledger,
         publisher=publisher,
@@ -120,7 +124,8 @@ def _roles(executors: Executors, dispatch: Dispatch) -> Roles:
     )
 
 
-def _rules(config: Config, inputs: Inputs) -> Rules:
+def make_rules(config: Config, inputs: Inputs) -> Rules:
+    """What the recipe decides about groups."""
     return Rules(
         make_requests=partial(
             make_requests,
@@ -144,30 +149,36 @@ def _rules(config: Config, inputs: Inputs) -> Rules:
     )
 
 
-def _publisher(
+def make_publisher(
     config: Config,
     executors: Executors,
-    run_dir: str,
     dispatch: Dispatch,
-    logprob_check: LogprobCheck,
     spans: Spans,
+    run_dir: str,
+    *,
+    source: WeightSource | None = None,
+    on_commit: Callable[[int, int], None] = lambda replica, version: None,
 ) -> Publisher:
-    assert executors.trainer is not None
+    """Brings versions to all replicas: the trainer's, or those of another `source`, which may
+    change its tensors as soon as a publish has returned."""
     weights = config.weights
-    if config.placement.colocated:  # no write may outlast the sync phase
+    if config.placement.colocated or source is not None:  # no write may outlast its publish
         weights = replace(weights, straggler_timeout_s=weights.timeout_s)
 
     def committed(replica: int, version: int) -> None:
         dispatch.committed(replica, version)
-        logprob_check.committed(replica, version)
+        on_commit(replica, version)
 
     def lost(replica: int, why: Exception) -> asyncio.Future[None]:
         dispatch.lost(replica, why)
         # A replica that was only silent must not wake up and write into its siblings' memory.
         return asyncio.ensure_future(executors.generators[replica].stop())
 
+    if source is None:
+        assert executors.trainer is not None
+        source = executors.trainer.call_all
     return Publisher(
-        executors.trainer.call_all,
+        source,
         {index: group.call_all for index, group in executors.generators.items()},
         spans,
         weights,
@@ -209,7 +220,8 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     return Colocated(executors.trainer.call_one, generators, spans)
 
 
-def _gate(config: Config, inputs: Inputs, spans: Spans, state: dict[str, Any]) -> Gate:
+def make_gate(config: Config, inputs: Inputs, spans: Spans, state: dict[str, Any]) -> Gate:
+    """The gate over the recipe's prompts, from `state` on."""
     return Gate(
         max_staleness=config.staleness.max_staleness,
         groups_per_step=config.trainer.groups_per_step,

@@ -7,11 +7,14 @@ for settle, which the controller runs.
 
 import asyncio
 import os
+import shutil
 import uuid
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamarl.cluster import Cluster, ExecutorGroup, make_rdma
+from llamarl.cluster import Cluster, ExecutorGroup, make_cluster, make_rdma
 from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, assign, companions, num_storage_units
 from llamarl.environments.rewards.pool import try_loading
@@ -25,7 +28,15 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.experience.graph import EXECUTORS, SCORE, FrozenModel, Graph, Stage
+from llamarl.experience.graph import (
+    EXECUTORS,
+    GENERATE,
+    SCORE,
+    TRAIN,
+    FrozenModel,
+    Graph,
+    Stage,
+)
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
 from llamarl.metrics.startup import ReportState
@@ -47,6 +58,31 @@ class Executors:
     stages: dict[Stage, ExecutorGroup]
     trainer: ExecutorGroup | None
     collectors: list[ExecutorGroup] = field(default_factory=list)
+
+
+def name_parts(graph: Graph) -> set[str]:
+    """What a run consists of besides storage: names that `spawn_executors` starts some or all of,
+    such as generator, trainer and scorer."""
+    return {EXECUTORS[GENERATE], EXECUTORS[TRAIN], *map(name_executor, graph.between)}
+
+
+@asynccontextmanager
+async def running_cluster(config: Config, run_dir: str) -> AsyncIterator[Cluster]:
+    """The cluster of a run. At the end its processes are stopped, and the files through which ranks
+    met are removed."""
+    cluster = make_cluster(
+        config.cluster,
+        spans_folder=f"{run_dir}/spans",
+        logs_folder=f"{run_dir}/logs",
+        spans_bytes=config.metrics.spans_bytes,
+        num_processes=sum(map(len, assign(config).values())),
+    )
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+        for path in Path(run_dir).glob(".rendezvous-*"):  # a killed run's too
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def name_executor(stage: Stage) -> str:
@@ -74,14 +110,15 @@ async def spawn_executors(
     cluster: Cluster,
     run_dir: str,
     *,
-    trains: bool,
+    parts: Collection[str],
     report: ReportState,
 ) -> Executors:
-    """Start every executor that the recipe's graph needs, all at once.
+    """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
+    generators load the checkpoint's weights as version 0.
 
     A task.py that does not load ends this before any of them starts.
     """
-    if "task" in config.reward.functions:
+    if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
         await try_loading(config.reward, inputs.task_source)
     places = place_executors(config, inputs.graph)
 
@@ -100,9 +137,8 @@ async def spawn_executors(
     storage_specs = _storage_specs(config, run_dir)
     units = await asyncio.gather(*(start(f"storage-{s.unit}", s) for s in storage_specs))
     storage = Store([_unit_client(*each) for each in zip(units, storage_specs, strict=True)])
-    graph = inputs.graph
-    stages = graph.between if trains else [graph.stages[SCORE]]
-    specs = _specs(config, inputs, storage, run_dir, trains=trains)
+    stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
+    specs = _specs(config, inputs, storage, run_dir, parts)
     for stage in stages:
         specs[name_executor(stage)] = _stage_spec(stage, config, inputs, storage, run_dir)
     started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
@@ -112,7 +148,7 @@ async def spawn_executors(
         for name, spec in specs.items()
         if isinstance(spec, GeneratorSpec)
     }
-    shares = collector_specs(config, generators) if trains else []
+    shares = collector_specs(config, generators) if EXECUTORS[TRAIN] in parts else []
     collectors = await asyncio.gather(
         *(spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
     )
@@ -147,13 +183,14 @@ def _unit_client(unit: ExecutorGroup, spec: StorageSpec) -> Storage:
 
 
 def _specs(
-    config: Config, inputs: Inputs, storage: Store, run_dir: str, *, trains: bool
+    config: Config, inputs: Inputs, storage: Store, run_dir: str, parts: Collection[str]
 ) -> dict[str, Spec]:
     """By name, of the executors that use the store."""
     session = uuid.uuid4().hex[:8]  # names files that no earlier session of the run used
     rdma = make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
     specs: dict[str, Spec] = {}
-    for replica in range(config.generator.num_replicas):
+    trains = EXECUTORS[TRAIN] in parts
+    for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
         specs[f"generator-{replica}"] = GeneratorSpec(
             replica=replica,
             checkpoint=inputs.checkpoint,

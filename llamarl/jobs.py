@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,16 +22,12 @@ from rich.console import Console
 
 from llamarl.build import build_controller, build_evaluator, make_dispatch
 from llamarl.checkpoints import checkpoint, records
-from llamarl.cluster import ExecutorGroup, GroupLost, make_cluster
+from llamarl.cluster import ExecutorGroup, GroupLost
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.config.rank_assignment import assign
 from llamarl.data.tokenizer import TextDecoder
-from llamarl.executor_groups import (
-    Executors,
-    spawn_executors,
-)
-from llamarl.experience.graph import SCORE
+from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
 from llamarl.loop.controller import Controller
 from llamarl.loop.evaluation import evaluate_alone
 from llamarl.loop.ledger import Ledger
@@ -62,7 +58,7 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
     inputs = read_inputs(config)
     check_fit(config, inputs.architecture)
-    with _claim(run_dir, is_new=config.checkpoint.resume != "auto"):
+    with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
             return show_finished_run(config, run_dir, state, console)
@@ -93,7 +89,8 @@ async def _train(
     trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), first_step)
     metrics = MetricsLog(run_dir, trackers)
     with progress:
-        async with _started(config, inputs, run_dir, progress, trains=True) as (executors, signals):
+        parts = name_parts(inputs.graph)
+        async with _started(config, inputs, run_dir, progress, parts) as (executors, signals):
             assert executors.trainer is not None
             if folder is not None:
                 progress.show_phase("reading the checkpoint")
@@ -166,15 +163,13 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
     """Score the checkpoint on the held-out prompts, without a trainer."""
     require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
     inputs = read_inputs(config, needs_prompts=False)
-    with _claim(run_dir, is_new=True):
+    with claim(run_dir, is_new=True):
         record()
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
-            async with _started(config, inputs, run_dir, progress, trains=False) as (
-                executors,
-                _,
-            ):
+            parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
+            async with _started(config, inputs, run_dir, progress, parts) as (executors, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
@@ -193,15 +188,14 @@ async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Eva
     dispatch.hold(set(dispatch.replicas))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})
     try:
-        return await evaluate_alone(
-            evaluator, executors.stages[inputs.graph.stages[SCORE]].call_one
-        )
+        score = inputs.graph.stages[SCORE]
+        return await evaluate_alone(evaluator, score, executors.stages[score].call_one)
     finally:
         await dispatch.close()
 
 
 @contextlib.contextmanager
-def _claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
+def claim(run_dir: str, *, is_new: bool) -> Iterator[None]:
     """Keep every other run out of the run folder; ValueError if one works or has worked there.
 
     The run's processes on this machine inherit the claim, and a run that resumes waits up to
@@ -240,35 +234,24 @@ def _is_locked(lock: TextIO) -> bool:
 
 @contextlib.asynccontextmanager
 async def _started(
-    config: Config, inputs: Inputs, run_dir: str, progress: Progress, *, trains: bool
+    config: Config, inputs: Inputs, run_dir: str, progress: Progress, parts: Collection[str]
 ) -> AsyncIterator[tuple[Executors, Signals]]:
-    """The executors of a run, and the signals that may end it early, with `Stopped`.
-
-    At the end their processes are stopped, and the files through which ranks met are removed.
-    """
-    cluster = make_cluster(
-        config.cluster,
-        spans_folder=f"{run_dir}/spans",
-        logs_folder=f"{run_dir}/logs",
-        spans_bytes=config.metrics.spans_bytes,
-        num_processes=sum(map(len, assign(config).values())),
-    )
+    """These executors of a run, and the signals that may end it early, with `Stopped`."""
     with Signals() as signals:
         try:
-            with progress.startup() as report:
-                executors = await spawn_executors(
-                    config, inputs, cluster, run_dir, trains=trains, report=report
-                )
-            yield executors, signals
+            async with running_cluster(config, run_dir) as cluster:
+                try:
+                    with progress.startup() as report:
+                        executors = await spawn_executors(
+                            config, inputs, cluster, run_dir, parts=parts, report=report
+                        )
+                    yield executors, signals
+                finally:
+                    signals.hold()
         except BaseException as error:
             if signals.ended_by is not None:
                 raise Stopped(signals.ended_by) from error
             raise
-        finally:
-            signals.hold()
-            await cluster.stop()
-            for path in Path(run_dir).glob(".rendezvous-*"):  # a killed run's too
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 async def _until_lost(

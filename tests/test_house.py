@@ -34,6 +34,7 @@ FLOORS: list[set[str]] = [
     {"build"},
     {"planner"},
     {"jobs", "reports"},
+    {"library"},
     {"main"},
     {"__main__"},
 ]
@@ -46,6 +47,9 @@ EXECUTOR_CALLERS = {
     "loop/dispatch.py",
     "loop/colocation.py",
     "loop/logprob_check.py",
+    "loop/groups_in_flight.py",
+    "loop/serving.py",
+    "library.py",
     "weights/sync/publisher.py",
     "weights/sync/replica_sync.py",
 }

@@ -55,10 +55,10 @@ class InlineCluster:
 class InlineGroup:
     """Executors that are plain objects of this process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, executors: Sequence[Any] = (), spans: Sequence[Spans] = ()):
         self.name = name
-        self.executors: list[Any] = []
-        self.spans: list[Spans] = []
+        self.executors = list(executors)
+        self.spans = list(spans)
         self.call_one = Calls(self._run, is_first=True)
         self.call_all = Calls(self._run, is_first=False)
         self._stopped = asyncio.Event()

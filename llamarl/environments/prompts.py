@@ -11,6 +11,7 @@ from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> 
     if not prompts:
         raise ValueError(f"{path} must hold at least one prompt, got an empty file")
     return prompts
+
+
+def make_prompt(
+    question: str | Mapping[str, Any] | Sequence[Any],
+    number: int,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+) -> Prompt:
+    """A prompt of the caller's own: a text or the messages of a chat, a data row that holds one, or
+    token ids, which are taken as they are. ValueError as for a line of a file."""
+    if isinstance(question, Mapping):
+        return _prompt(number, dict(question), config, tokenizer)
+    if isinstance(question, str) or not all(isinstance(each, Integral) for each in question):
+        return _prompt(number, {config.prompt_field: question}, config, tokenizer)
+    token_ids = tuple(map(int, question))
+    if not token_ids or not all(0 <= each < tokenizer.num_ids for each in token_ids):
+        raise ValueError(f"token ids must be 0 to {tokenizer.num_ids - 1}, got {_show(token_ids)}")
+    return Prompt(prompt_id=number, text=tokenizer.decode(token_ids), token_ids=token_ids)
 
 
 class PromptStream(Iterator[Prompt]):

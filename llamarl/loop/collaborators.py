@@ -24,10 +24,11 @@ class Roles:
 class Rules:
     """Pure functions of metadata, with the recipe's config bound to them.
 
-    `make_batch` takes groups, the trainer's version and the oldest version it may learn from.
+    `make_requests` takes a group, and `sampling` in place of the recipe's. `make_batch` takes
+    groups, the trainer's version and the oldest version it may learn from.
     """
 
-    make_requests: Callable[[Group], list[Request]]
+    make_requests: Callable[..., list[Request]]
     filter_group: Callable[[Group], Verdict]
     make_batch: Callable[[Sequence[Group], int, int], Batch]
 

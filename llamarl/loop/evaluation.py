@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from llamarl.environments.requests import rollout_seed
 from llamarl.errors import NoGenerator
-from llamarl.experience.graph import SCORE
+from llamarl.experience.graph import Stage
 from llamarl.loop.ledger import EVALUATE, Ledger
+from llamarl.loop.serving import serve_stage
 from llamarl.protocols import Generator, Processor, Storage
 from llamarl.types import (
     Evaluation,
@@ -128,7 +129,7 @@ class Evaluator:
         )
 
 
-async def evaluate_alone(evaluator: Evaluator, scorer: Processor) -> Evaluation:
+async def evaluate_alone(evaluator: Evaluator, score: Stage, scorer: Processor) -> Evaluation:
     """Evaluate version 0 without a loop around: collect and score nothing but these rollouts."""
     ledger = evaluator.ledger
 
@@ -136,15 +137,9 @@ async def evaluate_alone(evaluator: Evaluator, scorer: Processor) -> Evaluation:
         while True:
             ledger.learn_rollouts(await evaluator.generator.collect())
 
-    async def score() -> None:
-        while True:
-            taken = await ledger.take(SCORE)
-            items = [(row_ids, ledger.entries[row_ids[0]].prompt) for row_ids in taken]
-            scores = await scorer.process([*items])
-            ledger.finish(SCORE, [score.row_id for score in scores], scores)
-
     async with asyncio.TaskGroup() as tasks:
-        serving = [tasks.create_task(collect()), tasks.create_task(score())]
+        own = collect(), serve_stage(score, scorer, ledger)
+        serving = [tasks.create_task(work) for work in own]
         result = await evaluator.evaluate(0, tuple(range(len(evaluator.prompts))))
         for task in serving:
             task.cancel()

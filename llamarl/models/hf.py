@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.checkpoints import manifest
 from llamarl.json_file import read_object
 from llamarl.models.inventory import locate, parameter_shapes
-from llamarl.models.other_architecture import read_any_architecture
+from llamarl.models.other_architecture import AnyArchitecture, read_any_architecture
 from llamarl.models.safetensors_file import INDEX_FILE, FileBox, read_boxes
 
 MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
@@ -59,6 +59,32 @@ def load_into(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
                 f"{expected.get(name)}, got {shapes.get(name)}"
             )
     read_boxes(locate(Path(folder), architecture), lambda name: [_local_box(tensors[name])])
+
+
+def as_parameters(
+    source: torch.nn.Module | Mapping[str, torch.Tensor], architecture: AnyArchitecture
+) -> dict[str, torch.Tensor]:
+    """The tensors of a module, or of its state_dict, by their names in this layout; contiguous.
+
+    ValueError, naming the first that is wrong, unless they are `architecture`'s parameters.
+    """
+    found = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
+    if architecture.tie_embeddings:
+        found.pop("lm_head.weight", None)
+    shapes = parameter_shapes(architecture)
+    for name in sorted(found.keys() ^ shapes.keys()):
+        must = "have the parameter" if name in shapes else "have no parameters but the checkpoint's"
+        got = f"{must} {name}, got none" if name in shapes else f"{must}, got {name}"
+        raise ValueError(f"source must {got}")
+    for name, shape in shapes.items():
+        tensor = found[name]
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise ValueError(
+                f"{name} of source must be a plain tensor, got {type(tensor).__name__}"
+            )
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} of source must have shape {shape}, got {tuple(tensor.shape)}")
+    return {name: found[name].detach().contiguous() for name in shapes}
 
 
 def _local_box(target: torch.Tensor) -> FileBox:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,7 @@ from llamarl import config as schema
 from llamarl.algorithms.group_filters import check_names
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
-from llamarl.config.check import did_you_mean
+from llamarl.config.check import did_you_mean, require
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
 from llamarl.experience.samplers import check_sampler
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
@@ -105,8 +105,7 @@ def for_each_config(
     store_choices()
     flags, overrides = _divide(arguments)
     recipe = _recipe(flags)
-    folder = str(recipe.parent.resolve()).replace("'", "\\'")
-    sys.argv = [program, *flags, f"recipe_dir='{folder}'", *overrides]
+    sys.argv = [program, *flags, f"recipe_dir={_quoted(recipe.parent)}", *overrides]
     warnings.filterwarnings("ignore", message=".*missing `_self_`")  # its own values win
     entry = hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name="run")
     try:
@@ -116,10 +115,37 @@ def for_each_config(
         raise ValueError(_explain(error, recipe)) from error
 
 
+def compose(
+    folder: str | Path, overrides: Sequence[str], run_dir: str | Path | None = None
+) -> DictConfig:
+    """The recipe in `folder` with these overrides, as the command line composes it; for code that
+    may itself run under Hydra, and makes no folder. ValueError for what does not compose."""
+    flags, values = _divide(list(overrides))
+    require(not flags, "overrides", "be KEY=VALUE each", flags[0] if flags else None)
+    recipe = _recipe(["--config-dir", str(folder)])
+    store_choices()
+    places = [f"hydra.searchpath=[{_quoted(CONF_FOLDER, 'file://')}]"]
+    places.append(f"recipe_dir={_quoted(recipe.parent)}")
+    places += [] if run_dir is None else [f"run_dir={_quoted(Path(run_dir))}"]
+    try:
+        _check_groups(values)
+        place = hydra.initialize_config_dir(str(recipe.parent.resolve()), version_base="1.3")
+        with place, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*missing `_self_`")
+            return hydra.compose(recipe.stem, [*places, *values])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(_explain(error, recipe)) from error
+
+
 @cache
 def reference() -> KeyReference:
     """Every key and group of a recipe."""
     return KeyReference(CONF_FOLDER / "config.yaml", CHOICES)
+
+
+def _quoted(folder: Path, scheme: str = "") -> str:
+    path = str(folder.resolve()).replace("'", "\\'")
+    return f"'{scheme}{path}'"
 
 
 def _run_dir() -> str:

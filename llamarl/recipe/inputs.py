@@ -82,7 +82,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     if config.data.held_out is not None:
         held_out = _read_prompts(config, config.data.held_out, tokenizer)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
-    _check_lengths(config, prompts, held_out)
+    check_lengths(config, prompts, held_out)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:
         path = _resolve(config, config.sampling.replay_lengths)
@@ -276,7 +276,8 @@ def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Promp
     return prompts
 
 
-def _check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+def check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
+    """ValueError unless each prompt and its completion fit into the context."""
     context = config.generator.max_model_len
     for name, some, max_tokens in (
         ("sampling", prompts, config.sampling.max_tokens),

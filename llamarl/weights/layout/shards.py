@@ -28,12 +28,27 @@ def shard_boxes(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
         assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
-        stop = tuple(first + size for first, size in zip(start, shape, strict=True))
-        box = Box(start=tuple(start), stop=stop, buffer=name, offset=0, strides=local.stride())
         tensors[name] = local
-        layouts[name] = ParameterLayout(
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            boxes=(box,) if local.numel() else (),
-        )
+        layouts[name] = _layout(name, tuple(parameter.shape), tuple(start), local)
     return tensors, layouts
+
+
+def whole_boxes(
+    parameters: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, ParameterLayout]]:
+    """The same of plain tensors, of which a lone rank holds all."""
+    tensors = {name: parameter.detach() for name, parameter in parameters.items()}
+    layouts = {
+        name: _layout(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        for name, tensor in tensors.items()
+    }
+    return tensors, layouts
+
+
+def _layout(
+    name: str, shape: tuple[int, ...], start: tuple[int, ...], local: Tensor
+) -> ParameterLayout:
+    stop = tuple(first + size for first, size in zip(start, local.shape, strict=True))
+    box = Box(start=start, stop=stop, buffer=name, offset=0, strides=local.stride())
+    dtype = str(local.dtype).removeprefix("torch.")
+    return ParameterLayout(shape=shape, dtype=dtype, boxes=(box,) if local.numel() else ())
