@@ -33,6 +33,14 @@ def test_packing_of_a_small_batch_is_the_one_worked_by_hand():
     assert pack([3, 9, 4, 4], 2, 8) == (((1,), ()), ((2, 3), (0,)))
 
 
+def test_a_round_is_spread_more_evenly_than_longest_first_would_if_it_then_fits():
+    # Longest first: 8+5+4 and 7+6, 17 and 13 tokens; by differencing 7+5+4 and 8+6.
+    assert pack([8, 7, 6, 5, 4], 2, 17) == (((1, 3, 4),), ((0, 2),))
+    # Costs 17.5, 12, 4 and 1.5: without a limit 17.5 and 17.5, but then a rank has 7 tokens.
+    assert pack([5, 4, 2, 1], 2, 7, attention_cost=0.5) == (((0,),), ((1, 2, 3),))
+    assert pack([5, 4, 2, 1], 2, 6, attention_cost=0.5) == (((0, 3),), ((1, 2),))
+
+
 def test_no_rollouts_are_no_micro_batches_on_every_rank():
     assert pack([], 3, 8) == ((), (), ())
 
