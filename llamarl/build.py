@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config
+from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.data.packing import make_batch
 from llamarl.environments.requests import make_requests
 from llamarl.executor_groups import Executors
@@ -24,6 +25,8 @@ from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.placement import Neighbours
+from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
 from llamarl.models.inventory import attention_cost
@@ -55,10 +58,10 @@ def build_controller(
     spans: Spans,
 ) -> tuple[Controller, Publisher, Dispatch]:
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty."""
-    dispatch = make_dispatch(executors)
+    dispatch = make_dispatch(config, executors)
     roles = _roles(executors, dispatch)
     ledger = Ledger(inputs.graph)
-    gate = make_gate(config, inputs, spans, state)
+    gate = make_gate(config, inputs, executors, dispatch, spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
     logprob_check = LogprobCheck(
@@ -102,7 +105,7 @@ def build_controller(
     return controller, publisher, dispatch
 
 
-def make_dispatch(executors: Executors) -> Dispatch:
+def make_dispatch(config: Config, executors: Executors) -> Dispatch:
     """One Generator of all replicas."""
     groups = executors.generators.items()
     return Dispatch(
@@ -111,6 +114,7 @@ def make_dispatch(executors: Executors) -> Dispatch:
         collectors=[group.call_one for group in executors.collectors],
         watches={index: group.watch for index, group in groups},
         stops={index: group.stop for index, group in groups},
+        neighbours=Neighbours(units_near(config), num_storage_units(config)),
     )
 
 
@@ -220,7 +224,14 @@ def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocatio
     return Colocated(executors.trainer.call_one, generators, spans)
 
 
-def make_gate(config: Config, inputs: Inputs, spans: Spans, state: dict[str, Any]) -> Gate:
+def make_gate(
+    config: Config,
+    inputs: Inputs,
+    executors: Executors,
+    dispatch: Dispatch,
+    spans: Spans,
+    state: dict[str, Any],
+) -> Gate:
     """The gate over the recipe's prompts, from `state` on."""
     return Gate(
         max_staleness=config.staleness.max_staleness,
@@ -234,4 +245,7 @@ def make_gate(config: Config, inputs: Inputs, spans: Spans, state: dict[str, Any
         version=state.get("version", 0),
         next_group_id=state.get("next_group_id", 0),
         next_row_id=state.get("next_row_id", 0),
+        num_units=num_storage_units(config),
+        plan_units=dispatch.plan_units,
+        has_room=Room(executors.storage),
     )

@@ -183,7 +183,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
 
 
 async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
-    dispatch = make_dispatch(executors)
+    dispatch = make_dispatch(config, executors)
     ledger = Ledger(inputs.graph)
     dispatch.hold(set(dispatch.replicas))
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})

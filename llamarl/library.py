@@ -125,12 +125,12 @@ class Engines:
         self.held_out, self.tokenizer = inputs.held_out, inputs.tokenizer
         self._inputs, self._executors, self._parts = inputs, executors, {*parts, "storage"}
         self._spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
-        self.gate = build.make_gate(config, inputs, self._spans, {})
+        self._dispatch = build.make_dispatch(config, executors)
+        self.gate = build.make_gate(config, inputs, executors, self._dispatch, self._spans, {})
         self._rules, self._sampling = (
             build.make_rules(config, inputs),
             train_sampling(config, inputs),
         )
-        self._dispatch = build.make_dispatch(executors)
         stages = {stage: group.call_one for stage, group in executors.stages.items()}
         self._storage = executors.storage
         self._groups = GroupsInFlight(self._dispatch, stages, inputs.graph, self._storage)
@@ -303,7 +303,8 @@ class Engines:
         config = replace(self.config, checkpoint=resumed)
         state, _ = starting_point(config, self._inputs, self.run_dir)
         self.version = await trainer.restore(resumed.resume)
-        self.gate = build.make_gate(config, self._inputs, self._spans, state)
+        places = self._executors, self._dispatch
+        self.gate = build.make_gate(config, self._inputs, *places, self._spans, state)
         return self.version
 
     async def save_weights(self, folder: str | Path, dtype: str | None = None) -> None:

@@ -73,6 +73,19 @@ def num_storage_units(config: Config) -> int:
     return config.experience.units_per_host * config.cluster.size
 
 
+def units_near(config: Config) -> dict[int, list[int]]:
+    """Generator replica -> the storage units on the host of its rank 0, which writes its rollouts.
+
+    None if all is on one host.
+    """
+    size = config.cluster.size
+    if size == 1:
+        return {}
+    places, units = assign(config), range(num_storage_units(config))
+    hosts = {i: places[f"generator-{i}"][0].host for i in range(config.generator.num_replicas)}
+    return {replica: [*units[host::size]] for replica, host in hosts.items()}
+
+
 def devices_per_host(config: Config) -> int:
     """Ranks that one host takes."""
     if "cuda" in (config.trainer.device, config.generator.device):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from llamarl.errors import GroupLost, NoGenerator
+from llamarl.loop.placement import Neighbours
 from llamarl.protocols import Collector, Generator, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
@@ -52,6 +53,11 @@ class Replica:
         return request is not None
 
 
+Queues = dict[tuple[int, bool, int], list[tuple[bool, float, int]]]
+"""(oldest version, whether it is an evaluation, id of the set of near ones) -> a heap of the
+replicas by how well they suit."""
+
+
 class Dispatch:
     """Spreads requests over replicas; rollouts of one prompt stay together and share its prefill.
 
@@ -68,14 +74,18 @@ class Dispatch:
         collectors: Sequence[Collector] = (),
         watches: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
         stops: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """If there are `collectors`, they collect from all `generators`, and `watches` raise once a
-        replica is lost. `stops` end a replica's processes."""
+        replica is lost. `stops` end a replica's processes. Without `neighbours` all is on one
+        host."""
         self.replicas = {index: Replica(generator) for index, generator in generators.items()}
         self._storage = storage
         self._collectors = collectors
         self._watches = watches or {}
         self._stops = stops or {}
+        self._neighbours = neighbours or Neighbours({}, 1)
+        self._group_load = 1  # of the last group that was submitted
         self._rows: asyncio.Queue[list[RolloutInfo] | BaseException] = asyncio.Queue()
         self._collecting: dict[int, asyncio.Task[None]] = {}  # by replica
         self._collector_tasks: list[asyncio.Task[None]] = []
@@ -90,7 +100,7 @@ class Dispatch:
         evaluation go to replicas that keep their version; once those are lost, nowhere: they come
         out of `collect` marked ABORTED."""
         shares: dict[int, list[Request]] = {}
-        queues: dict[object, list[tuple[bool, float, int]]] = {}  # by candidates: who is next
+        queues: Queues = {}
         for _, run in groupby(requests, key=lambda r: (r.prompt_ids, r.purpose)):
             group = [self._renewed(request) for request in run]
             min_version = max(request.min_version for request in group)
@@ -98,13 +108,26 @@ class Dispatch:
             if is_evaluation and not self._keepers & self.replicas.keys():
                 self._give_up(group)
                 continue
-            queue = queues.setdefault((min_version, is_evaluation), [])
-            index = self._choose(queue, min_version, is_evaluation)
+            index = self._choose(queues, group, min_version)
             for request in group:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
         calls = (self._send(self.replicas[i], i, share) for i, share in shares.items())
         await asyncio.gather(*calls)
+
+    def plan_units(self, num_groups: int) -> list[int | None]:
+        """The storage unit for each of the groups that are submitted next: one on the host of the
+        replica that has least to do then. None where it does not matter."""
+        if not self._neighbours or not self.replicas:
+            return [None] * num_groups
+        loads = [(replica.load, index) for index, replica in self.replicas.items()]
+        heapq.heapify(loads)
+        units: list[int | None] = []
+        for _ in range(num_groups):
+            load, index = loads[0]
+            units.append(self._neighbours.unit_of(index))
+            heapq.heapreplace(loads, (load + self._group_load, index))
+        return units
 
     async def submit_to(self, index: int, requests: list[Request]) -> None:
         """Queue requests on this very replica; nothing happens if it is lost."""
@@ -199,20 +222,43 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _choose(
-        self, queue: list[tuple[bool, float, int]], min_version: int, is_evaluation: bool
-    ) -> int:
-        """The replica that suits best. `queue` is empty at first and then the heap of all ranks.
-        Loads only grow during a `submit`, so an entry of it may be too low but never too high."""
+    def _choose(self, queues: Queues, group: list[Request], min_version: int) -> int:
+        """The replica that suits best; one on the host of the group's storage unit if it suits as
+        well, or has at most this group more to write."""
         if not self.replicas:
             raise NoGenerator("every generator replica is lost") from self._last_loss
-        if not queue:
-            candidates = self._keepers & self.replicas.keys() if is_evaluation else self.replicas
-            queue += [self._rank(index, min_version) for index in candidates]
+        is_evaluation = group[0].purpose is Purpose.EVALUATE
+        kind = min_version, is_evaluation
+        best = self._find_best(queues, kind, None)
+        assert best is not None  # an evaluation without keepers was given up
+        load = sum(request.sampling.max_tokens for request in group)
+        if not is_evaluation:
+            self._group_load = load
+        near = self._neighbours.near(group[0].row_id)
+        if near and best[2] not in near:
+            there = self._find_best(queues, kind, near)
+            if there and there[0] <= best[0] and there[1] <= best[1] + load:
+                return there[2]
+        return best[2]
+
+    def _find_best(
+        self, queues: Queues, kind: tuple[int, bool], near: set[int] | None
+    ) -> tuple[bool, float, int] | None:
+        """The rank of the best of all replicas, or of those that are `near`; None if there are
+        none. `queues` is empty when a `submit` begins. Loads only grow during one, so an entry of a
+        heap may be too low but never too high."""
+        min_version, is_evaluation = kind
+        queue = queues.get((*kind, id(near)))
+        if queue is None:
+            candidates = self._keepers if is_evaluation else self.replicas.keys()
+            some = candidates & (
+                self.replicas.keys() if near is None else near & self.replicas.keys()
+            )
+            queue = queues[*kind, id(near)] = [self._rank(index, min_version) for index in some]
             heapq.heapify(queue)
-        while queue[0] != (found := self._rank(queue[0][2], min_version)):
+        while queue and queue[0] != (found := self._rank(queue[0][2], min_version)):
             heapq.heapreplace(queue, found)
-        return found[2]
+        return queue[0] if queue else None
 
     def _rank(self, index: int, min_version: int) -> tuple[bool, float, int]:
         replica = self.replicas[index]

@@ -45,7 +45,7 @@ requests and hold them until they commit, so none waits for the controller when 
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
@@ -53,9 +53,12 @@ from llamarl.algorithms.group_filters import SOLVED
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
 from llamarl.experience.samplers import ReadyItem, Sample, Sampler, admission, draw
+from llamarl.loop.placement import RowIds
 from llamarl.metrics.span import Spans
 from llamarl.task_file import FILE
 from llamarl.types import Group, Prompt
+
+ROOM_PAUSE_S = 1.0  # before storage is asked again whether it has room
 
 
 @dataclass(kw_only=True)
@@ -78,6 +81,12 @@ class Gate:
     version: int = 0
     next_group_id: int = 0
     next_row_id: int = 0
+    num_units: int = 1
+    """Of storage."""
+    plan_units: Callable[[int], Sequence[int | None]] | None = None
+    """Which storage unit each of so many groups goes to, as `allocate_rows` takes them."""
+    has_room: Callable[[], Awaitable[bool]] | None = None
+    """Whether storage takes more groups than those of one step, which it must take."""
     solved: str = ""
     """Which groups show that nothing is left to learn."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
@@ -87,6 +96,9 @@ class Gate:
     _chosen: Sample | None = None  # what the next `take` gives
     _drops_in_row: Counter[str] = field(default_factory=Counter)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def __post_init__(self) -> None:
+        self._row_ids = RowIds(self.next_row_id, self.num_units)
 
     @property
     def capacity(self) -> int:
@@ -112,22 +124,32 @@ class Gate:
             **self.prompts.state(),
         }
 
-    def allocate_rows(self, count: int) -> tuple[int, ...]:
-        """Row ids that were never used before, also for evaluations and checks."""
-        first, self.next_row_id = self.next_row_id, self.next_row_id + count
-        return tuple(range(first, first + count))
+    def allocate_rows(self, count: int, unit: int | None = None) -> tuple[int, ...]:
+        """Row ids that were never used before, also for evaluations and checks; of rows in one
+        storage unit, or without one spread over all."""
+        row_ids = self._row_ids.take(count, unit)
+        self.next_row_id = self._row_ids.end
+        return row_ids
 
     async def admit(self) -> list[Group]:
         """Wait for a free slot, then open a group for one prompt per free slot.
 
         Prompts are drawn only now, so what was drawn is always either open or done.
         """
-        async with self._changed:
+        while True:
             with self.spans.span("gate", "wait"):
-                await self._changed.wait_for(
-                    lambda: self._num_open < self.capacity and not self.solved
-                )
-            return [self._open(next(self.prompts)) for _ in range(self.capacity - self._num_open)]
+                async with self._changed:
+                    await self._changed.wait_for(
+                        lambda: self._num_open < self.capacity and not self.solved
+                    )
+                has_room = self.has_room is None or await self.has_room()
+            limit = self.capacity if has_room else min(self.capacity, self.groups_per_step)
+            num_free = limit - self._num_open
+            if num_free > 0 and not self.solved:
+                units = self.plan_units(num_free) if self.plan_units else [None] * num_free
+                return [self._open(next(self.prompts), unit) for unit in units]
+            with self.spans.span("gate", "wait"):
+                await asyncio.sleep(ROOM_PAUSE_S)
 
     async def settle(self, group: Group, advantages: tuple[float, ...]) -> None:
         """The group is scored and trainable: it may be consumed, in its order."""
@@ -228,12 +250,12 @@ class Gate:
     def _consumed(self, taken: list[Group]) -> list[Group]:
         return [group for group in taken if group.group_id not in self._kept]
 
-    def _open(self, prompt: Prompt) -> Group:
+    def _open(self, prompt: Prompt, unit: int | None) -> Group:
         step = self.version + self._num_open // self.groups_per_step  # used then at the latest
         group = Group(
             group_id=self.next_group_id,
             prompt=prompt,
-            row_ids=self.allocate_rows(self.rollouts_per_group),
+            row_ids=self.allocate_rows(self.rollouts_per_group, unit),
             min_version=max(0, self.oldest_version(step)),
         )
         self.next_group_id += 1

@@ -14,6 +14,7 @@ from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.build import build_controller
 from llamarl.config import (
     CheckpointConfig,
+    ClusterConfig,
     Config,
     EmbeddedConfig,
     EvaluationConfig,
@@ -22,6 +23,7 @@ from llamarl.config import (
     SamplingConfig,
     StalenessConfig,
     TrainerConfig,
+    WeightsConfig,
 )
 from llamarl.executor_groups import name_executor
 from llamarl.executors.specs import StorageSpec
@@ -185,6 +187,7 @@ class Loop:
     exports: bool = False
     save_s: float = 600.0
     num_held_out: int = 0
+    num_hosts: int = 1
     num_replicas: int = 1
     num_collectors: int = 0
     max_num_seqs: int = 64
@@ -210,6 +213,7 @@ class Loop:
             failed_share=self.failed_share,
             stage_drop_share=self.stage_drop_share,
             length_of=self.length,
+            row_step=self.num_hosts,
         )
         self.config = self._config()
         rollouts = StoredRollouts(self.faults)
@@ -253,6 +257,10 @@ class Loop:
                 warmup_steps=0,
             ),
             placement=PlacementConfig(colocated=self.is_colocated),
+            cluster=ClusterConfig(num_hosts=self.num_hosts),
+            weights=WeightsConfig(
+                transport="shared_memory" if self.num_hosts == 1 else "collective"
+            ),
             sampling=SamplingConfig(
                 rollouts_per_prompt=self.rollouts_per_prompt,
                 max_tokens=512,

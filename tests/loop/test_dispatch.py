@@ -59,7 +59,7 @@ class Play:
             faults={f"generator-{i}": faults for i in range(NUM_REPLICAS)},
         )
         self.storage, self.replicas = loop.storage, loop.executors.generators
-        self.dispatch = make_dispatch(loop.executors)
+        self.dispatch = make_dispatch(loop.config, loop.executors)
         self.versions = dict.fromkeys(self.replicas, 0)
         for index, replica in self.replicas.items():
             await replica.call_one.commit(0, 0)
@@ -176,7 +176,7 @@ def test_every_rollout_stops_exactly_once_whatever_happens_to_the_replicas(
 def test_losing_the_last_replica_is_an_error_of_collect(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         loop = Loop(length=five_tokens, faults={"generator-0": Faults(dies_at_s=0.02)})
-        dispatch = make_dispatch(loop.executors)
+        dispatch = make_dispatch(loop.config, loop.executors)
         await loop.process("generator-0").call_one.commit(0, 0)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
@@ -206,7 +206,7 @@ def test_a_lost_storage_unit_is_named_and_costs_no_replica(
             num_collectors=num_collectors,
             faults={"generator-0": faults, "generator-1": faults},
         )
-        dispatch = make_dispatch(loop.executors)
+        dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
         with pytest.raises(GroupLost, match="lost executor storage-1: killed"):
@@ -223,7 +223,7 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
 ):
     async def main() -> None:
         loop = Loop(num_replicas=2, length=five_tokens)
-        dispatch = make_dispatch(loop.executors)
+        dispatch = make_dispatch(loop.config, loop.executors)
         for index, replica in loop.executors.generators.items():
             await replica.call_one.commit(5, 0)
             dispatch.committed(index, 5)

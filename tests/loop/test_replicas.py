@@ -22,7 +22,8 @@ from tests.loop.test_loop import first_error, four_tokens, one_token
 
 def test_requests_go_to_the_least_loaded_of_those_that_are_new_enough_or_soon_will_be() -> None:
     async def main() -> list[list[int]]:
-        dispatch = make_dispatch(Loop(num_replicas=4, length=one_token).executors)
+        loop = Loop(num_replicas=4, length=one_token)
+        dispatch = make_dispatch(loop.config, loop.executors)
         for index, version in ((0, 3), (1, 4), (2, 5), (3, 5)):
             dispatch.committed(index, version)
         for row_id, max_tokens in enumerate((20, 20, 20, 1, 2, 3, 4)):
@@ -63,7 +64,7 @@ def test_a_replica_that_wakes_after_it_was_given_up_spoils_nothing(
         silent, other = loop.process("generator-0"), loop.process("generator-1")
         await silent.call_one.commit(0, 0)
         await other.call_one.commit(3, 0)
-        dispatch = make_dispatch(loop.executors)
+        dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
         rows = await dispatch.collect()
@@ -92,7 +93,7 @@ def test_a_replica_given_up_by_a_publish_reports_no_more_rollouts() -> None:
         )
         for replica in loop.executors.generators.values():
             await replica.call_one.commit(0, 0)
-        dispatch = make_dispatch(loop.executors)
+        dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=7, prompt_ids=(1,), sampling=Sampling(max_tokens=1), seed=0)
         await dispatch.submit([request])
         dispatch.lost(0, TimeoutError("commit took too long"))
@@ -117,7 +118,7 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
         loop.process("generator-0").watch = lost_after_10_s  # type: ignore[method-assign]
         for replica in loop.executors.generators.values():
             await replica.call_one.commit(0, 0)
-        dispatch = make_dispatch(loop.executors)
+        dispatch = make_dispatch(loop.config, loop.executors)
         requests = [
             Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=1), seed=0)
             for i in (7, 8)

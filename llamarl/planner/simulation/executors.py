@@ -47,6 +47,9 @@ class SimulatedStorage(SimulatedExecutor):
         await self._serve("retire_rows", row_ids)
         self._rollouts.forget(row_ids)
 
+    async def usage(self) -> dict[str, int]:
+        return {"num_rows": 0, "memory_bytes": 0, "spilled_bytes": 0, "is_full": 0}
+
     async def _serve(self, name: str, row_ids: list[int]) -> None:
         await self._travel()
         with self._timeline.bar("storage", name):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.config import Config
+from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.experience.columns import NUMBER
 from llamarl.experience.graph import Stage
 from llamarl.types import Prompt, Request, Score, ScoreStatus, StageResult
@@ -30,16 +31,18 @@ class Workload:
     lengths: tuple[int, ...]
     prompt_tokens: int
     equal_share: float = 0.0
+    row_step: int = 1
+    """By which the row ids of a group differ: `loop/placement.py` decides."""
 
     def length(self, request: Request) -> int:
         """Tokens that this rollout will have."""
         return self.lengths[request.seed % len(self.lengths)]
 
     def score(self, row_id: int, prompt: Prompt) -> Score:
-        """1 for rows with odd numbers and 0 for the others; 0 for all rows of `equal_share` of the
-        groups."""
+        """1 for every second row of a group and 0 for the others; 0 for all rows of
+        `equal_share` of the groups."""
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
-        reward = 0.0 if spread(number) < self.equal_share else float(row_id % 2)
+        reward = 0.0 if spread(number) < self.equal_share else float(row_id // self.row_step % 2)
         return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
 
     def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
@@ -74,4 +77,9 @@ def make_workload(
         logarithms = np.minimum(draws, math.log(config.sampling.max_tokens))
         lengths = np.round(np.exp(logarithms)).astype(int).tolist()
     cut = tuple(min(max(1, int(n)), config.sampling.max_tokens) for n in lengths)
-    return Workload(lengths=cut, prompt_tokens=config.plan.prompt_tokens, equal_share=equal_share)
+    return Workload(
+        lengths=cut,
+        prompt_tokens=config.plan.prompt_tokens,
+        equal_share=equal_share,
+        row_step=num_storage_units(config) if units_near(config) else 1,
+    )
