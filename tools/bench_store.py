@@ -8,7 +8,8 @@ token, a reward; lengths vary) into storage units, which are processes, and note
 consumer processes take rows, each row exactly once, and get their columns. A consumer has its rows
 when every column is one array in its own memory. Rows per second are those of the whole flow while
 producer and consumers run together: from the first write to the last row in a consumer's memory.
-What each part takes is measured with the producer first and the consumers after it. Opening the
+What each part takes is measured with the producer first and the consumers after it; "units" is the
+CPU time of all units, which says how busy they were and what another could give. Opening the
 rows in the controller before, and freeing them in the end, is not counted.
 
 The rival is TransferQueue in the environment of `make rivals`, without it only our side is
@@ -93,7 +94,7 @@ class Result:
         )
 
 
-PARTS = ("put", "notify", "take", "get")
+PARTS = ("put", "notify", "take", "get", "units")
 HEADING = (
     f"{'':14} units consumers tokens batch     rows/s    GB/s  "
     + " ".join(f"{part:>8}" for part in PARTS)

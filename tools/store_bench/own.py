@@ -6,6 +6,8 @@ Owns: the processes. Does not own: rows (`rows.py`), exclusive taking (`taking.p
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from store_bench.rows import (
     Work,
     calm_gc,
     check,
+    cpu_s,
     digest,
     join,
     make_rows,
@@ -31,6 +34,7 @@ from store_bench.rows import (
 from store_bench.taking import TakeClient, TakeServer
 
 NAMES = list(DTYPES)
+PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +156,7 @@ class OwnStore:
             Unit(group.name, group.call_one, str(unit.socket))
             for group, unit in zip(groups, units, strict=True)
         ]
+        self._pids = [_peer(str(unit.socket)) for unit in units]
         stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
         spec = RoleSpec(stores=stores, takes=self._path)
         self._producer, *self._consumers = await asyncio.gather(
@@ -171,6 +176,7 @@ class OwnStore:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
         self._server.begin(range(first_row, self._next_row))
+        before_s = cpu_s(self._pids)
         putting = asyncio.create_task(producer.put(num_units, first_row))
         if not is_streamed:
             await putting
@@ -181,11 +187,22 @@ class OwnStore:
             )
         )
         put, notify_s = await putting
+        units_s = cpu_s(self._pids) - before_s
         if is_checked:
             check(work, self._digest, taken)
-        return times(put, notify_s, taken, await producer.clear(num_units, first_row))
+        clear_s = await producer.clear(num_units, first_row)
+        return times(put, notify_s, taken, units_s, clear_s)
 
     async def stop(self) -> None:
         """End all processes."""
         self._server.close()
         await self._cluster.stop()
+
+
+def _peer(path: str) -> int:
+    """The process that listens at this socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(path)
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    pid, _, _ = PEER.unpack(peer)
+    return pid

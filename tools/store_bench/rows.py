@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -96,11 +97,22 @@ def check(work: Work, expected_digest: int, taken: Sequence[Taken]) -> None:
         raise RuntimeError("the rows that consumers got are not those that were put")
 
 
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU time of all threads of these processes so far."""
+    files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
 def times(
-    put: tuple[float, float], notify_s: float, taken: Sequence[Taken], clear_s: float
+    put: tuple[float, float],
+    notify_s: float,
+    taken: Sequence[Taken],
+    units_s: float,
+    clear_s: float,
 ) -> dict[str, float]:
     """Of all rows. `flow_s` is from the first put to the last row in a consumer's memory; `take_s`
-    and `get_s` are of a consumer, on average; `put_s` holds `notify_s`."""
+    and `get_s` are of a consumer, on average; `put_s` holds `notify_s`; `units_s` is CPU time of
+    all units."""
     start_s, end_s = put
     return {
         "flow_s": max(each.end_s for each in taken) - start_s,
@@ -108,6 +120,7 @@ def times(
         "notify_s": notify_s,
         "take_s": sum(each.take_s for each in taken) / len(taken),
         "get_s": sum(each.get_s for each in taken) / len(taken),
+        "units_s": units_s,
         "clear_s": clear_s,
     }
 

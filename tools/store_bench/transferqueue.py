@@ -31,6 +31,7 @@ import time
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from tensordict import NonTensorStack, TensorDict
 from weights_bench.processes import Remote, call_all
@@ -42,6 +43,7 @@ from store_bench.rows import (
     Work,
     calm_gc,
     check,
+    cpu_s,
     digest,
     join,
     make_rows,
@@ -50,6 +52,7 @@ from store_bench.rows import (
 
 NAMES = list(DTYPES)
 FIXED = ("prompt_ids", "reward")  # columns whose cells have one length
+UNIT_PROCESS = "ray::SimpleStorageUnit"
 EMPTY_PAUSE_S = 0.002  # after a take that found too few rows
 SETTINGS = {
     "TQ_NUM_THREADS": "1",
@@ -228,6 +231,11 @@ class Cluster:
             Remote(Consumer, f"consumer{number}", config, self._left)
             for number in range(num_consumers)
         ]
+        self._pids = [
+            process.pid
+            for process in psutil.Process().children(recursive=True)
+            if process.cmdline()[:1] == [UNIT_PROCESS]
+        ]
         self._prepared: Work | None = None
         self._digest = 0
         self._num_runs = 0
@@ -241,16 +249,18 @@ class Cluster:
         partition = f"run{self._num_runs}"
         self._left.value = work.rows
         await self._producer.call("open", partition)
+        before_s = cpu_s(self._pids)
         putting = asyncio.create_task(self._producer.call("put", work.depth))
         if not is_streamed:
             await putting
         consumers = self._consumers[: work.consumers]
         taken = await call_all(consumers, "take", partition, work, is_checked)
         put, notify_s = await putting
+        units_s = cpu_s(self._pids) - before_s
         if is_checked:
             check(work, self._digest, taken)
         clear_s = await self._producer.call("clear", partition)
-        return times(put, notify_s, taken, clear_s)
+        return times(put, notify_s, taken, units_s, clear_s)
 
     def close(self) -> None:
         """End all processes."""
