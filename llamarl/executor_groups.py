@@ -20,6 +20,7 @@ from llamarl.config.rank_assignment import Device, assign, companions, num_stora
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.executors.specs import (
     CollectorSpec,
+    ExternalSpec,
     GeneratorSpec,
     ReferenceSpec,
     ScorerSpec,
@@ -37,6 +38,7 @@ from llamarl.experience.graph import (
     Graph,
     Stage,
 )
+from llamarl.experience.loader import SOCKETS
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
 from llamarl.metrics.startup import ReportState
@@ -232,6 +234,15 @@ def _stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, ru
             rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{uuid.uuid4().hex[:8]}",
             config=config.trainer,
             sampling=config.sampling,
+            storage=storage,
+        )
+    if stage.is_external:
+        units = _storage_specs(config, run_dir)
+        return ExternalSpec(
+            stage=stage,
+            socket=f"{run_dir}/{SOCKETS}/{stage.name}",
+            units=tuple((f"storage-{unit.unit}", str(unit.socket)) for unit in units),
+            tokenizer=inputs.tokenizer_folder,
             storage=storage,
         )
     if stage.name == SCORE:

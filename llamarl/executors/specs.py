@@ -122,6 +122,20 @@ class StageSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExternalSpec:
+    """Of a stage that runs External, at `socket`. `units` are names and socket paths of the storage
+    units, which consumers read from; `tokenizer` is a folder with tokenizer files."""
+
+    executor: ClassVar[str] = "llamarl.executors.external:ExternalExecutor"
+
+    stage: Stage
+    socket: str
+    units: tuple[tuple[str, str], ...]
+    tokenizer: str
+    storage: Storage
+
+
+@dataclass(frozen=True, kw_only=True)
 class StorageSpec:
     """Retired rows of storage unit `unit` go to `archive_folder/rollouts-<unit>.jsonl` (None:
     nowhere), with their tokens and log-probs if `archive_tokens`. Clients on the unit's host find
@@ -153,6 +167,7 @@ Spec = (
     | ReferenceSpec
     | ScorerSpec
     | StageSpec
+    | ExternalSpec
     | StorageSpec
     | CollectorSpec
 )

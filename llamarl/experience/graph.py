@@ -25,7 +25,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from llamarl.config import Config
-from llamarl.config.check import require
+from llamarl.config.check import require, require_choice
 from llamarl.experience.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, Column
 from llamarl.types import (
     GENERATOR_LOGPROBS,
@@ -77,23 +77,38 @@ class FrozenModel:
     checkpoint: str
 
 
+@dataclass(frozen=True, slots=True)
+class External:
+    """Processes outside the run take the rollouts, at a socket in the run's folder, and write what
+    the stage writes: see `experience/loader.py`.
+
+    `sampler` is a name in `samplers.SAMPLERS`. If the consumer has data ranks, each gets its share
+    of every batch, and `num_peers` processes of one rank get the same. What is taken must be
+    finished within the stage's `timeout_s`; then others get it.
+    """
+
+    sampler: str = "admission"
+    num_data_ranks: int = 1
+    num_peers: int = 1
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Stage:
     """A node of the graph: `run` computes the columns `writes` of each rollout from `reads`.
 
     `run` is a function of task.py, which gets what it reads as arguments in that order and returns
-    what it writes (several as a tuple), or a FrozenModel. It may return a `Drop` instead; one that
-    writes nothing only drops. `per="group"`: it gets the rollouts of a whole group at once, a list
-    per argument, and returns a list per column. It runs in `workers` processes of its own; a call
-    that takes longer than `timeout_s` is ended. Its rollout is then dropped, as when the function
-    raises; more than `max_failure_rate` of the last 1000 such failures end the run.
+    what it writes (several as a tuple), a FrozenModel, or External. It may return a `Drop` instead;
+    one that writes nothing only drops. `per="group"`: it gets the rollouts of a whole group at
+    once, a list per argument, and returns a list per column. It runs in `workers` processes of its
+    own; a call that takes longer than `timeout_s` is ended. Its rollout is then dropped, as when
+    the function raises; if more than `max_failure_rate` of the last 1000 calls fail, the run ends.
 
     `reads` are columns, "prompt" (the `types.Prompt`) and "completion" (the response as text).
     `writes` names numbers, or has a `Column` for what is one entry per response token.
     """
 
     name: str
-    run: Callable[..., Any] | FrozenModel | str
+    run: Callable[..., Any] | FrozenModel | External | str
     reads: tuple[str, ...]
     writes: tuple[Column, ...]
     per: str
@@ -104,7 +119,7 @@ class Stage:
     def __init__(
         self,
         name: str,
-        run: Callable[..., Any] | FrozenModel | str,
+        run: Callable[..., Any] | FrozenModel | External | str,
         reads: Sequence[str] = (),
         writes: Sequence[str | Column] = (),
         per: str = ROLLOUT,
@@ -137,6 +152,11 @@ class Stage:
         values = (name, run, tuple(reads), tuple(columns), per, workers, timeout_s)
         for key, value in zip(self.__slots__, (*values, max_failure_rate), strict=True):
             object.__setattr__(self, key, value)
+
+    @property
+    def is_external(self) -> bool:
+        """True if processes outside the run do its work."""
+        return isinstance(self.run, External)
 
     @property
     def is_model(self) -> bool:
@@ -198,6 +218,8 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
         _check_reads(stage, writers)
     for stage in own:
         _check_own(stage, stages)
+        if isinstance(stage.run, External):
+            _check_external(stage, stage.run, config)
     _check_kinds(stages)
     needs = _needs(stages, writers)
     return Graph({name: stages[name] for name in _in_order(needs)}, needs)
@@ -246,6 +268,20 @@ def _check_reads(stage: Stage, writers: Mapping[str, str]) -> None:
         where = keys.get(stage.name, f"reads of stage {stage.name}")
         names = ", ".join(sorted(writers.keys() | DERIVED.keys()))
         require(name in writers, where, f"name columns that some stage writes ({names})", name)
+
+
+def _check_external(stage: Stage, external: External, config: Config) -> None:
+    """ValueError unless consumers can take this stage's rollouts."""
+    where = f"External of stage {stage.name}"
+    sampler = f"sampler of {where}"
+    require_choice(sampler, external.sampler, ("admission", "token_balanced", "rank_aware"))
+    for name in ("num_data_ranks", "num_peers"):
+        value = getattr(external, name)
+        require(isinstance(value, int) and value >= 1, f"{name} of {where}", "be at least 1", value)
+    backend = config.cluster.backend
+    require(backend == "monarch", "cluster.backend", f"be monarch for {where}", backend)
+    must = f"be 1 for {where} (its consumers read storage units on their own host)"
+    require(config.cluster.size == 1, "cluster.num_hosts", must, config.cluster.size)
 
 
 def _check_own(stage: Stage, stages: Mapping[str, Stage]) -> None:

@@ -90,9 +90,11 @@ def group_complete(ready: Sequence[ReadyItem], count: int) -> Sample:
 
 def token_balanced(ready: Sequence[ReadyItem], count: int, ranks: Ranks) -> Sample:
     """The oldest `count`, those of the first data rank first: ranks get equally many, and nearly
-    equal costs by their tokens and attention. ValueError unless `count` is a multiple of the ranks.
+    equal costs by their tokens and attention; or one or none. ValueError for another `count`.
     """
     num_ranks = ranks.num_data_ranks
+    if count < num_ranks:
+        return admission(ready, count)
     require(count % num_ranks == 0, "count", f"be a multiple of the {num_ranks} data ranks", count)
     if len(ready) < count:
         return [], []
@@ -197,21 +199,23 @@ class RankAware:
         data_rank: int,
         peer: int,
         batch_index: int,
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int] | None, list[int]]:
         """(At most `count` items for this process, what is consumed by drawing the batch).
 
-        Nothing is taken while too few items are ready. Only the first answer of a batch consumes
-        anything, and that is the whole batch: no other may get it, though some have yet to ask. A
-        process may ask again, until all have their answer; then RuntimeError.
+        None while nothing is ready. No batch waits to be full: ranks get equally many of what is
+        ready, or one or none each where there are fewer items than ranks. Only the first answer of
+        a batch consumes anything, and that is the whole batch: no other may get it, though some
+        have yet to ask. A process may ask again, until all have their answer; then RuntimeError.
         """
         if batch_index < self._num_over:
             raise RuntimeError(f"batch {batch_index} must not be asked for again: all have it")
         consumed: list[int] = []
         if batch_index not in self._shares:
             num_shares = self._ranks.num_data_ranks
-            taken, consumed = draw(self._sampler, ready, count * num_shares)
+            per_rank = min(count, len(ready) // num_shares)
+            taken, consumed = draw(self._sampler, ready, per_rank * num_shares or len(ready))
             if not taken:
-                return [], []
+                return None, []
             ends = [len(taken) * i // num_shares for i in range(num_shares + 1)]
             self._shares[batch_index] = [taken[start:end] for start, end in pairwise(ends)]
             peers = range(self._ranks.num_peers)

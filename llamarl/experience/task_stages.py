@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from llamarl.experience.columns import Column
-from llamarl.experience.graph import FrozenModel, Stage
+from llamarl.experience.graph import External, FrozenModel, Stage
 from llamarl.task_file import FILE, STAGES, line_of, load_module
 from llamarl.user_code.pool import Call, UserCode, run_once
 from llamarl.user_code.report import shown
@@ -59,7 +59,7 @@ def load(setup: dict[str, Any]) -> Callable[[None, list[str]], dict[str, Any]]:
     return describe
 
 
-def as_data(stage: Stage, run: str | dict[str, str]) -> dict[str, Any]:
+def as_data(stage: Stage, run: str | dict[str, Any]) -> dict[str, Any]:
     """The stage as JSON; `run` is what `from_data` makes its `run` of."""
     values = {field.name: getattr(stage, field.name) for field in fields(stage)}
     return {**values, "run": run, "writes": [asdict(column) for column in stage.writes]}
@@ -68,7 +68,8 @@ def as_data(stage: Stage, run: str | dict[str, str]) -> dict[str, Any]:
 def from_data(data: dict[str, Any]) -> Stage:
     """The inverse of `as_data`."""
     run, columns = data["run"], [Column(**column) for column in data["writes"]]
-    run = FrozenModel(**run) if isinstance(run, dict) else run
+    if isinstance(run, dict):
+        run = FrozenModel(**run) if "checkpoint" in run else External(**run)
     return Stage(**{**data, "run": run, "writes": columns})
 
 
@@ -92,15 +93,18 @@ def _named(module: ModuleType, source: str, names: Sequence[str]) -> list[Stage]
     return [found[defined.index(name)] for name in names]
 
 
-def _run_of(stage: Stage, module: ModuleType, source: str) -> str | dict[str, str]:
-    """The name of the stage's function in task.py, or what its FrozenModel is made from."""
+def _run_of(stage: Stage, module: ModuleType, source: str) -> str | dict[str, Any]:
+    """The name of the stage's function in task.py, or what its FrozenModel or External is made
+    from."""
     run, place = stage.run, f"{FILE}:{line_of(source, STAGES)}"
     if isinstance(run, FrozenModel):
         return {"checkpoint": str(run.checkpoint)}
+    if isinstance(run, External):
+        return asdict(run)
     name = next((key for key, value in vars(module).items() if value is run), None)
     if name is None or not callable(run) or isinstance(run, type):
         got = f"the function {run.__qualname__}" if inspect.isfunction(run) else shown(run)
-        must = f"run a FrozenModel or a function that {FILE} defines by name at its top level"
+        must = f"run a FrozenModel, External or a function {FILE} defines by name at its top level"
         raise ValueError(f"{place}: stage {stage.name} must {must}, got {got}")
     code = getattr(inspect.unwrap(run), "__code__", None)
     if code is not None and code.co_filename == FILE:

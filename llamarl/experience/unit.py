@@ -6,20 +6,17 @@ results and errors.
 """
 
 import asyncio
-import itertools
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llamarl.errors import GroupLost
-from llamarl.experience.channel import Channel, Packet
+from llamarl.experience.channel import Packet
+from llamarl.experience.connection import Connection
 from llamarl.experience.packed_columns import PackedColumns
-from llamarl.experience.server import rebuild, short_path
 from llamarl.experience.wire import Message, ints, read_found, write_message
 from llamarl.protocols import Storage
 from llamarl.types import Columns, Outcome
@@ -37,11 +34,9 @@ class Unit:
     def __init__(self, name: str, calls: Storage, path: str) -> None:
         self.name = name
         self._calls, self._path = calls, path
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None
         self._is_elsewhere = sys.platform != "linux"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Packet]] = {}
 
     def __reduce__(self) -> Any:
         return Unit, (self.name, self._calls, self._path)
@@ -86,54 +81,22 @@ class Unit:
         another event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop and not self._is_elsewhere:
-            self._loop, self._channel, self._waiting = loop, None, {}
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._loop = loop
             try:
-                with short_path(Path(self._path)) as address:
-                    connection.connect(address)
+                self._connection = Connection(self._path, self.name)
             except OSError:  # another host, or it has ended, which calls report
-                connection.close()
                 self._is_elsewhere = True
-            else:
-                self._channel = Channel(connection, self._receive, self._lose)
         return not self._is_elsewhere
 
     async def _ask(self, message: Message) -> Packet:
         """The answer; raises the error that it is. GroupLost if the unit ends before."""
-        header, body = message
-        number = next(self._numbers)
-        future = asyncio.get_running_loop().create_future()
-        if self._channel is None:
-            return await self._raise_lost()
-        self._waiting[number] = future
+        assert self._connection is not None
         try:
-            self._channel.send(header | {"number": number}, body)
-            packet: Packet = await future
+            return await self._connection.ask(message)
         except ConnectionError:
-            return await self._raise_lost()
-        finally:
-            self._waiting.pop(number, None)
-        if "error" in packet.header:
-            raise rebuild(packet.header, self.name)
-        return packet
-
-    async def _raise_lost(self) -> Packet:
-        with suppress(TimeoutError):  # a process that has ended may not be missed at once
-            await asyncio.wait_for(self._calls.usage(), REASON_LIMIT_S)
-        raise GroupLost(self.name, None, "it hung up during a call")
-
-    def _receive(self, packet: Packet) -> None:
-        future = self._waiting.get(packet.header["number"])
-        if future is None or future.done():  # who asked has been cancelled
-            packet.close()
-        else:
-            future.set_result(packet)
-
-    def _lose(self) -> None:
-        self._channel = None
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(ConnectionError(self.name))
+            with suppress(TimeoutError):  # a process that has ended may not be missed at once
+                await asyncio.wait_for(self._calls.usage(), REASON_LIMIT_S)
+            raise GroupLost(self.name, None, "it hung up during a call") from None
 
 
 def _pieces(columns: Columns, num_rows: int) -> Iterator[slice]:

@@ -52,6 +52,27 @@ def read_ids(packet: Packet) -> list[int]:
     return ids
 
 
+def columns_message(columns: Columns) -> tuple[list[list[str]], list[Buffer]]:
+    """(names and dtypes, body) of whole columns."""
+    lengths = np.array([[len(cell) for cell in cells] for cells in columns.values()], INT)
+    values = [np.concatenate(cells) if cells else np.empty(0) for cells in columns.values()]
+    names = [[name, each.dtype.str] for name, each in zip(columns, values, strict=True)]
+    return names, [lengths, *values]
+
+
+def read_columns(packet: Packet, num_rows: int) -> Columns:
+    """The inverse: the packet's header has `columns`."""
+    names, body = packet.header["columns"], packet.open_body()
+    start = INT.itemsize * len(names) * num_rows
+    lengths = np.frombuffer(body[:start], INT).reshape(len(names), num_rows)
+    columns: Columns = {}
+    for (name, dtype), each in zip(names, lengths, strict=True):
+        end = start + int(each.sum()) * np.dtype(dtype).itemsize
+        columns[name] = np.split(np.frombuffer(body[start:end], dtype), np.cumsum(each)[:-1])
+        start = end
+    return columns
+
+
 class Written:
     """A write as it arrived; `file` is (descriptor, bytes) if that is where the body lies."""
 

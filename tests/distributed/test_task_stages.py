@@ -115,16 +115,16 @@ HEAD = "from llamarl.experience.graph import Stage\n"
         (
             TASK,
             "lambda",
-            "task.py:17: stage lambda must run a FrozenModel or a function that task.py defines by "
-            "name at its top level, got the function <lambda>",
+            "task.py:17: stage lambda must run a FrozenModel, External or a function task.py "
+            "defines by name at its top level, got the function <lambda>",
         ),
         (TASK, "parse", "at its top level, got the function loads"),
         (
             HEAD
             + "def make():\n  def inner(): pass\n  return inner\nstages = [Stage('a', make())]",
             "a",
-            "task.py:5: stage a must run a FrozenModel or a function that task.py defines by name "
-            "at its top level, got the function make.<locals>.inner",
+            "task.py:5: stage a must run a FrozenModel, External or a function task.py "
+            "defines by name at its top level, got the function make.<locals>.inner",
         ),
         (HEAD + "stages = [Stage('a', 'b')]", "a", "at its top level, got 'b'"),
         (HEAD + "class A: pass\nstages = [Stage('a', A)]", "a", "got <class 'task.A'>"),

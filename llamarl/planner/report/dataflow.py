@@ -101,13 +101,15 @@ class Dataflow:
     def _runner(self, stage: Stage) -> str:
         if isinstance(stage.run, FrozenModel):
             return f"{stage.run.checkpoint} (frozen)"
+        if stage.is_external:
+            return "processes outside the run"
         executor = self.executors[stage.name]
         return executor if executor != stage.name else f"{stage.run} of task.py"
 
     def _processes(self, stage: Stage) -> str:
         num_ranks = sum(map(len, self._ranks(stage))) or 1
         runs_code = stage.name == SCORE or stage.name == self.executors[stage.name]
-        more = f" + {stage.workers}" * (runs_code and not stage.is_model)
+        more = f" + {stage.workers}" * (runs_code and not stage.is_model and not stage.is_external)
         return f"{num_ranks}{more}"
 
     def _devices(self, stage: Stage) -> str:

@@ -1,0 +1,245 @@
+"""A stage whose work is done outside the run: consumers take its rollouts at a socket.
+
+Owns: which consumer has which rollouts, and for how long; storing what they finish in time. Does
+not own: reading (consumers do that themselves), how batches are drawn (`experience/samplers.py`).
+Invariant: a rollout is with one consumer at a time, and has one result; what a consumer finishes
+after its lease has ended is refused.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llamarl.executors.failure_rate import FailureRate
+from llamarl.executors.specs import ExternalSpec
+from llamarl.executors.work_spans import WorkSpans
+from llamarl.experience.channel import Packet
+from llamarl.experience.graph import External
+from llamarl.experience.samplers import RankAware, Ranks, ReadyItem, make_sampler
+from llamarl.experience.server import Answer, UnitServer
+from llamarl.experience.task_stages import as_data
+from llamarl.experience.wire import read_columns
+from llamarl.metrics.span import Spans
+from llamarl.types import (
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    Columns,
+    Prompt,
+    ScoreStatus,
+    StageItem,
+    StageResult,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_LEASES = 3  # a rollout that so many consumers took and did not finish counts as hung
+PATIENCE_S = 30.0  # without a consumer, until the log says what the run waits for
+
+
+@dataclass(slots=True)
+class Work:
+    """A rollout, or a group, that a consumer is to process."""
+
+    row_ids: tuple[int, ...]
+    prompt: Prompt | None
+    ready: ReadyItem
+    results: asyncio.Future[list[StageResult]]
+    num_leases: int = 0
+
+
+@dataclass(slots=True)
+class Lease:
+    """What a consumer has taken, until `timer` ends it."""
+
+    works: list[Work]
+    timer: asyncio.TimerHandle = field(repr=False)
+
+
+class ExternalExecutor:
+    """protocols.Processor for one stage; calls of `process` may overlap."""
+
+    def __init__(self, spec: ExternalSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
+        stage, external = spec.stage, spec.stage.run
+        assert isinstance(external, External)
+        self._spec, self._stage = spec, stage
+        ranks = Ranks(num_data_ranks=external.num_data_ranks, num_peers=external.num_peers)
+        self._draw = RankAware(make_sampler(external.sampler, {}, ranks), ranks)
+        self._has_ranks = external.num_data_ranks * external.num_peers > 1
+        self._num_batches = 0  # each consumer without ranks takes the next one
+        self._needs_lengths = external.sampler == "token_balanced"
+        self._waiting: dict[int, Work] = {}  # by first row id, oldest first
+        self._drawn: dict[int, Work] = {}  # of a batch that a rank has yet to ask for
+        self._leases: dict[int, Lease] = {}
+        self._numbers = itertools.count()
+        self._changed = asyncio.Event()
+        self._server: UnitServer | None = None
+        self._warning: asyncio.TimerHandle | None = None
+        self._work = WorkSpans(spans, stage.name, "rows")
+        self._failures = FailureRate(
+            stage.max_failure_rate,
+            one=f"stage {stage.name}",
+            all_of_them=f"the rollouts of stage {stage.name}",
+            key="its max_failure_rate",
+        )
+
+    async def start(self) -> None:
+        """Listen at the socket. OSError if the run's folder cannot hold one."""
+        self._server = UnitServer(Path(self._spec.socket), self._answer)
+        self._work.start()
+
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
+        """One result per rollout, in order, once consumers have finished them all.
+
+        Raises UserCodeError if more than `max_failure_rate` of the last 1000 failed (judged after
+        50).
+        """
+        if self._warning is None:
+            self._warning = asyncio.get_running_loop().call_later(PATIENCE_S, self._warn)
+        lengths = await self._lengths(items)
+        works = [
+            self._admit(row_ids, prompt, tokens)
+            for (row_ids, prompt), tokens in zip(items, lengths, strict=True)
+        ]
+        with self._work.working(sum(len(work.row_ids) for work in works)):
+            results = [result for work in works for result in await work.results]
+        self._failures.add(results)
+        return results
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self._server is not None:
+            self._server.close()
+
+    def _admit(self, row_ids: tuple[int, ...], prompt: Prompt | None, tokens: int) -> Work:
+        ready = ReadyItem(
+            item_id=row_ids[0],
+            group_id=row_ids[0],
+            group_size=len(row_ids),
+            num_rollouts=len(row_ids),
+            num_prompt_tokens=0,
+            num_tokens=tokens,
+        )
+        future = asyncio.get_running_loop().create_future()
+        work = Work(row_ids, prompt, ready, future)
+        self._waiting[row_ids[0]] = work
+        self._changed.set()
+        return work
+
+    async def _lengths(self, items: Sequence[StageItem]) -> list[int]:
+        """Tokens of each item; 0 if the sampler does not ask."""
+        if not self._needs_lengths:
+            return [0] * len(items)
+        row_ids = [row_id for rows, _ in items for row_id in rows]
+        columns = await self._spec.storage.read(row_ids, [PROMPT_IDS, RESPONSE_IDS])
+        both = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
+        each = iter([len(prompt) + len(response) for prompt, response in both])
+        return [sum(itertools.islice(each, len(rows))) for rows, _ in items]
+
+    def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
+        """What a consumer asks."""
+        header = packet.header
+        if header["ask"] == "stage":
+            stage = as_data(self._stage, "external")
+            about = {"stage": stage, "units": self._spec.units, "tokenizer": self._spec.tokenizer}
+            return about, (), ()
+        if header["ask"] == "take":
+            return self._take(header)
+        columns = read_columns(packet, len(header["results"]))
+        return self._finish(header["lease"], header["results"], columns)
+
+    async def _take(self, header: dict[str, Any]) -> Answer:
+        """The next batch of this rank, once there is one."""
+        if self._warning is not None:
+            self._warning.cancel()
+        while True:
+            ready = [work.ready for work in self._waiting.values()]
+            share, consumed = self._draw.sample(
+                ready,
+                header["count"],
+                data_rank=header["data_rank"],
+                peer=header["peer"],
+                batch_index=header["batch"] if self._has_ranks else self._num_batches,
+            )
+            self._drawn |= {item_id: self._waiting.pop(item_id) for item_id in consumed}
+            if share is not None:
+                self._num_batches += 1
+                return self._lease(share, is_first=header["peer"] == 0)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _lease(self, share: Sequence[int], *, is_first: bool) -> Answer:
+        """Give these to a rank; its first peer finishes them, the others only see them."""
+        works = [self._drawn[item_id] for item_id in share if item_id in self._drawn]
+        number = next(self._numbers)
+        if is_first:
+            for work in works:
+                work.num_leases += 1
+            limit_s = self._stage.timeout_s
+            timer = asyncio.get_running_loop().call_later(limit_s, self._end_lease, number)
+            self._leases[number] = Lease(works, timer)
+        prompts = [_as_json(work.prompt) for work in works]
+        return {"lease": number, "items": [w.row_ids for w in works], "prompts": prompts}, (), ()
+
+    def _end_lease(self, number: int) -> None:
+        """Its time is over: what is in it goes to the next consumer that asks."""
+        works = self._leases.pop(number).works
+        name, limit_s = self._stage.name, self._stage.timeout_s
+        log.warning("stage %s: %d rollouts not finished in %g s", name, len(works), limit_s)
+        again: dict[int, Work] = {}
+        for work in works:
+            self._drawn.pop(work.row_ids[0], None)
+            if work.num_leases < MAX_LEASES:
+                again[work.row_ids[0]] = work
+                continue
+            why = f"must be finished within {limit_s:g} s (timeout_s), was not {MAX_LEASES} times"
+            error = f"a rollout of stage {name} {why}"
+            failed = [
+                StageResult(row_id=row_id, status=ScoreStatus.HUNG, error=error)
+                for row_id in work.row_ids
+            ]
+            work.results.set_result(failed)
+        self._waiting = again | self._waiting
+        self._changed.set()
+
+    async def _finish(self, number: int, results: list[dict[str, Any]], columns: Columns) -> Answer:
+        """Take the results of a lease, and store what it wrote. ValueError if it has ended, or they
+        are of other rollouts."""
+        lease = self._leases.get(number)
+        if lease is None:
+            limit_s = self._stage.timeout_s
+            raise ValueError(
+                f"a batch must be finished once, within {limit_s:g} s (timeout_s of stage "
+                f"{self._stage.name}): others may have its rollouts by now"
+            )
+        found = {each["row_id"]: StageResult(**each) for each in results}
+        wanted = [row_id for work in lease.works for row_id in work.row_ids]
+        if sorted(found) != sorted(wanted):
+            raise ValueError(f"results must be of rows {wanted}, got {sorted(found)}")
+        lease.timer.cancel()
+        del self._leases[number]
+        kept = [place for place, each in enumerate(results) if not each["reason"]]
+        if columns and kept:
+            cells = {name: [each[place] for place in kept] for name, each in columns.items()}
+            row_ids = [results[place]["row_id"] for place in kept]
+            await self._spec.storage.write(row_ids, cells)
+        for work in lease.works:
+            self._drawn.pop(work.row_ids[0], None)
+            work.results.set_result([found[row_id] for row_id in work.row_ids])
+        return {}, (), ()
+
+    def _warn(self) -> None:
+        log.warning(
+            "stage %s waits for a consumer: StageLoader(RUN, %r) in another process",
+            self._stage.name,
+            self._stage.name,
+        )
+
+
+def _as_json(prompt: Prompt | None) -> dict[str, Any] | None:
+    if prompt is None:
+        return None
+    return {name: getattr(prompt, name) for name in Prompt.__slots__}

@@ -1,0 +1,239 @@
+"""A stage's rollouts for a process outside the run, as PyTorch's DataLoader gives batches.
+
+Owns: taking rollouts of a stage that runs `External`, reading their columns, handing over what the
+stage writes. Does not own: which consumer gets what (`executors/external.py`), storage.
+Invariant: a batch that is not finished in time, or whose process dies, goes to another consumer.
+
+    from llamarl.experience.loader import StageLoader
+
+    for batch in StageLoader("outputs/run", "judge", batch_size=32):
+        batch.finish(quality=[grade(text) for text in batch["completion"]])
+
+It must run on a host of the run, as the run's user: arrays come through shared memory.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import numpy as np
+
+from llamarl.config.check import require
+from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD
+from llamarl.experience.connection import Connection
+from llamarl.experience.graph import Stage
+from llamarl.experience.store import Store
+from llamarl.experience.task_stages import from_data
+from llamarl.experience.unit import Unit
+from llamarl.experience.wire import columns_message
+from llamarl.protocols import Storage
+from llamarl.types import RESPONSE_IDS, Columns, Prompt
+
+SOCKETS = ".rendezvous-stages"  # folder in the run's, of a socket per stage
+RETRY_S = 0.2
+
+T = TypeVar("T")
+
+
+class StageBatch(Mapping[str, list[Any]]):
+    """Rollouts of a stage: by column, one entry per rollout.
+
+    A column that is one number gives floats, any other arrays; "prompt" gives `types.Prompt`s and
+    "completion" texts. `row_ids` names the rollouts, `groups` how many of them, one after another,
+    belong to each item: 1, or with per="group" those of a group.
+    """
+
+    def __init__(
+        self,
+        loader: "StageLoader",
+        lease: int,
+        items: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> None:
+        self.row_ids = [row_id for item in items for row_id in item]
+        self.groups = [len(item) for item in items]
+        self._loader, self._lease, self._columns = loader, lease, columns
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def finish(
+        self,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        drop: Mapping[int, str] | None = None,
+        **more: Sequence[Any],
+    ) -> None:
+        """Write what the stage writes, one entry per rollout, and hand the batch back.
+
+        `drop` has the reason for each row that is not to be trained on. ValueError for other
+        columns or lengths, and if the batch was not finished in time.
+        """
+        self._loader.finish(self._lease, self.row_ids, {**(columns or {}), **more}, drop or {})
+
+
+class StageLoader:
+    """Iterates over the batches of one stage, until the run ends.
+
+    `batch_size` counts items: rollouts, or groups with per="group". `prefetch` batches are read
+    ahead; the stage's timeout_s runs for them too. A consumer with ranks gives each process its
+    `data_rank` and its place `peer` among those that get the same; only peer 0 may `finish`. The
+    run may start up to `wait_s` later than the loader.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        stage: str,
+        *,
+        batch_size: int = 8,
+        prefetch: int = 2,
+        data_rank: int = 0,
+        peer: int = 0,
+        wait_s: float = 60.0,
+    ) -> None:
+        for key, value, least in (("batch_size", batch_size, 1), ("prefetch", prefetch, 1)):
+            require(value >= least, key, f"be at least {least}", value)
+        self._path, self._name = Path(run_dir, SOCKETS, stage), stage
+        self._who = {"count": batch_size, "data_rank": data_rank, "peer": peer}
+        self._batches: queue.Queue[StageBatch | Exception | None] = queue.Queue(prefetch)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._tokenizer: Tokenizer | None = None
+        try:
+            self.stage: Stage = self._wait(self._connect(wait_s))
+        except BaseException:
+            self.close()
+            raise
+        self._taking = asyncio.run_coroutine_threadsafe(self._take_all(), self._loop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StageBatch]:
+        while (batch := self._batches.get()) is not None:
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    def finish(
+        self,
+        lease: int,
+        row_ids: list[int],
+        columns: Mapping[str, Sequence[Any]],
+        drop: Mapping[int, str],
+    ) -> None:
+        """See `StageBatch.finish`."""
+        written = {column.name: column for column in self.stage.writes}
+        require(columns.keys() == written.keys(), "columns", f"be {[*written]}", [*columns])
+        arrays: Columns = {}
+        for name, entries in columns.items():
+            require(
+                len(entries) == len(row_ids), name, f"have {len(row_ids)} entries", len(entries)
+            )
+            is_number = written[name].length == NUMBER
+            shaped = [np.atleast_1d(np.asarray(each, written[name].dtype)) for each in entries]
+            is_right = all(len(each) == 1 for each in shaped) or not is_number
+            require(is_right, name, "have one number per rollout", [each.shape for each in shaped])
+            arrays[name] = shaped
+        numbers = {name for name in columns if written[name].length == NUMBER}
+        results = [
+            {
+                "row_id": row_id,
+                "numbers": {name: float(arrays[name][place][0]) for name in numbers},
+                "reason": drop.get(row_id, ""),
+            }
+            for place, row_id in enumerate(row_ids)
+        ]
+        self._wait(self._finish(lease, arrays, results))
+
+    def close(self) -> None:
+        """Hang up; what was taken and not finished goes to others once its time is over."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _connect(self, wait_s: float) -> Stage:
+        end_s = time.monotonic() + wait_s
+        while True:
+            try:
+                self._connection = Connection(self._path, f"stage {self._name}")
+                break
+            except OSError as error:
+                if time.monotonic() > end_s:
+                    raise ValueError(
+                        f"stage {self._name} must run External in the run, got no socket at "
+                        f"{self._path}: {error}"
+                    ) from error
+                await asyncio.sleep(RETRY_S)
+        about = (await self._connection.ask(({"ask": "stage"}, []))).header
+        self._store = Store(
+            [Unit(name, cast(Storage, _NoCalls()), path) for name, path in about["units"]]
+        )
+        stage = from_data(about["stage"])
+        if COMPLETION in stage.reads:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, about["tokenizer"])
+        return stage
+
+    async def _take_all(self) -> None:
+        """Batch after batch, into a queue that holds `prefetch` of them."""
+        number = 0
+        while True:
+            try:
+                batch = await self._take(number)
+            except ConnectionError:  # the run has ended
+                return await asyncio.to_thread(self._batches.put, None)
+            except Exception as error:  # noqa: BLE001 - raised in the consumer's loop
+                return await asyncio.to_thread(self._batches.put, error)
+            await asyncio.to_thread(self._batches.put, batch)
+            number += 1
+
+    async def _take(self, number: int) -> StageBatch:
+        answer = await self._connection.ask(({"ask": "take", "batch": number, **self._who}, []))
+        lease, items, prompts = (answer.header[key] for key in ("lease", "items", "prompts"))
+        row_ids = [row_id for item in items for row_id in item]
+        reads = self.stage.reads
+        stored = dict.fromkeys(DERIVED.get(name, name) for name in reads if name != PROMPT_RECORD)
+        columns: dict[str, list[Any]] = {**await self._store.read(row_ids, list(stored))}
+        found = {name: columns[name] for name in reads if name in columns}
+        if self._tokenizer is not None:
+            found[COMPLETION] = [self._tokenizer.decode(ids) for ids in columns[RESPONSE_IDS]]
+        if PROMPT_RECORD in reads:
+            pairs = zip(items, prompts, strict=True)
+            found[PROMPT_RECORD] = [_prompt(prompt) for item, prompt in pairs for _ in item]
+        return StageBatch(self, lease, items, found)
+
+    async def _finish(self, lease: int, columns: Columns, results: list[dict[str, Any]]) -> None:
+        names, arrays = columns_message(columns)
+        header = {"ask": "finish", "lease": lease, "results": results, "columns": names}
+        (await self._connection.ask((header, arrays))).close()
+
+
+def _prompt(fields: dict[str, Any]) -> Prompt:
+    return Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+
+
+class _NoCalls:
+    """What a unit's client falls back to on another host, where a loader cannot run."""
+
+    async def usage(self) -> dict[str, int]:
+        raise ConnectionError("storage units must be on the loader's host")
+
+    write = read = retire = usage

@@ -1,0 +1,282 @@
+"""A stage whose work consumers outside the run do: executor, storage unit and sockets are real."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.errors import UserCodeError
+from llamarl.executors.external import ExternalExecutor
+from llamarl.executors.specs import ExternalSpec, StorageSpec
+from llamarl.executors.storage import StorageExecutor
+from llamarl.experience.columns import Column
+from llamarl.experience.graph import External, Stage
+from llamarl.experience.loader import SOCKETS, StageBatch, StageLoader
+from llamarl.experience.store import Store
+from llamarl.experience.unit import Unit
+from llamarl.metrics.span import Spans
+from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Prompt, ScoreStatus, StageItem, StageResult
+
+PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})
+READS = ("prompt", RESPONSE_IDS)
+NUM_ROWS = 40
+
+
+class Run:
+    """The executors of a run with one external stage, in this process."""
+
+    def __init__(self, folder: Path, stage: Stage) -> None:
+        self.folder = folder
+        socket = str(folder / "units" / "0")
+        spec = StorageSpec(
+            unit=0,
+            archive_folder=None,
+            archive_tokens=False,
+            socket=socket,
+            spill_folder=str(folder / "spill"),
+            max_bytes=0,
+        )
+        place: dict[str, Any] = {"rank": 0, "num_ranks": 1, "spans": Spans("x", None)}
+        self.unit = StorageExecutor(spec, **place)
+        self.store = Store([Unit("storage-0", self.unit, socket)])
+        self.stage = ExternalExecutor(
+            ExternalSpec(
+                stage=stage,
+                socket=str(folder / SOCKETS / stage.name),
+                units=(("storage-0", socket),),
+                tokenizer="",
+                storage=self.store,
+            ),
+            **place,
+        )
+
+    async def __aenter__(self) -> Run:
+        await self.unit.start()
+        await self.stage.start()
+        lengths = [1 + 7 * i % 40 for i in range(NUM_ROWS)]
+        cells = [np.arange(length, dtype=np.int32) for length in lengths]
+        prompts = [np.array(PROMPT.token_ids, np.int32)] * NUM_ROWS
+        rows = list(range(NUM_ROWS))
+        await self.store.write(rows, {RESPONSE_IDS: cells, PROMPT_IDS: prompts})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stage.close()
+        await self.unit.close()
+
+    async def written(self, name: str, row_ids: list[int]) -> list[list[float]]:
+        cells = (await self.store.read(row_ids, [name]))[name]
+        return [cell.tolist() for cell in cells]
+
+
+def make(external: External | None = None, **more: Any) -> Stage:
+    options = {"writes": ["quality"], "timeout_s": 60.0, "max_failure_rate": 1.0, **more}
+    return Stage("judge", external or External(), READS, **options)
+
+
+def run(folder: Path, stage: Stage, scenario: Callable[[Run], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with Run(folder, stage) as running:
+            await asyncio.wait_for(scenario(running), 60)
+
+    asyncio.run(main())
+
+
+def alone(first: int = 0, end: int = NUM_ROWS) -> list[StageItem]:
+    return [((row_id,), PROMPT) for row_id in range(first, end)]
+
+
+def lengths_of(batch: StageBatch) -> list[float]:
+    return [float(len(ids)) for ids in batch[RESPONSE_IDS]]
+
+
+def consume(
+    folder: Path, batches: list[list[int]], work: Callable[[StageBatch], None], **options: Any
+) -> threading.Thread:
+    """A consumer in a thread, until the run ends."""
+
+    def take() -> None:
+        with StageLoader(folder, "judge", **options) as loader:
+            for batch in loader:
+                batches.append(batch.row_ids)
+                work(batch)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_two_consumers_finish_every_rollout_once_and_what_they_write_is_stored(
+    tmp_path: Path,
+) -> None:
+    taken: tuple[list[list[int]], list[list[int]]] = [], []
+    threads = []
+
+    def work(batch: StageBatch) -> None:
+        assert batch["prompt"] == [PROMPT] * len(batch.row_ids)
+        drop = {row_id: "unlucky" for row_id in batch.row_ids if row_id == 13}
+        batch.finish(quality=lengths_of(batch), drop=drop)
+
+    async def scenario(running: Run) -> None:
+        threads.extend(consume(tmp_path, each, work, batch_size=3) for each in taken)
+        results = [*await running.stage.process(alone(0, 25))]
+        results += await running.stage.process(alone(25))
+        assert [result.row_id for result in results] == list(range(NUM_ROWS))
+        assert [result.row_id for result in results if result.reason] == [13]
+        kept = [i for i in range(NUM_ROWS) if i != 13]
+        assert await running.written("quality", kept) == [[1.0 + 7 * i % 40] for i in kept]
+        assert results[5].numbers == {"quality": 36.0}
+
+    run(tmp_path, make(), scenario)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), "a loader ends with the run"
+    both = [row_id for each in taken for batch in each for row_id in batch]
+    assert sorted(both) == list(range(NUM_ROWS))
+    assert all(taken), "both had some"
+
+
+TAKE_AND_HANG = """
+import sys, time
+from llamarl.experience.loader import StageLoader
+for batch in StageLoader(sys.argv[1], "judge", batch_size=10, prefetch=1):
+    print(*batch.row_ids, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or_twice(
+    tmp_path: Path,
+) -> None:
+    batches: list[list[int]] = []
+
+    async def scenario(running: Run) -> None:
+        working = asyncio.create_task(running.stage.process(alone()))
+        command = [sys.executable, "-c", TAKE_AND_HANG, str(tmp_path)]
+        doomed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert doomed.stdout is not None
+        had = await asyncio.to_thread(doomed.stdout.readline)
+        assert len(had.split()) == 10
+        doomed.send_signal(signal.SIGKILL)
+        doomed.wait()
+        consume(tmp_path, batches, lambda batch: batch.finish(quality=lengths_of(batch)))
+        results = await working
+        assert [result.row_id for result in results] == list(range(NUM_ROWS))
+        assert {result.status for result in results} == {ScoreStatus.OK}
+
+    run(tmp_path, make(timeout_s=1.5), scenario)
+    assert sorted(row_id for batch in batches for row_id in batch) == list(range(NUM_ROWS))
+
+
+def test_what_is_finished_too_late_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario(running: Run) -> None:
+        working = asyncio.create_task(running.stage.process(alone(0, 4)))
+        slow = await asyncio.to_thread(StageLoader, tmp_path, "judge", prefetch=1)
+        late = await asyncio.to_thread(next, iter(slow))
+        batch = await asyncio.to_thread(next, iter(slow))  # the same rows, after their time
+        assert batch.row_ids == late.row_ids
+        with pytest.raises(ValueError, match=r"must be finished once, within 0\.3 s \(timeout_s"):
+            await asyncio.to_thread(late.finish, {"quality": [7.0] * 4})
+        await asyncio.to_thread(batch.finish, {"quality": [1.0] * 4})
+        results = await working
+        assert [result.numbers for result in results] == [{"quality": 1.0}] * 4
+        assert await running.written("quality", [0, 1, 2, 3]) == [[1.0]] * 4
+        await asyncio.to_thread(slow.close)
+
+    run(tmp_path, make(timeout_s=0.3), scenario)
+
+
+def test_a_consumer_that_never_finishes_makes_its_rollouts_hung_and_then_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    batches: list[list[int]] = []
+
+    async def scenario(running: Run) -> None:
+        consume(tmp_path, batches, lambda batch: None)
+        results = await running.stage.process(alone(0, 4))
+        assert {result.status for result in results} == {ScoreStatus.HUNG}
+        assert "must be finished within 0.1 s (timeout_s), was not 3 times" in results[0].error
+        await running.stage.process(alone(4, 40))
+        with pytest.raises(UserCodeError, match="of the rollouts of stage judge may fail"):
+            await running.stage.process(alone())
+
+    run(tmp_path, make(timeout_s=0.1, max_failure_rate=0.5), scenario)
+
+
+def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: Path) -> None:
+    external = External(sampler="token_balanced", num_data_ranks=2, num_peers=2)
+    seen: dict[tuple[int, int], list[list[int]]] = {}
+
+    async def scenario(running: Run) -> None:
+        for rank in range(2):
+            for peer in range(2):
+                seen[rank, peer] = []
+                finish: Callable[[StageBatch], None] = (
+                    (lambda batch: None)
+                    if peer
+                    else (lambda batch: batch.finish(quality=lengths_of(batch)))
+                )
+                where = {"data_rank": rank, "peer": peer, "batch_size": 5, "prefetch": 1}
+                consume(tmp_path, seen[rank, peer], finish, **where)
+        await running.stage.process(alone(0, 39))
+
+    run(tmp_path, make(external), scenario)
+    assert seen[0, 0] == seen[0, 1]
+    assert seen[1, 0] == seen[1, 1]
+    assert sorted(i for batch in seen[0, 0] + seen[1, 0] for i in batch) == list(range(39))
+    tokens = [sum(1 + 7 * i % 40 for i in batch) for batch in (seen[0, 0][0], seen[1, 0][0])]
+    assert abs(tokens[0] - tokens[1]) <= 6, "nearly the same cost"
+    assert [len(batch) for batch in seen[0, 0]] == [5, 5, 5, 4, 0]
+    assert [len(batch) for batch in seen[1, 0]] == [5, 5, 5, 4, 1]
+
+
+def test_groups_come_whole_and_a_column_may_have_an_entry_per_token(tmp_path: Path) -> None:
+    writes = [Column("marks", "float32", "response"), "quality"]
+    batches: list[list[int]] = []
+
+    def work(batch: StageBatch) -> None:
+        assert batch.groups == [4] * len(batch.groups)
+        marks = [np.full(len(ids), 0.5) for ids in batch[RESPONSE_IDS]]
+        batch.finish(marks=marks, quality=[1.0] * len(batch.row_ids))
+
+    async def scenario(running: Run) -> None:
+        consume(tmp_path, batches, work, batch_size=2)
+        groups = [(tuple(range(i, i + 4)), PROMPT) for i in range(0, 20, 4)]
+        results: list[StageResult] = await running.stage.process([*groups])
+        assert [result.row_id for result in results] == list(range(20))
+        assert await running.written("marks", [3]) == [[0.5] * 22]
+
+    run(tmp_path, make(per="group", writes=writes), scenario)
+    assert [len(batch) for batch in batches] == [8, 8, 4]
+
+
+def test_wrong_results_are_named_before_anything_is_handed_over(tmp_path: Path) -> None:
+    async def scenario(running: Run) -> None:
+        working = asyncio.create_task(running.stage.process(alone(0, 2)))
+        loader = await asyncio.to_thread(StageLoader, tmp_path, "judge")
+        batch = await asyncio.to_thread(next, iter(loader))
+        for columns, line in (
+            ({"qualty": [1.0, 1.0]}, r"columns must be \['quality'\], got \['qualty'\]"),
+            ({"quality": [1.0]}, "quality must have 2 entries, got 1"),
+            ({"quality": [1.0, [1.0, 2.0]]}, "quality must have one number per rollout"),
+        ):
+            with pytest.raises(ValueError, match=line):
+                batch.finish(columns)
+        await asyncio.to_thread(batch.finish, {"quality": [0.0, 1.0]})
+        assert len(await working) == 2
+        with pytest.raises(ValueError, match="a batch must be finished once"):
+            await asyncio.to_thread(batch.finish, {"quality": [0.0, 1.0]})
+        await asyncio.to_thread(loader.close)
+
+    run(tmp_path, make(), scenario)
+    with pytest.raises(ValueError, match="stage judge must run External in the run, got no socket"):
+        StageLoader(tmp_path, "judge", wait_s=0)
