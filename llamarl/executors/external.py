@@ -21,6 +21,7 @@ from llamarl.experience.channel import Packet
 from llamarl.experience.graph import External
 from llamarl.experience.samplers import RankAware, Ranks, ReadyItem, make_sampler
 from llamarl.experience.server import Answer, UnitServer
+from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.experience.wire import read_columns
 from llamarl.metrics.span import Spans
@@ -66,6 +67,7 @@ class ExternalExecutor:
         stage, external = spec.stage, spec.stage.run
         assert isinstance(external, External)
         self._spec, self._stage = spec, stage
+        self._storage = RecordingStore(spec.storage, spans)
         ranks = Ranks(num_data_ranks=external.num_data_ranks, num_peers=external.num_peers)
         self._draw = RankAware(make_sampler(external.sampler, {}, ranks), ranks)
         self._has_ranks = external.num_data_ranks * external.num_peers > 1
@@ -134,7 +136,7 @@ class ExternalExecutor:
         if not self._needs_lengths:
             return [0] * len(items)
         row_ids = [row_id for rows, _ in items for row_id in rows]
-        columns = await self._spec.storage.read(row_ids, [PROMPT_IDS, RESPONSE_IDS])
+        columns = await self._storage.read(row_ids, [PROMPT_IDS, RESPONSE_IDS])
         both = zip(columns[PROMPT_IDS], columns[RESPONSE_IDS], strict=True)
         each = iter([len(prompt) + len(response) for prompt, response in both])
         return [sum(itertools.islice(each, len(rows))) for rows, _ in items]
@@ -225,7 +227,7 @@ class ExternalExecutor:
         if columns and kept:
             cells = {name: [each[place] for place in kept] for name, each in columns.items()}
             row_ids = [results[place]["row_id"] for place in kept]
-            await self._spec.storage.write(row_ids, cells)
+            await self._storage.write(row_ids, cells)
         for work in lease.works:
             self._drawn.pop(work.row_ids[0], None)
             work.results.set_result([found[row_id] for row_id in work.row_ids])

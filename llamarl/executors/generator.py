@@ -120,7 +120,7 @@ class GeneratorExecutor:
         if isinstance(thread, Lockstep):
             thread.join(self._meeting("commands"))
         thread.begin(decoding.work)
-        rollouts = RolloutPart(spec, decoding, output)
+        rollouts = RolloutPart(spec, decoding, output, spans)
         offload = OffloadPart(decoding, decoding.run, spans, source, target)
         self._parts = rollouts, source, target, offload
 

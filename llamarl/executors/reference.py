@@ -18,6 +18,7 @@ from llamarl.data.micro_batch import micro_batch
 from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.specs import ReferenceSpec
+from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import make_mesh, reshard
@@ -33,6 +34,7 @@ class ReferenceExecutor:
 
     def __init__(self, spec: ReferenceSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
+        self._storage = RecordingStore(spec.storage, spans)
         self._rank = rank
         self._num_ranks = num_ranks
         self._data_rank, self._tensor_rank = divmod(rank, spec.config.tensor_parallel)
@@ -61,13 +63,13 @@ class ReferenceExecutor:
         row_ids = [row_id for row_ids, _ in items for row_id in row_ids]
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
         async with self._lock:
-            columns = await self._spec.storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
+            columns = await self._storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
             self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
             num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])
             with self._spans.span("infer", tokens=num_tokens):
                 logprobs = await self._compute.run(lambda: self._infer(columns))
             if mine and self._tensor_rank == 0:
-                await self._spec.storage.write(mine, {self._spec.column: logprobs})
+                await self._storage.write(mine, {self._spec.column: logprobs})
             self._idle_since_ns = time.monotonic_ns()
         return []
 

@@ -8,14 +8,19 @@ from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
 from llamarl.executors.specs import GeneratorSpec
+from llamarl.experience.store import RecordingStore
+from llamarl.metrics.span import Spans
 from llamarl.types import Request, RolloutInfo
 
 
 class RolloutPart:
     """protocols.Generator for one rank; ranks other than 0 return no rollouts."""
 
-    def __init__(self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput) -> None:
+    def __init__(
+        self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
+    ) -> None:
         self._spec, self._decoding, self._output = spec, decoding, output
+        self._storage = RecordingStore(spec.storage, spans)
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; resumed ones are read back from storage first."""
@@ -27,7 +32,7 @@ class RolloutPart:
             tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
             engine.decode_text = tokenizer.decode
         resumed = [request for request in requests if request.resume]
-        written = await read_written(self._spec.storage, resumed) if resumed else {}
+        written = await read_written(self._storage, resumed) if resumed else {}
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         await self._decoding.run(partial(self._decoding.submit, requests, written), key)
 
@@ -39,7 +44,7 @@ class RolloutPart:
         """
         finished = await self._output.take(self._spec.config.heartbeat_s)
         if finished:
-            await write_finished(self._spec.storage, finished)
+            await write_finished(self._storage, finished)
         return [rollout_info(item, self._spec.replica) for item in finished]
 
     async def abort_requests(self, row_ids: list[int]) -> None:

@@ -14,6 +14,7 @@ from llamarl.environments.rewards.pool import Completion, RewardPool
 from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ScorerSpec
 from llamarl.executors.work_spans import WorkSpans
+from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     RESPONSE_IDS,
@@ -31,6 +32,7 @@ class ScorerExecutor:
 
     def __init__(self, spec: ScorerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
+        self._storage = RecordingStore(spec.storage, spans)
         self._config = spec.config
         self._tokenizer: Tokenizer | None = None
         self._pool = RewardPool(spec.config, spec.task_source)
@@ -61,7 +63,7 @@ class ScorerExecutor:
                 scores = [s if s.has_reward else replace(s, reward=0.0) for s in scores]
             scored = [score for score in scores if score.has_reward]
             if scored:
-                await self._spec.storage.write(
+                await self._storage.write(
                     [score.row_id for score in scored],
                     {REWARD: [np.array([score.reward]) for score in scored]},
                 )
@@ -76,7 +78,7 @@ class ScorerExecutor:
         if self._tokenizer is None:
             raise RuntimeError("a scorer must be started before it scores")
         row_ids = [row_id for (row_id,), _ in items]
-        columns = await self._spec.storage.read(row_ids, [RESPONSE_IDS, SAMPLING])
+        columns = await self._storage.read(row_ids, [RESPONSE_IDS, SAMPLING])
         pairs = zip(columns[RESPONSE_IDS], columns[SAMPLING], strict=True)
         return [
             Completion(

@@ -16,6 +16,7 @@ from llamarl.executors.specs import StageSpec
 from llamarl.executors.work_spans import WorkSpans
 from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, Column
 from llamarl.experience.graph import GROUP
+from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.metrics.span import Spans
 from llamarl.types import RESPONSE_IDS, Columns, StageItem, StageResult
@@ -34,6 +35,7 @@ class StageExecutor:
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         stage = spec.stage
         self._spec, self._stage = spec, stage
+        self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
         self._pool = WorkerPool(_code(spec), stage.workers, self._read_answer)
         self._work = WorkSpans(spans, stage.name, "rows")
@@ -82,14 +84,14 @@ class StageExecutor:
         names = [column.name for column in self._stage.writes]
         if written and names:
             columns = {name: [cells[name] for cells in written.values()] for name in names}
-            await self._spec.storage.write([*written], columns)
+            await self._storage.write([*written], columns)
 
     async def _make_calls(self, items: list[StageItem]) -> list[Call]:
         stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]
         names = {DERIVED.get(name, name) for name in stage.reads} - {""}
         if any(column.length != NUMBER for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
-        columns = await self._spec.storage.read(row_ids, sorted(names)) if names else {}
+        columns = await self._storage.read(row_ids, sorted(names)) if names else {}
         lengths = [len(ids) for ids in columns.get(RESPONSE_IDS, [()] * len(row_ids))]
         given = [self._given(name, columns, len(row_ids)) for name in stage.reads]
         calls, end = [], 0

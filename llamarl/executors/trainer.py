@@ -15,6 +15,7 @@ from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offload import OffloadPart
 from llamarl.executors.specs import TrainerSpec
 from llamarl.executors.training import Training
+from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     GENERATOR_LOGPROBS,
@@ -40,6 +41,7 @@ class TrainerExecutor:
         self._spec = spec
         self._rank, self._num_ranks = rank, num_ranks
         self._spans = spans
+        self._storage = RecordingStore(spec.storage, spans)
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
         if spec.algorithm.has_reference:
             self._columns.append(REF_LOGPROBS)
@@ -92,7 +94,7 @@ class TrainerExecutor:
             micro_batches = training.share(batch)
             rows = [batch.rows[i] for positions in micro_batches for i in positions]
             row_ids = [row.row_id for row in rows]
-            columns = await self._spec.storage.read(row_ids, self._columns)
+            columns = await self._storage.read(row_ids, self._columns)
             _check(rows, columns)
             self._end_idle()
             num_tokens = sum(row.num_tokens for row in rows)
@@ -102,7 +104,7 @@ class TrainerExecutor:
                     lambda: training.accumulate(batch, rows, columns, sizes)
                 )
             if row_ids and self._rank % self._spec.config.tensor_parallel == 0:
-                await self._spec.storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
+                await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
             self._idle_since_ns = time.monotonic_ns()
 
     async def step(self) -> StepStats:
@@ -138,7 +140,7 @@ class TrainerExecutor:
             return []
         names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
         async with self._lock:
-            columns = await self._spec.storage.read(row_ids, names)
+            columns = await self._storage.read(row_ids, names)
             return await self._aside("infer", lambda: self.training.infer(columns))
 
     async def _aside(self, name: str, command: Callable[[], T]) -> T:

@@ -229,6 +229,24 @@ def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) 
 
 
 @pytest.mark.slow
+def test_a_run_is_served_by_the_consumer_of_the_page(tmp_path: Path, forks: Forks) -> None:
+    text = (ROOT / "docs" / "extending" / "consumer.md").read_text()
+    (task,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    recipe = write_recipe(tmp_path, block("consumer", "yaml"), task)
+    command = [sys.executable, "-c", block("consumer", "python"), str(tmp_path / "run")]
+    consumers = [subprocess.Popen(command) for _ in range(2)]
+    small = ("trainer.groups_per_step=4", "checkpoint.export=false", "run_dir=run")
+    done = forks.run("train", f"--config-dir={recipe}", *small, where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [consumer.wait(20) for consumer in consumers] == [0, 0], "they end with the run"
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert 0 < json.loads(last)["columns/quality"] < 1
+    shown = forks.run("graph", f"--config-dir={recipe}", "--run=run", where=tmp_path)
+    assert re.search(r"^score +settle +reward \(metadata\)", shown.stdout, re.MULTILINE)
+    assert re.search(r"^generate +judge .* rows/s, .*B/s$", shown.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "got"), [("loss", "inputs"), ("drop", "group"), ("sample", "ready, count")]
 )
