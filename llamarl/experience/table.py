@@ -1,9 +1,10 @@
 """Which rows a storage unit holds, and where each of their cells is.
 
-Owns: the rule that a cell is written once, except that a partial rollout may be written again. Does
-not own: bytes (`slabs.py`), what becomes of retired rows (`executors/storage.py`). Invariant: all
-columns of a write become visible at once; a slab whose rows are mostly retired is joined again, so
-rows take at most twice the memory that they need.
+Owns: the rule that a cell is written once, except that a partial rollout may be written again, and
+the trainer's log-probs with every step that uses a rollout. Does not own: bytes (`slabs.py`), what
+becomes of retired rows (`executors/storage.py`). Invariant: all columns of a write become visible
+at once; a slab whose rows are mostly retired is joined again, so rows take at most twice the memory
+that they need.
 
 A unit serves 100,000 rows per second, so nothing here is done cell by cell: a row has a slot, and
 tables with an entry per column and slot say where its cells are.
@@ -16,7 +17,7 @@ import numpy as np
 from llamarl.experience.cells import Cells, widths
 from llamarl.experience.columns import COLUMNS
 from llamarl.experience.slabs import Slab, Slabs
-from llamarl.types import FINISH_CODES, FinishReason
+from llamarl.types import FINISH_CODES, TRAINER_LOGPROBS, FinishReason
 
 PARTIAL = FINISH_CODES[FinishReason.SEGMENT]
 NOWHERE = -1  # the slab of a cell that was not written
@@ -51,6 +52,7 @@ class Table:
         columns = self._places(dtypes)
         names = sorted(dtypes, key=self._index.__getitem__)
         written = self._which[np.sort(columns, axis=0), slots] != NOWHERE
+        written[[name == TRAINER_LOGPROBS for name in names]] = False
         for column, row in np.argwhere((written & ~self._is_partial[slots]).T)[:1, ::-1]:
             name = names[column]
             raise RuntimeError(f"row {known[row]} already has column {name} and is not partial")

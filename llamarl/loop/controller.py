@@ -128,7 +128,7 @@ class Controller:
             async with self.colocation.phase(Phase.TRAIN, self._wait_for_batch):
                 if groups := await self._accumulate(version):
                     check = await self.logprob_check.check(version)
-                    await self.saver.start_step(self._step(groups, check))
+                    await self.saver.start_step(self._step(groups, self.gate.consumed, check))
                 else:  # the prompts are solved: no further step would be whole
                     self.saver.last = version
                 if self.saver.is_due():
@@ -150,14 +150,16 @@ class Controller:
             groups += part
         return groups
 
-    async def _step(self, groups: list[Group], check: dict[str, float]) -> None:
-        """Make a version; log it and retire its rollouts, while the trainer goes on."""
+    async def _step(
+        self, groups: list[Group], consumed: list[Group], check: dict[str, float]
+    ) -> None:
+        """Make a version; log it and retire what it consumed, while the trainer goes on."""
         stats = await self.roles.trainer.step()  # copies under way go on from a snapshot
         self.saver.made(stats.version)
         version = stats.version - 1  # the one that was trained
         oldest = self.gate.oldest_version(version)
         await self.run_logger.log_step(stats, groups, oldest, check)
-        await self._retire(groups, outcome="trained", version=version, oldest_version=oldest)
+        await self._retire(consumed, outcome="trained", version=version, oldest_version=oldest)
 
     async def _wait_for_batch(self) -> None:
         """Until the generators can spare their device: nothing is evaluated, all is written."""

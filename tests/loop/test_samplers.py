@@ -65,3 +65,33 @@ def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
     assert max(loop.masked()) > 1
     assert {*Counter(loop.trained_rows()).values()} == {1}
     assert loop.storage.count("trained") == NUM_STEPS * 4 * 2
+
+
+@pytest.mark.parametrize("groups_per_part", [0, 1])
+def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
+    groups_per_part: int, tmp_path: Path
+) -> None:
+    def twice(ready: Sequence[ReadyItem], count: int) -> Sample:
+        taken = ready[:count]
+        consumed = [item.item_id for item in taken if item.times_taken == 1]
+        return [item.item_id for item in taken], consumed
+
+    loop = make_loop(
+        sampler="task",
+        sample=twice,
+        late="mask",
+        max_staleness=2,
+        groups_per_part=groups_per_part,
+        save_every=7,
+    )
+    run(loop.run(tmp_path))
+    steps: dict[int, list[int]] = {}
+    for batch in loop.batches:
+        for row in batch.rows:
+            steps.setdefault(row.row_id, []).append(batch.version)
+    assert all(first != second for first, *rest in steps.values() for second in rest)
+    times = Counter(map(len, steps.values()))
+    assert times[2] > 0.9 * len(steps)
+    assert times.keys() == {1, 2}
+    assert loop.storage.count("trained") == times[2]
+    assert max(loop.staleness()) <= 2

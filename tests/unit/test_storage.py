@@ -28,6 +28,7 @@ from llamarl.types import (
     REWARD,
     SAMPLING,
     TOKEN_VERSIONS,
+    TRAINER_LOGPROBS,
     Columns,
     FinishReason,
 )
@@ -195,6 +196,11 @@ def test_a_cell_is_written_once_unless_its_rollout_is_partial() -> None:
         await storage.write([1], reward(1.0))
         with pytest.raises(RuntimeError, match="row 1 already has column reward"):
             await storage.write([1], reward(0.0))
+        for logprob in (-1.0, -2.0):  # each step that uses the rollout
+            cell = np.full(9, logprob, np.float32)
+            await storage.write([1], {TRAINER_LOGPROBS: [cell]})
+        found = await storage.read([1], [TRAINER_LOGPROBS])
+        assert found[TRAINER_LOGPROBS][0].tolist() == [-2.0] * 9
 
     asyncio.run(scenario())
 
