@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import pickle
 import stat
@@ -18,8 +19,9 @@ from hypothesis.extra import numpy as nps
 from llamarl.errors import GroupLost
 from llamarl.experience.channel import MAX_FILES, MAX_PACKET_BYTES
 from llamarl.experience.slabs import FULL_BYTES
-from llamarl.experience.store import Store
+from llamarl.experience.store import RecordingStore, Store
 from llamarl.experience.unit import MESSAGE_BYTES, Unit
+from llamarl.metrics.span import Spans
 from llamarl.types import REF_LOGPROBS, RESPONSE_IDS, REWARD, SAMPLING, Columns, FinishReason
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 
@@ -345,3 +347,30 @@ def test_a_unit_without_a_socket_serves_calls(tmp_path: Path) -> None:
         await unit.close()
 
     asyncio.run(scenario())
+
+
+def test_what_goes_through_a_recording_store_is_marked_with_rows_and_bytes(tmp_path: Path) -> None:
+    spans = Spans("scorer-0", tmp_path)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, store):
+            recording = RecordingStore(store, spans)
+            await recording.write([3, 6], rows([3, 6], 10), [0, 0])
+            assert_same(
+                await recording.read([6, 3], NAMES[1:]),
+                {name: cells for name, cells in rows([6, 3], 10).items() if name in NAMES[1:]},
+            )
+            await recording.read([], [REWARD])
+            await recording.retire([3], TRAINED)
+            assert (await recording.usage())["num_rows"] == 1
+
+    asyncio.run(scenario())
+    spans.close()
+    lines = map(json.loads, (tmp_path / "scorer-0.jsonl").read_text().splitlines())
+    marks = [line for line in lines if line.get("name") in ("put", "get")]
+    assert {line["cat"] for line in marks} == {"mark"}
+    assert [(line["name"], line["rows"]) for line in marks] == [("put", 2), ("get", 2), ("get", 0)]
+    sizes = {name: sum(c.nbytes for c in cells) for name, cells in rows([3, 6], 10).items()}
+    assert marks[0]["bytes"] == sizes
+    assert marks[1]["bytes"] == {name: sizes[name] for name in NAMES[1:]}
+    assert marks[2]["bytes"] == {}
