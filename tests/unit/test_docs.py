@@ -51,7 +51,7 @@ OF_A_RECIPE = {"task.py", "run.yaml", "config.json", "tokenizer_config.json", "t
 TAGS = {*DESCRIPTIONS, "pi/mu"}
 SECTIONS_ELSEWHERE = {"actor_rollout_ref", "custom_reward_function"}  # of verl
 FOREIGN_PROGRAMS = {"pip", "hf", "tensorboard", "git", "sbatch"}
-FLAGS = {"--cfg", "--multirun", "--sweep", "--json", "--html", "--trace"}
+FLAGS = {"--cfg", "--multirun", "--sweep", "--json", "--html", "--trace", "--mermaid", "--run"}
 MOST_README_LINES = 150
 
 
