@@ -172,7 +172,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        must = f"be one of {known} (others: trainer=transformers generator=vllm)"
+        others = "others train, without a forecast, with trainer=transformers generator=vllm"
+        must = f"be one of {known} ({others})"
         raise fields.error("model_type", must, model_type)
     family = FAMILIES[model_type]
     architectures = values.get("architectures") or [family.model_class]

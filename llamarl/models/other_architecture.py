@@ -58,6 +58,12 @@ def _read(folder: Path) -> OtherArchitecture:
         method = values["quantization_config"]
         raise fields.error("quantization_config", "be absent: weights cannot be quantised", method)
     tie_embeddings = fields.flag("tie_word_embeddings")
+    shapes = {
+        name: entry.shape
+        for path in weight_files(folder)
+        for name, entry in read_header(path).items()
+        if not (tie_embeddings and name == "lm_head.weight") and not name.endswith(IGNORED_SUFFIX)
+    }
     return OtherArchitecture(
         model_type=str(values["model_type"]),
         model_class=str(values["architectures"][0]),
@@ -66,14 +72,13 @@ def _read(folder: Path) -> OtherArchitecture:
         tie_embeddings=tie_embeddings,
         eos_token_ids=eos_token_ids,
         settings=_digest(values),
-        shapes={
-            name: entry.shape
-            for path in weight_files(folder)
-            for name, entry in read_header(path).items()
-            if not (tie_embeddings and name == "lm_head.weight")
-            and not name.endswith(IGNORED_SUFFIX)
-        },
+        shapes={name: shapes[name] for name in sorted(shapes, key=_place)},
     )
+
+
+def _place(name: str) -> list[str]:
+    """Sorts layers by number, so that an export holds one file's tensors at a time."""
+    return [part.zfill(6) if part.isdigit() else part for part in name.split(".")]
 
 
 def _digest(values: Mapping[str, Any]) -> str:

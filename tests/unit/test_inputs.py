@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     "a family that only the trainer computes": (
         edit(CONFIG, model_type="gpt2"),
         ["trainer=transformers"],
-        r"others: trainer=transformers generator=vllm.* got 'gpt2'",
+        r"others train, .* with trainer=transformers generator=vllm.* got 'gpt2'",
     ),
     "config not JSON": (write(CONFIG, "{"), [], r"config\.json must be JSON"),
     "config missing": (remove(CONFIG), [], r"must hold config\.json"),

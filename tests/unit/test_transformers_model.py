@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.config import TransformersConfig
 from llamarl.models.inventory import check_any_checkpoint, parameter_shapes
 from llamarl.models.loading import load_model
+from llamarl.models.other_architecture import read_any_architecture
 from llamarl.models.trained_model import TrainedModel
 
 VOCAB, TEMPERATURE = 64, 0.7
@@ -126,6 +129,15 @@ def test_a_neighbour_in_the_pack_changes_no_bit(folders: dict[str, Path], family
         torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-5)
     else:
         assert seen[0].equal(seen[1])
+
+
+def test_the_tensors_of_a_family_we_do_not_know_are_in_the_order_of_its_layers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copy(folders["phi3"] / "config.json", tmp_path)
+    names = [f"model.layers.{i}.mlp.weight" for i in range(12)]  # a file sorts 10 before 2
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert list(parameter_shapes(read_any_architecture(tmp_path))) == names
 
 
 def test_a_family_that_the_library_lacks_is_refused_in_one_line(
