@@ -22,4 +22,4 @@ def test_damaged_files_and_keys_are_named_or_survived_and_never_believed(
     refused, passed_over, accepted = map(int, counts.groups())
     assert refused > 25, "else the damage does not reach what is checked"
     assert passed_over > 3
-    assert accepted > 3
+    assert accepted > 1
