@@ -12,7 +12,7 @@ it among those that fit; generator weights are counted once, without staging, in
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llamarl.config import Config, EmbeddedConfig
+from llamarl.config import Config, EmbeddedConfig, TrainerConfig
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import Decomposition, StepForecast, Variant
 from llamarl.planner.hardware import gpu
@@ -107,7 +107,7 @@ def _colocated(
         max_model_len=config.generator.max_model_len,
     )
     trainer = replace(
-        config.trainer,
+        TrainerConfig(**vars(config.trainer)),  # the native one: it alone has tensor parallel
         num_ranks=num_gpus,
         tensor_parallel=tensor,
         replicate=1,
