@@ -242,13 +242,17 @@ class Engines:
         await trainer.accumulate(self._rules.make_batch(groups, self.version, oldest_version))
         self._trained.append((groups, oldest_version))
 
-    async def optim_step(self) -> StepStats:
-        """Make the next version from the gradients, and retire the rollouts that they are of."""
+    async def optim_step(self, keep: Sequence[Group] = ()) -> StepStats:
+        """Make the next version from the gradients, and retire the groups that they are of, but for
+        those to `keep` for a later step."""
         stats: StepStats = await self._require("optim_step", "trainer").call_one.step()
         trained, self._trained = self._trained, []
         before, self.version = self.version, stats.version
+        kept = {group.group_id for group in keep}
         for groups, oldest in trained:
-            await self.retire(groups, "trained", version=before, oldest_version=oldest)
+            done = {group.group_id: group for group in groups if group.group_id not in kept}
+            await self.retire([*done.values()], "trained", version=before, oldest_version=oldest)
+            kept |= done.keys()
         return stats
 
     async def retire(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import re
 import subprocess
 import sys
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -19,10 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import llamarl
-from llamarl.errors import UserCodeError
 from llamarl.library import Engines
 from llamarl.types import Group
-from tests.e2e.commands import Command, read_archive
+from tests.e2e.commands import read_archive
 from tests.e2e.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +89,23 @@ def test_synchronous_steps_give_the_weights_of_a_run(tmp_path: Path, forks: Fork
     trained = [[line for line in each if line[1] == "trained"] for each in lines]
     assert len(trained[0]) == 64
     assert trained[0] == trained[1]
+
+
+def test_a_kept_group_is_trained_on_by_a_later_step_too(tmp_path: Path) -> None:
+    async def work(engines: Engines) -> None:
+        await engines.sync_weights()
+        groups = await engines.generate(itertools.islice(engines.prompts, 2))
+        for group in groups:
+            group.advantages = (1.0, -1.0) * 4
+        for part in (groups, groups[:1]):  # the first group twice in one step
+            await engines.forward_backward(part)
+        await engines.optim_step(keep=groups[1:])
+        await engines.forward_backward(groups[1:])
+        assert (await engines.optim_step()).version == 2
+
+    run(work, tmp_path)
+    by_row = {line["row_id"]: line for line in read_archive(tmp_path)}
+    assert [by_row[row_id]["version"] for row_id in range(16)] == [0] * 8 + [1] * 8
 
 
 @pytest.mark.parametrize(
@@ -325,67 +337,3 @@ def test_the_caller_s_own_module_is_what_the_generators_write_with(tmp_path: Pat
         assert await agrees(engines, 6)
 
     run(work, tmp_path, "generator.num_replicas=2", parts=ONLY_GENERATOR)
-
-
-def test_an_error_in_the_background_reaches_every_call(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe"
-    recipe.mkdir()
-    for name in ("checkpoint", "prompts.jsonl"):
-        (recipe / name).symlink_to(RECIPE / name)
-    text = (RECIPE / "run.yaml").read_text()
-    (recipe / "run.yaml").write_text(
-        re.sub(r"reward:(\n  .*)+", "reward: {functions: [task]}", text)
-    )
-    (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1 / 0\n")
-
-    async def work(engines: Engines) -> None:
-        groups = await engines.generate(itertools.islice(engines.prompts, 8))
-        for _ in range(2):
-            with pytest.raises(UserCodeError, match="ZeroDivisionError"):
-                await engines.score(groups)
-        with pytest.raises(UserCodeError, match="ZeroDivisionError"):
-            await engines.generate(["1+1="])
-
-    run(work, tmp_path / "run", "data.held_out=null", recipe=recipe, parts=["generator", "scorer"])
-
-
-LEAVING = """
-import asyncio, json, sys
-import llamarl
-
-async def block(run_dir):
-    async with llamarl.start_engines({recipe!r}, run_dir=run_dir) as engines:
-        await engines.sync_weights()
-        await engines.submit([next(engines.prompts) for _ in range(32)])
-        raise KeyError("of the caller")
-
-if __name__ == "__main__":
-    try:
-        asyncio.run(block(sys.argv[1]))
-    except KeyError as error:
-        print(error, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_an_exception_in_the_block_leaves_no_process(tmp_path: Path) -> None:
-    script = tmp_path / "leaving.py"
-    script.write_text(LEAVING.format(recipe=str(RECIPE)))
-    mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "'of the caller'\n"
-        assert Command(process, mark).family() == [process.pid]
-        assert not list((tmp_path / "run").glob(".rendezvous-*"))
-        assert json.loads((tmp_path / "run" / "environment.json").read_text())["python"]
-    finally:
-        process.stdin.close()
-        assert process.wait(30) == 0

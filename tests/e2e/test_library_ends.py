@@ -1,0 +1,83 @@
+"""What becomes of a caller's own loop when something in it fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from llamarl.errors import UserCodeError
+from llamarl.library import Engines
+from tests.e2e.commands import Command
+from tests.e2e.test_library import RECIPE, run
+
+
+def test_an_error_in_the_background_reaches_every_call(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    recipe.mkdir()
+    for name in ("checkpoint", "prompts.jsonl"):
+        (recipe / name).symlink_to(RECIPE / name)
+    text = (RECIPE / "run.yaml").read_text()
+    (recipe / "run.yaml").write_text(
+        re.sub(r"reward:(\n  .*)+", "reward: {functions: [task]}", text)
+    )
+    (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1 / 0\n")
+
+    async def work(engines: Engines) -> None:
+        groups = await engines.generate(itertools.islice(engines.prompts, 8))
+        for _ in range(2):
+            with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+                await engines.score(groups)
+        with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+            await engines.generate(["1+1="])
+
+    run(work, tmp_path / "run", "data.held_out=null", recipe=recipe, parts=["generator", "scorer"])
+
+
+LEAVING = """
+import asyncio, json, sys
+import llamarl
+
+async def block(run_dir):
+    async with llamarl.start_engines({recipe!r}, run_dir=run_dir) as engines:
+        await engines.sync_weights()
+        await engines.submit([next(engines.prompts) for _ in range(32)])
+        raise KeyError("of the caller")
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(block(sys.argv[1]))
+    except KeyError as error:
+        print(error, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_exception_in_the_block_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING.format(recipe=str(RECIPE)))
+    mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "'of the caller'\n"
+        assert Command(process, mark).family() == [process.pid]
+        assert not list((tmp_path / "run").glob(".rendezvous-*"))
+        assert json.loads((tmp_path / "run" / "environment.json").read_text())["python"]
+    finally:
+        process.stdin.close()
+        assert process.wait(30) == 0

@@ -1,0 +1,100 @@
+"""The loops of docs/library.md run and learn as they stand there."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "quickstart"
+TEXT = (ROOT / "docs" / "library.md").read_text()
+LOOPS = dict(re.findall(r"^<!-- loop: ([\w ]+) -->\n```python\n(.*?)^```", TEXT, re.M | re.S))
+MOST_LINES = {"synchronous": 60, "asynchronous": 90, "own trainer": 60}
+SMALL = [
+    "cluster=inline",
+    "trainer.groups_per_step=4",
+    "trainer.groups_per_part=0",
+    "sampling.max_tokens=24",
+    "evaluation.max_prompts=8",
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a reader, with the recipe where the page expects it."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart").symlink_to(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shortened(name: str) -> str:
+    code, none = LOOPS[name], "OVERRIDES: list[str] = []"
+    assert none in code
+    return re.sub(r"NUM_STEPS = \d+", "NUM_STEPS = 2", code.replace(none, f"OVERRIDES = {SMALL}"))
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_a_loop_of_the_page_runs(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(LOOPS[name].splitlines()) <= MOST_LINES[name]
+    exec(shortened(name), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    assert re.findall(r"^(?:step|version) (\d):", said, re.M) == ["1", "2"]
+    (run,) = (place / "runs").iterdir()
+    if name != "own trainer":
+        exported = load_file(run / "export" / "model.safetensors")
+        before = load_file(RECIPE / "checkpoint" / "model.safetensors")
+        assert any((exported[name] != before[name]).any() for name in before)
+
+
+def test_the_first_lines_of_the_page_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(import llamarl\n\nasync with .*?)^```", TEXT, re.M | re.S)
+    code = code.replace('["trainer.lr=1e-4"]', f"{SMALL}")
+    compiled = compile(code, "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    asyncio.run(eval(compiled, {}))
+    assert len(ast.literal_eval(capsys.readouterr().out)) == 8
+
+
+def test_the_table_of_calls_has_them_all() -> None:
+    from llamarl.library import Engines
+
+    named = set(
+        re.findall(r"`(?:engines\.)?(\w+)(?:\(.*?\))?`", TEXT[TEXT.index("## The calls") :])
+    )
+    public = {name for name in vars(Engines) if not name.startswith("_")} - {"running"}
+    assert public <= named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "least"), [("synchronous", 0.93), ("own trainer", 0.7)])
+def test_a_loop_of_the_page_learns_at_its_full_length(name: str, least: float, place: Path) -> None:
+    script = place / "loop.py"
+    script.write_text(LOOPS[name])
+    start_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    if name == "synchronous":
+        before, after = (float(each) / 100 for each in re.findall(r"([\d.]+)%", last))
+        assert before <= 0.5
+    else:
+        after = float(last.rpartition(" ")[2])
+    assert after >= least, done.stdout
+    assert time.monotonic() - start_s < 300
