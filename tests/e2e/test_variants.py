@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.forks import Forks
 from tests.loss_formulas import Sampled, advantages, step
+from tests.unit.test_transformers_model import FAMILIES, make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -137,6 +140,43 @@ def test_the_code_of_transformers_gives_the_log_probs_of_the_embedded_engine(
         assert record["logprob_check/difference"] < 1e-4
         assert record["ratio/max"] == pytest.approx(1, abs=1e-4)
         assert abs(record["kl/reference"]) < 1e-6
+
+
+TEACHER = """
+from llamarl.experience.graph import Column, FrozenModel, Stage
+def loss(inputs):
+    return inputs.columns["teacher"] + 0 * inputs.trainer_logprobs
+stages = [Stage("old", FrozenModel("teacher"), writes=[Column("teacher", "float32", "response")])]
+"""
+
+
+def test_a_teacher_may_be_of_a_family_that_only_transformers_knows(
+    forks: Forks, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text(TEACHER)
+    teacher = make_checkpoint(recipe / "teacher", "phi3", FAMILIES["phi3"])
+    run = train(
+        forks,
+        tmp_path / "run",
+        *("num_steps=1", "trainer=transformers", "algorithm=task", "experience.stages=[old]"),
+        *(
+            "algorithm.loss_columns=[teacher]",
+            "generator.max_model_len=64",
+            "sampling.max_tokens=40",
+        ),
+        recipe=recipe,
+    )
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    logprobs = []
+    for row in run.trained:
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            wanted = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        logprobs.append(wanted[-row["num_tokens"] :, 0])
+    (record,) = run.steps
+    assert record["trainer/loss"] == pytest.approx(float(torch.cat(logprobs).mean()), rel=1e-4)
 
 
 def test_segments_in_bucketed_publishes_and_cispo_in_bfloat16(forks: Forks, tmp_path: Path) -> None:
