@@ -13,15 +13,15 @@ import asyncio
 from dataclasses import dataclass, field, replace
 
 from llamarl.config import Config
-from llamarl.experience.columns import PROMPT_RECORD
-from llamarl.experience.graph import SETTLE, Stage
+from llamarl.experience.graph import SETTLE
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
-from llamarl.loop.ledger import Ledger, Taken
+from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.saver import Saver
+from llamarl.loop.serving import serve_stage
 from llamarl.types import FinishReason, Group, Kept, Outcome, Purpose
 from llamarl.weights.sync.publisher import Publisher
 
@@ -52,7 +52,8 @@ class Controller:
             self._evaluate_if_due(self.gate.version, tasks)
             admitting = tasks.create_task(self._admit_stage())
             own = (self._collect_stage(), self._settle_stage(), self.publisher.watch())
-            between = map(self._serve_stage, self.roles.stages)
+            pairs = self.roles.stages.items()
+            between = (serve_stage(stage, executor, self.ledger) for stage, executor in pairs)
             serving = [tasks.create_task(work) for work in (*own, *between)]
             await self._train_stage(tasks)
             admitting.cancel()
@@ -85,21 +86,6 @@ class Controller:
                     stopped.append(row)  # written, or given up
             self.ledger.learn_rollouts(stopped)
             await self.roles.generator.submit(cut)
-
-    async def _serve_stage(self, stage: Stage) -> None:
-        """Each handful of ready rollouts is a call of its own, so that a slow one holds no other.
-        A model computes one call at a time: what comes meanwhile makes up the next one."""
-        async with asyncio.TaskGroup() as calls:
-            while True:
-                call = calls.create_task(self._process(stage, await self.ledger.take(stage.name)))
-                if stage.is_model:
-                    await call
-
-    async def _process(self, stage: Stage, taken: Taken) -> None:
-        first = [self.ledger.entries[row_ids[0]] for row_ids in taken]
-        prompts = [entry.prompt if PROMPT_RECORD in stage.reads else None for entry in first]
-        results = await self.roles.stages[stage].process([*zip(taken, prompts, strict=True)])
-        self.ledger.finish(stage.name, [i for row_ids in taken for i in row_ids], results)
 
     async def _settle_stage(self) -> None:
         """A group that all stages are done with gets its advantages, or is dropped and counted."""
