@@ -7,7 +7,9 @@ writes of a rollout that was lost is skipped, so a replica that was given up too
 a retired row's memory is freed.
 """
 
+import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable
 from operator import attrgetter
@@ -125,10 +127,16 @@ class StorageExecutor:
     def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:
         """What a client on this host asks."""
         ask = packet.header["ask"]
+        self._slabs.read_done(packet.header["done"])
         if ask == "write":
             with self._spans.span("write_rows", rows=packet.header["rows"]):
                 self._write(Written(packet.header, packet.open_body(), packet.body_file))
-            return self._relieved() if self._spill.is_over else DONE
+            if self._spill.is_over:
+                return self._relieved()
+            lent = self._slabs.lend(packet.body_file[1]) if packet.body_file else []
+            for file in lent:  # once the answer is on its way
+                asyncio.get_running_loop().call_soon(os.close, file)
+            return {}, (), lent
         if ask == "read":
             row_ids = read_ids(packet)
             with self._spans.span("read_rows", rows=len(row_ids)):

@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import tempfile
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -75,9 +76,14 @@ class Channel:
         self._loop.add_reader(connection, self._on_readable)
 
     def send(
-        self, header: dict[str, Any], body: Sequence[Buffer] = (), files: Sequence[int] = ()
+        self,
+        header: dict[str, Any],
+        body: Sequence[Buffer] = (),
+        files: Sequence[int] = (),
+        spare: Callable[[], int] | None = None,
     ) -> None:
-        """Send now, or as soon as the other end reads. `files` stay the caller's.
+        """Send now, or as soon as the other end reads. `files` stay the caller's; `spare` gives one
+        that a large body may be written into.
 
         OSError if there is no memory for a large body.
         """
@@ -85,13 +91,17 @@ class Channel:
         text = json.dumps(header).encode()
         body_file = []
         if PREFIX.size + len(text) + num_bytes > MAX_PACKET_BYTES:
-            body_file, body = [memory_file(body)], ()
-            text = json.dumps(header | {BODY_BYTES: num_bytes}).encode()
-        data = b"".join([PREFIX.pack(len(text)), text, *body])
-        sent = [*body_file, *files]
-        if self._unsent or not self._has_sent(data, sent):
-            self._unsent.append((data, [os.dup(each) for each in sent]))
-        _close_all(body_file)
+            body_file = [memory_file() if spare is None else spare()]
+        try:
+            if body_file:
+                write_all(body_file[0], body, 0)
+                text, body = json.dumps(header | {BODY_BYTES: num_bytes}).encode(), ()
+            data = b"".join([PREFIX.pack(len(text)), text, *body])
+            sent = [*body_file, *files]
+            if self._unsent or not self._has_sent(data, sent):
+                self._unsent.append((data, [os.dup(each) for each in sent]))
+        finally:
+            _close_all(body_file)
 
     def close(self) -> None:
         """Hang up. What was not sent yet is dropped, and `closed` is not called."""
@@ -149,19 +159,12 @@ class Channel:
         self._receive(Packet(header, memoryview(data)[start:], list(files)))
 
 
-def memory_file(content: Sequence[Buffer] = ()) -> int:
+def memory_file() -> int:
     """The descriptor of a new file in memory; it is gone with its last descriptor and mapping."""
     if hasattr(os, "memfd_create"):
-        file = os.memfd_create("llamarl")
-    else:
-        with tempfile.TemporaryFile() as on_disk:
-            file = os.dup(on_disk.fileno())
-    try:
-        write_all(file, content, 0)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+        return os.memfd_create("llamarl")
+    with tempfile.TemporaryFile() as on_disk:
+        return os.dup(on_disk.fileno())
 
 
 def write_all(file: int, buffers: Sequence[Buffer], offset: int) -> int:
@@ -188,9 +191,13 @@ def read_all(file: int, start: int, into: memoryview) -> None:
         start, into = start + num_bytes, into[num_bytes:]
 
 
-def map_file(file: int, num_bytes: int) -> memoryview:
-    """The first bytes of a file as read-only memory, which outlives the descriptor."""
-    return memoryview(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))
+def map_file(file: int, num_bytes: int, dropped: Callable[[], None] | None = None) -> memoryview:
+    """The first bytes of a file as read-only memory, which outlives the descriptor. `dropped` is
+    called, on any thread, once nothing refers to it any more."""
+    mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+    if dropped is not None:
+        weakref.finalize(mapped, dropped).atexit = False
+    return memoryview(mapped)
 
 
 def _close_all(files: Sequence[int]) -> None:

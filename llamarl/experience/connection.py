@@ -7,10 +7,12 @@ once the other end is gone.
 
 import asyncio
 import itertools
+import os
 import socket
+from collections import deque
 from pathlib import Path
 
-from llamarl.experience.channel import Channel, Packet
+from llamarl.experience.channel import Channel, Packet, memory_file
 from llamarl.experience.server import rebuild, short_path
 from llamarl.experience.wire import Message
 
@@ -25,6 +27,10 @@ class Connection:
         self._name = name
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
+        self.done: deque[int] = deque()
+        """Slabs in answers that nobody looks at any more; the next question says so. Any thread may
+        add one."""
+        self._spare: int | None = None  # a file for the next large body
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with short_path(Path(path)) as address:
@@ -44,13 +50,22 @@ class Connection:
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._channel.send(header | {"number": number}, body)
+            done = [self.done.popleft() for _ in range(len(self.done))]
+            header = header | {"number": number, "done": done}
+            self._channel.send(header, body, spare=self._take_spare)
             packet: Packet = await future
         finally:
             self._waiting.pop(number, None)
         if "error" in packet.header:
             raise rebuild(packet.header, self._name)
         return packet
+
+    def keep(self, packet: Packet) -> None:
+        """Close the packet, but keep the file that the other end lends for the next large body."""
+        if packet.files:
+            self._drop_spare()
+            self._spare = packet.files.pop()
+        packet.close()
 
     def close(self) -> None:
         """Hang up; questions without an answer raise ConnectionError."""
@@ -61,12 +76,23 @@ class Connection:
     def _receive(self, packet: Packet) -> None:
         future = self._waiting.get(packet.header["number"])
         if future is None or future.done():  # who asked has been cancelled
+            self.done.extend(number for number, _ in packet.header.get("slabs", ()))
             packet.close()
         else:
             future.set_result(packet)
 
+    def _take_spare(self) -> int:
+        file, self._spare = self._spare, None
+        return memory_file() if file is None else file
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
     def _lose(self) -> None:
         self._channel = None
+        self._drop_spare()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ConnectionError(self._name))

@@ -7,6 +7,7 @@ name, so nothing is left of it once all processes that know it have ended.
 """
 
 import os
+import random
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from llamarl.experience.cells import ALIGNMENT, Cells, joined, widths
 from llamarl.experience.channel import Buffer, memory_file, read_all, write_all
 
 FULL_BYTES = 4 * 1024 * 1024  # a slab that small writes share takes no more of them then
+SPARE_BYTES = 128 * 1024 * 1024  # of empty slabs kept for the next writes
 ADOPTED_SHARE = 0.5  # of the files that the process may have open
 
 
@@ -27,6 +29,8 @@ class Slab:
     number: int
     file: int
     is_spilled: bool
+    is_own: bool = False
+    """Of one write, not shared by several."""
     num_bytes: int = 0
     live_bytes: int = 0
     """Of cells whose rows are not retired."""
@@ -34,6 +38,8 @@ class Slab:
     """Those."""
     is_held: bool = False
     """Bytes are being copied from or to it, so it stays."""
+    num_readers: int = 0
+    """Answers with this file that clients may still look at."""
 
     @property
     def end(self) -> int:
@@ -51,7 +57,8 @@ class Slabs:
         """Oldest first."""
         self.shared: Slab | None = None
         """Takes small writes."""
-        self._next_number = 0
+        self._spares: dict[Slab, None] = {}  # empty, oldest first
+        self._next_number = random.getrandbits(48)  # no other unit's, whose clients may know them
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._max_files = int(hard * ADOPTED_SHARE)
@@ -62,16 +69,41 @@ class Slabs:
         if slab is None:
             slab = self.shared = self.add(memory_file())
         start = slab.end
-        self.grow(slab, start + write_all(slab.file, buffers, start))
+        if num_bytes := write_all(slab.file, buffers, start):
+            self.grow(slab, start + num_bytes)
         if slab.num_bytes >= FULL_BYTES:
             self.shared = None
         return slab, start
 
-    def adopt(self, file: int, num_bytes: int) -> Slab:
+    def adopt(self, file: int) -> Slab:
         """Keep the bytes of `file`, which stays the caller's, without a copy."""
         slab = self.add(os.dup(file))
-        self.grow(slab, num_bytes)
+        self.grow(slab, os.fstat(file).st_size)
+        slab.is_own = True
         return slab
+
+    def lend(self, num_bytes: int) -> list[int]:
+        """The file, now the caller's, of a spare slab of about this size, if there is one: to write
+        there is several times as fast as into memory that the kernel has yet to clear."""
+        for slab in self._spares:
+            fits = 0.8 * num_bytes <= slab.num_bytes <= 1.25 * num_bytes
+            if fits and slab.num_readers == 0:
+                self._forget(slab)
+                return [slab.file]
+        return []
+
+    def drop_spares(self, limit_bytes: int = 0) -> None:
+        """Give memory back until spare slabs have at most so many bytes."""
+        while sum(slab.num_bytes for slab in self._spares) > limit_bytes:
+            slab = next(iter(self._spares))
+            self._forget(slab)
+            os.close(slab.file)
+
+    def read_done(self, numbers: Sequence[int]) -> None:
+        """Clients look at these slabs no more, each in one answer."""
+        for number in numbers:
+            if number in self.by_number:
+                self.by_number[number].num_readers -= 1
 
     @property
     def may_adopt(self) -> bool:
@@ -96,14 +128,22 @@ class Slabs:
     def is_sparse(self, slab: Slab) -> bool:
         """Whether most of its memory is taken by retired rows and can be given back."""
         is_fixed = slab is self.shared or slab.is_held or slab.is_spilled
-        return not is_fixed and 2 * slab.live_bytes < slab.num_bytes
+        return slab.num_cells > 0 and not is_fixed and 2 * slab.live_bytes < slab.num_bytes
 
     def free_if_empty(self, slab: Slab) -> None:
         """Give the slab's bytes back if all its rows are retired and no others will come."""
         if slab.num_cells == 0 and slab is not self.shared and not slab.is_held:
-            self.grow(slab, 0)
-            del self.by_number[slab.number]
-            os.close(slab.file)
+            if slab.is_own:
+                self._spares[slab] = None
+                self.drop_spares(SPARE_BYTES)
+            else:
+                self._forget(slab)
+                os.close(slab.file)
+
+    def _forget(self, slab: Slab) -> None:
+        self.grow(slab, 0)
+        self._spares.pop(slab, None)
+        del self.by_number[slab.number]
 
     def close(self) -> None:
         """Give everything back."""

@@ -52,7 +52,11 @@ class Spill:
     async def relieve(self) -> None:
         """Return once no more slabs than allowed are in memory, or no further one can move."""
         async with self._lock:
-            while self.is_over and not self._is_blocked and (slab := self._oldest()) is not None:
+            while self.is_over:
+                self._slabs.drop_spares()
+                slab = self._oldest() if self.is_over and not self._is_blocked else None
+                if slab is None:
+                    return
                 try:
                     await self._move(slab)
                 except OSError as error:

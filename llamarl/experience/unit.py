@@ -46,7 +46,8 @@ class Unit:
     ) -> None:
         """See `protocols.Storage`."""
         if self._is_near():
-            (await self._ask(write_message(row_ids, columns, attempts))).close()
+            connection, packet = await self._ask(write_message(row_ids, columns, attempts))
+            connection.keep(packet)
         else:
             for rows in _pieces(columns, len(row_ids)):
                 some = PackedColumns({name: cells[rows] for name, cells in columns.items()})
@@ -56,14 +57,15 @@ class Unit:
         """The named columns of the first of these rows, as many as came in one piece."""
         if not self._is_near():
             return await self._calls.read(row_ids, names)
-        packet = await self._ask(({"ask": "read", "names": names}, [ints(row_ids)]))
-        return read_found(packet)
+        question: Message = {"ask": "read", "names": names}, [ints(row_ids)]
+        connection, packet = await self._ask(question)
+        return read_found(packet, connection.done.append)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """See `protocols.Storage`."""
         if self._is_near():
             message: Message = {"ask": "retire", "outcome": outcome}, [ints(row_ids)]
-            (await self._ask(message)).close()
+            (await self._ask(message))[1].close()
         else:
             await self._calls.retire(row_ids, outcome)
 
@@ -71,7 +73,7 @@ class Unit:
         """See `protocols.Storage`."""
         if not self._is_near():
             return await self._calls.usage()
-        packet = await self._ask(({"ask": "usage"}, []))
+        _, packet = await self._ask(({"ask": "usage"}, []))
         packet.close()
         usage: dict[str, int] = packet.header["usage"]
         return usage
@@ -88,11 +90,13 @@ class Unit:
                 self._is_elsewhere = True
         return not self._is_elsewhere
 
-    async def _ask(self, message: Message) -> Packet:
-        """The answer; raises the error that it is. GroupLost if the unit ends before."""
-        assert self._connection is not None
+    async def _ask(self, message: Message) -> tuple[Connection, Packet]:
+        """The answer and how it came; raises the error that it is. GroupLost if the unit ends
+        before."""
+        connection = self._connection
+        assert connection is not None
         try:
-            return await self._connection.ask(message)
+            return connection, await connection.ask(message)
         except ConnectionError:
             with suppress(TimeoutError):  # a process that has ended may not be missed at once
                 await asyncio.wait_for(self._calls.usage(), REASON_LIMIT_S)

@@ -11,7 +11,9 @@ that is cheaper than mapping its slab.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,7 +108,7 @@ class Written:
         if self._file is None or not slabs.may_adopt or 2 * self._start > len(self._body):
             slab, start = slabs.append([self._body[self._start :]])
         else:
-            slab, start = slabs.adopt(*self._file), self._start
+            slab, start = slabs.adopt(self._file[0]), self._start
         return slab, joined(self.dtypes, self._lengths, start)
 
 
@@ -126,20 +128,24 @@ def found_message(cells: Cells, slabs: Slabs) -> tuple[dict[str, Any], list[Buff
     header = {
         "columns": [[name, dtype.str] for name, dtype in cells.dtypes.items()],
         "rows": cells.which.shape[1],
-        "slab_bytes": [slab.num_bytes for slab in used],
+        "slabs": [[slab.number, slab.num_bytes] for slab in used],
     }
+    for slab in used:
+        slab.num_readers += 1
     places = np.stack([cells.which, cells.starts, cells.lengths])
     return header, [places, *copied], [slab.file for slab in used]
 
 
-def read_found(packet: Packet) -> Columns:
-    """The columns in an answer; the arrays are read-only. Closes the packet."""
+def read_found(packet: Packet, dropped: Callable[[int], None]) -> Columns:
+    """The columns in an answer; the arrays are read-only. Closes the packet. `dropped` is called,
+    on any thread, with the number of each slab that came with it once no array of it is left."""
     dtypes = {name: np.dtype(dtype) for name, dtype in packet.header["columns"]}
     shape = 3, len(dtypes), packet.header["rows"]
     body = packet.open_body()
     files = packet.files[1:] if packet.body_file else packet.files
-    sizes = packet.header["slab_bytes"]
-    memories = [body, *(map_file(file, size) for file, size in zip(files, sizes, strict=True))]
+    memories = [body]
+    for file, (number, num_bytes) in zip(files, packet.header["slabs"], strict=True):
+        memories.append(map_file(file, num_bytes, partial(dropped, number)))
     packet.close()
     places = np.frombuffer(body[: INT.itemsize * math.prod(shape)], INT).reshape(shape)
     return Cells(dtypes, *places).views(memories)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -136,22 +137,35 @@ def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_nothing_is_left_of_killed_units(tmp_path: Path) -> None:
-    def shared_bytes() -> int:
-        (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if "Shmem:" in x]
-        return int(line.split()[1]) * 1024
+def memory_files(pid: int | str) -> set[int]:
+    """Inodes of the files in memory that a process has open or mapped."""
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "memfd:llamarl" in os.readlink(path):
+                    found.add(path.stat().st_ino)
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "memfd:llamarl" in line:
+                found.add(int(line.split()[4]))
+    return found
 
+
+def test_nothing_is_left_of_killed_units(tmp_path: Path) -> None:
     async def scenario() -> None:
-        names, before = os.listdir("/dev/shm"), shared_bytes()
-        async with processes(tmp_path) as (units, writer, _, store):
+        async with processes(tmp_path) as (units, writer, reader, store):
             row_ids = list(range(100))
-            await writer.call_one.write(row_ids, 50_000)
-            used = (await store.usage())["memory_bytes"]
-            assert used > 100 * 50_000 * 12
-            assert os.listdir("/dev/shm") == names
-            os.kill(units[0].pids[0], signal.SIGKILL)
+            for first in range(0, 100, 20):
+                await writer.call_one.write(row_ids[first : first + 20], 20_000)
+            assert await reader.call_one.check(row_ids, 20_000)
+            assert (await store.usage())["memory_bytes"] > 100 * 20_000 * 12
+            (pid,) = units[0].pids
+            files = memory_files(pid)  # without a name, so only processes keep them
+            assert len(files) == 5
+            os.kill(pid, signal.SIGKILL)
             with pytest.raises(GroupLost):
                 await units[0].watch()
-        assert shared_bytes() < before + used / 2
+        held = [memory_files(path.name) for path in Path("/proc").glob("[0-9]*")]
+        assert not files & set().union(*held)
 
     asyncio.run(scenario())

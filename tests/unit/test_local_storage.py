@@ -73,6 +73,7 @@ def test_rows_come_back_whatever_their_size_and_in_whatever_writes_they_came(
             found = await store.read(asked, [REWARD])
             assert [cell.item() for cell in found[REWARD]] == [row_id / 2 for row_id in asked]
             await store.retire(asked, TRAINED)
+            unit._slabs.drop_spares()
             assert (await unit.usage())["memory_bytes"] < FULL_BYTES
 
     asyncio.run(scenario())
@@ -126,11 +127,13 @@ def test_memory_follows_the_rows_that_are_left(tmp_path: Path) -> None:
             while len(left) > 10:
                 gone, left = left[:30], left[30:]
                 await store.retire(gone, TRAINED)
+                unit._slabs.drop_spares()
                 usage = await unit.usage()
                 assert usage["num_rows"] == len(left)
                 assert usage["memory_bytes"] <= 2 * len(left) * 2003 * 12 + 2 * FULL_BYTES
                 assert_same(await store.read(left, NAMES), rows(left, 2000))
             await store.retire(left, TRAINED)
+            unit._slabs.drop_spares()
             assert all(slab is unit._slabs.shared for slab in unit._slabs.by_number.values())
 
     asyncio.run(scenario())
@@ -196,11 +199,12 @@ def test_errors_are_those_of_the_unit_and_nothing_is_written(tmp_path: Path) -> 
 
 def test_partial_rollouts_are_written_again_and_give_their_memory_back(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path) as (_, store):
+        async with serving(tmp_path) as (unit, store):
             for num_tokens in (10_000, 20_000, 30_000):
                 await store.write([1, 2], rows([1, 2], num_tokens, FinishReason.SEGMENT))
             await store.write([1, 2], rows([1, 2], 40_000))
             assert_same(await store.read([2, 1], NAMES), rows([2, 1], 40_000))
+            unit._slabs.drop_spares()
             assert (await store.usage())["memory_bytes"] < 2 * 40_010 * 12 + FULL_BYTES / 4
             with pytest.raises(RuntimeError, match="is not partial"):
                 await store.write([2], rows([2], 40_000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 from collections.abc import Iterator
@@ -186,12 +187,12 @@ def test_whatever_comes_in_whatever_order_the_rows_are_those_written_last(
     async def scenario(folder: Path) -> None:
         full: dict[int, int] = {}  # row -> its tokens
         cut: dict[int, int] = {}
-        rewarded: set[int] = set()
+        rewarded, fresh = set[int](), itertools.count(100)
         spec = {"spill_folder": str(folder / "spill"), "max_bytes": limit_bytes}
         async with serving(folder, **spec) as (unit, store):
             for step, some, num_tokens in steps:
                 if step in ("write", "cut"):
-                    some = [i for i in some if i not in full] or [100 + len(full)]
+                    some = [i for i in some if i not in full] or [next(fresh)]
                     reason = FinishReason.SEGMENT if step == "cut" else FinishReason.STOP
                     await store.write(some, rows(some, num_tokens, reason))
                     for row_id in some:
@@ -220,6 +221,7 @@ def test_whatever_comes_in_whatever_order_the_rows_are_those_written_last(
             usage = await unit.usage()
             assert usage["num_rows"] == len(full) + len(cut)
             await store.retire([*full, *cut], TRAINED)
+            unit._slabs.drop_spares()
             usage = await unit.usage()
             assert usage["spilled_bytes"] == 0
             assert usage["memory_bytes"] <= FULL_BYTES

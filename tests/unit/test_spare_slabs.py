@@ -1,0 +1,110 @@
+"""Memory that is written again: several times as fast as new memory, and never while a reader may
+still look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.experience.slabs import SPARE_BYTES
+from llamarl.experience.store import Store
+from llamarl.experience.unit import Unit
+from llamarl.types import Columns
+from tests.unit.stored_rows import NAMES, assert_same, rows, serving
+
+TRAINED = {"outcome": "trained", "version": 1}
+
+
+def client(store: Store) -> Unit:
+    """Another process's way to the store's unit."""
+    unit = pickle.loads(pickle.dumps(store._units[0]))
+    assert isinstance(unit, Unit)
+    return unit
+
+
+def test_memory_of_retired_rows_is_written_again_but_never_under_a_readers_eyes(
+    tmp_path: Path,
+) -> None:
+    num_tokens, random = 20_000, np.random.default_rng(2)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as (unit, store):
+            reader = client(store)
+            kept: list[tuple[list[int], Columns]] = []
+            files: list[tuple[int, int]] = []
+            for turn in range(120):
+                some = [10 * turn + i for i in range(3)]
+                await store.write(some, rows(some, num_tokens))
+                slab = list(unit._slabs.by_number.values())[-1]
+                files.append((os.fstat(slab.file).st_ino, turn))
+                if turn % 3:  # else nobody looks at it
+                    kept.append((some, await reader.read(some, NAMES)))
+                await store.retire(some, TRAINED)
+                while len(kept) > 4:
+                    kept.pop(int(random.integers(len(kept))))
+                    gc.collect()
+                for row_ids, columns in kept:
+                    assert_same(columns, rows(row_ids, num_tokens))
+            num_files = len({inode for inode, _ in files})
+            assert num_files < 60  # of 120 writes: most memory was written more than once
+            assert (await unit.usage())["memory_bytes"] < 20 * 3 * num_tokens * 13
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_whose_call_was_cancelled_or_that_has_gone_spoils_no_others_rows(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, store):
+            gone = client(store)
+            await store.write([1, 2], rows([1, 2], 20_000))
+            reading = asyncio.ensure_future(gone.read([1], NAMES))
+            await asyncio.sleep(0)
+            reading.cancel()
+            kept = await gone.read([2], NAMES)
+            gone._connection.close()
+            await store.retire([1, 2], TRAINED)
+            for row_id in range(3, 30):
+                await store.write([row_id], rows([row_id], 40_000))
+                await store.retire([row_id], TRAINED)
+            assert_same(kept, rows([2], 20_000))
+
+    asyncio.run(scenario())
+
+
+def test_empty_memory_is_kept_up_to_a_limit_and_given_back_before_anything_is_spilled(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        folder, limit_bytes = str(tmp_path / "spill"), SPARE_BYTES + 2**20
+        async with serving(tmp_path, spill_folder=folder, max_bytes=limit_bytes) as (unit, store):
+            num_tokens = 1_000_000
+            row_ids = list(range(16))
+            for row_id in row_ids:
+                await store.write([row_id], rows([row_id], num_tokens))
+            await store.retire(row_ids, TRAINED)
+            empty = await unit.usage()
+            assert 0.8 * SPARE_BYTES < empty["memory_bytes"] <= SPARE_BYTES
+            await store.write([99], rows([99], 3 * num_tokens))  # for which no spare one fits
+            usage = await unit.usage()
+            assert usage["spilled_bytes"] == 0
+            assert usage["memory_bytes"] < 4 * num_tokens * 12
+
+    asyncio.run(scenario())
+
+
+def test_small_rows_are_read_though_a_large_write_before_them_was_retired(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, store):
+            await store.write([0, 1], rows([0, 1], 3000))
+            await store.write([100], rows([100], 3000))
+            await store.retire([0, 1], TRAINED)
+            assert_same(await store.read([100], NAMES), rows([100], 3000))
+
+    asyncio.run(scenario())
