@@ -42,27 +42,40 @@ def test_an_error_in_the_background_reaches_every_call(tmp_path: Path) -> None:
 
 
 LEAVING = """
-import asyncio, json, sys
+import asyncio, os, signal, sys
 import llamarl
+from llamarl.errors import NoGenerator
 
 async def block(run_dir):
     async with llamarl.start_engines({recipe!r}, run_dir=run_dir) as engines:
         await engines.sync_weights()
-        await engines.submit([next(engines.prompts) for _ in range(32)])
-        raise KeyError("of the caller")
+        futures = await engines.submit([next(engines.prompts) for _ in range(32)])
+        {how}
 
 if __name__ == "__main__":
     try:
         asyncio.run(block(sys.argv[1]))
-    except KeyError as error:
+    except (KeyError, NoGenerator) as error:
         print(error, flush=True)
     sys.stdin.read()
 """
 
 
-def test_an_exception_in_the_block_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise KeyError('of the caller')", "'of the caller'"),
+        (
+            "os.kill(engines._executors.generators[0].pids[0], signal.SIGKILL);"
+            "await asyncio.gather(*futures)",
+            "every generator replica is lost",
+        ),
+    ],
+    ids=["raised", "killed"],
+)
+def test_an_exception_in_the_block_leaves_no_process(how: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "leaving.py"
-    script.write_text(LEAVING.format(recipe=str(RECIPE)))
+    script.write_text(LEAVING.format(recipe=str(RECIPE), how=how))
     mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
     process = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "run")],
@@ -74,7 +87,7 @@ def test_an_exception_in_the_block_leaves_no_process(tmp_path: Path) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        assert process.stdout.readline() == "'of the caller'\n"
+        assert process.stdout.readline() == f"{said}\n"
         assert Command(process, mark).family() == [process.pid]
         assert not list((tmp_path / "run").glob(".rendezvous-*"))
         assert json.loads((tmp_path / "run" / "environment.json").read_text())["python"]
