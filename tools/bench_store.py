@@ -16,11 +16,16 @@ The rival is TransferQueue in the environment of `make rivals`, without it only 
 measured; `store_bench/transferqueue.py` says how it is used. Both sides move the same rows, each
 with the form of cells, the batch size and the number of calls under way that are fastest for it,
 chosen at the start; then they run alternately and medians count. The first run of every setting
-checks that each row arrived once and whole. Our side also notes rows in a real ledger.
+checks that each row arrived once and whole.
+
+Our side has two ways to take rows. "own": consumers ask the controller's ledger and read from the
+units, as trainers and stages of a run do. "own_loader": they are processes outside the run, with a
+StageLoader each, which has leases and hands results back for each row; its batches are smaller.
 
 `rows_vs_transferqueue` is the ratio of rows per second at the fewest tokens,
 `bytes_vs_transferqueue` that of bytes at the most, each with the number of units that is best for
-each side, the lowest over the numbers of consumers. `bytes_vs_memcpy` compares the same bytes with
+each side, the lowest over the numbers of consumers; with "loader_" before it they are those of the
+loaders, else of the first way. `bytes_vs_memcpy` compares the same bytes with
 one memcpy by one thread. `second_unit` is our throughput with two units over that with one, at the
 most tokens and consumers, measured alternately. --quick: few rows, our side only.
 """
@@ -43,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from store_bench.own import OwnStore
+from store_bench.own import LEDGER, LOADER, OwnStore
 from store_bench.rival import TransferQueueRival, why_not
 from store_bench.rows import Work, make_rows, num_bytes
 
@@ -52,6 +57,7 @@ from llamarl.cluster import exiting_process
 MAX_ROWS, MAX_TOKENS = 16384, 2**23  # of one run
 BATCH_SHARES = (32, 8, 4)  # of the rows of a run
 DEPTHS = (1, 2)
+LOADER_ROWS = 1024  # of a batch of a loader at most: a message has room for the results of so many
 FORMS = ("bytes", "jagged", "padded")  # of the rival
 FORM_ROWS_SHARE = 8  # the slow forms take long
 NUM_TRIES = 2
@@ -112,7 +118,9 @@ class Bench:
 
     async def compare(self, units: int, rival: TransferQueueRival | None) -> None:
         """All workloads with this number of units."""
-        sides: dict[str, Run] = {"own": functools.partial(self._own.run, units)}
+        sides: dict[str, Run] = {
+            way: functools.partial(self._own.run, units, way) for way in (LEDGER, LOADER)
+        }
         if rival is not None:
             sides["transferqueue"] = functools.partial(asyncio.to_thread, rival.run)
         for tokens, consumers in itertools.product(*self._axes()):
@@ -134,9 +142,11 @@ class Bench:
         work = next(
             result.work
             for result in reversed(self.results)
-            if result.side == "own" and result.work.tokens == max(self._arguments.tokens)
+            if result.side == LEDGER and result.work.tokens == max(self._arguments.tokens)
         )
-        runs = {str(units): (functools.partial(self._own.run, units), work) for units in (1, 2)}
+        runs = {
+            str(units): (functools.partial(self._own.run, units, LEDGER), work) for units in (1, 2)
+        }
         found = await alternate(runs, self._arguments.rounds)
         return found["1"]["flow_s"] / found["2"]["flow_s"]
 
@@ -149,11 +159,11 @@ class Bench:
         ]
         return max(found, key=lambda result: result.rows_per_s, default=None)
 
-    def lowest_ratio(self, tokens: int, other: str) -> float | None:
+    def lowest_ratio(self, tokens: int, other: str, way: str = LEDGER) -> float | None:
         """Ours over another side's, the lowest over numbers of consumers."""
         ratios = []
         for consumers in self._arguments.consumers:
-            own = self.best("own", tokens, consumers)
+            own = self.best(way, tokens, consumers)
             rival = self.best(other, tokens, consumers)
             if own is not None and rival is not None:
                 ratios.append(own.rows_per_s / rival.rows_per_s)
@@ -181,12 +191,14 @@ class Bench:
 
     async def _tune(self, name: str, run: Run, base: Work) -> Work:
         """The fastest batch size and depth."""
-        if name != "own":
+        if name == "transferqueue":
             forms = self.forms[base.tokens]
             base = dataclasses.replace(base, form=max(forms, key=forms.__getitem__))
+        most, depths = (LOADER_ROWS, (1,)) if name == LOADER else (base.rows, DEPTHS)
+        batch_rows = {max(1, min(most, base.rows // share)) for share in BATCH_SHARES}
         works = [
-            dataclasses.replace(base, batch_rows=max(1, base.rows // share), depth=depth)
-            for share, depth in itertools.product(BATCH_SHARES, DEPTHS)
+            dataclasses.replace(base, batch_rows=rows, depth=depth)
+            for rows, depth in itertools.product(sorted(batch_rows), depths)
         ]
         found = {work: await shortest(run, work) for work in works}
         return min(found, key=found.__getitem__)
@@ -248,6 +260,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "rows_vs_transferqueue": bench.lowest_ratio(fewest, "transferqueue"),
         "bytes_vs_transferqueue": bench.lowest_ratio(most, "transferqueue"),
+        "loader_rows_vs_transferqueue": bench.lowest_ratio(fewest, "transferqueue", LOADER),
+        "loader_bytes_vs_transferqueue": bench.lowest_ratio(most, "transferqueue", LOADER),
         "bytes_vs_memcpy": bench.lowest_ratio(most, "memcpy"),
         "second_unit": second_unit,
         "transferqueue_rows_per_s_by_form": bench.forms,
@@ -267,7 +281,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with exiting_process():
         found = asyncio.run(measure(arguments))
-        for key in list(found)[:4]:
+        for key in list(found)[:6]:
             print(f"{key} {found[key]:.3g}" if found[key] is not None else f"{key} not measured")
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=2) + "\n")

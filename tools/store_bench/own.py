@@ -18,6 +18,7 @@ from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
+from store_bench.loading import Loading
 from store_bench.rows import (
     DTYPES,
     Flat,
@@ -34,6 +35,7 @@ from store_bench.rows import (
 from store_bench.taking import TakeClient, TakeServer
 
 NAMES = list(DTYPES)
+LEDGER, LOADER = "own", "own_loader"  # ways to take rows
 PEER = struct.Struct("3i")  # process, user, group
 
 
@@ -132,6 +134,7 @@ class OwnStore:
         self._cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
         self._folder, self._path = folder, str(folder / "takes.sock")
         self._server = TakeServer(self._path)
+        self._loading = Loading(self._cluster, folder)
         self._prepared: Work | None = None
         self._digest = 0
         self._next_row = 0
@@ -152,13 +155,13 @@ class OwnStore:
             *(self._cluster.spawn(f"storage-{unit.unit}", unit.executor, unit) for unit in units)
         )
         await asyncio.gather(*(group.call_one.start() for group in groups))
-        clients = [
-            Unit(group.name, group.call_one, str(unit.socket))
-            for group, unit in zip(groups, units, strict=True)
-        ]
+        pairs = [*zip(groups, units, strict=True)]
+        clients = [Unit(group.name, group.call_one, str(unit.socket)) for group, unit in pairs]
         self._pids = [_peer(str(unit.socket)) for unit in units]
-        stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
-        spec = RoleSpec(stores=stores, takes=self._path)
+        self._units = [(group.name, str(unit.socket)) for group, unit in pairs]
+        self._stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
+        spec = RoleSpec(stores=self._stores, takes=self._path)
+        await self._loading.start(num_consumers)
         self._producer, *self._consumers = await asyncio.gather(
             self._cluster.spawn("producer", "store_bench.own:Producer", spec),
             *(
@@ -168,24 +171,30 @@ class OwnStore:
         )
 
     async def run(
-        self, num_units: int, work: Work, is_streamed: bool, is_checked: bool = False
+        self, num_units: int, way: str, work: Work, is_streamed: bool, is_checked: bool = False
     ) -> dict[str, float]:
-        """Move all rows once; what each part took (`rows.times`)."""
+        """Move all rows once; what each part took (`rows.times`). With loaders rows are always
+        streamed."""
         producer = self._producer.call_one
         if work != self._prepared:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
-        self._server.begin(range(first_row, self._next_row))
+        units, store = self._units[:num_units], self._stores[num_units]
+        ledger = None
+        if way == LOADER:
+            ledger = await self._loading.begin(work, units, store, is_checked)
+        self._server.begin(range(first_row, self._next_row), ledger)
         before_s = cpu_s(self._pids)
         putting = asyncio.create_task(producer.put(num_units, first_row))
-        if not is_streamed:
-            await putting
-        taken = await asyncio.gather(
-            *(
-                consumer.call_one.take(num_units, work, is_checked)
-                for consumer in self._consumers[: work.consumers]
+        if way == LOADER:
+            taken = await self._loading.take(work, num_units)
+        else:
+            if not is_streamed:
+                await putting
+            consumers = [each.call_one for each in self._consumers[: work.consumers]]
+            taken = await asyncio.gather(
+                *(consumer.take(num_units, work, is_checked) for consumer in consumers)
             )
-        )
         put, notify_s = await putting
         units_s = cpu_s(self._pids) - before_s
         if is_checked:
@@ -196,6 +205,7 @@ class OwnStore:
     async def stop(self) -> None:
         """End all processes."""
         self._server.close()
+        await self._loading.stop()
         await self._cluster.stop()
 
 

@@ -25,7 +25,7 @@ class TakeServer:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._ledger = Ledger(GRAPH, pause_s=0.0)
+        self._own = self._ledger = Ledger(GRAPH, pause_s=0.0)
         self._num_left = 0
         self._turn = asyncio.Lock()
         self._prompt = Prompt(prompt_id=0, text="", token_ids=(0,))
@@ -34,9 +34,10 @@ class TakeServer:
         """Listen."""
         self._server = await asyncio.start_unix_server(self._serve, self._path)
 
-    def begin(self, row_ids: range) -> None:
-        """Open these rows; they are given once they are marked, then nothing is."""
-        self._num_left = len(row_ids)
+    def begin(self, row_ids: range, ledger: Ledger | None = None) -> None:
+        """Open these rows; they are given once they are marked, then nothing is. `ledger`: they are
+        only marked in it."""
+        self._ledger, self._num_left = ledger or self._own, len(row_ids)
         for row_id in row_ids:
             request = Request(row_id=row_id, prompt_ids=(0,), sampling=SAMPLING, seed=0)
             self._ledger.add(request, self._prompt)
