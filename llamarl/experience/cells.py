@@ -8,6 +8,7 @@ come first, so each cell begins at a multiple of its entries' size if the first 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from llamarl.types import Columns
 
 ALIGNMENT = 8  # bytes
 NUMERIC = "biuf"  # kinds of dtypes
+JOINED_BYTES = 2048  # cells that are smaller on average are copied together, as each costs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ class Cells:
 
 
 def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.ndarray]]:
-    """(dtype by column, lengths int64 [columns, rows], cells), in the order in which they are to be
-    joined. ValueError unless the cells of a column are 1-D arrays of one numeric dtype."""
+    """(dtype by column, lengths int64 [columns, rows], buffers with all cells one after another).
+    ValueError unless the cells of a column are 1-D arrays of one numeric dtype."""
     dtypes: dict[str, np.dtype] = {}
     for name, cells in columns.items():
         kinds = set(map(attrgetter("dtype"), cells))
@@ -74,9 +76,23 @@ def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.nda
     dtypes = dict(sorted(dtypes.items(), key=lambda item: -item[1].itemsize))
     ordered = [cell for name in dtypes for cell in columns[name]]
     lengths = np.fromiter(map(len, ordered), np.int64, len(ordered))
-    if not all(map(attrgetter("flags.c_contiguous"), ordered)):
+    lengths = lengths.reshape(len(dtypes), -1)
+    num_bytes = int((lengths * widths(dtypes)[:, None]).sum())
+    if num_bytes < JOINED_BYTES * len(ordered):
+        ordered = [_joined(ordered)]
+    elif not all(map(attrgetter("flags.c_contiguous"), ordered)):
         ordered = [np.ascontiguousarray(cell) for cell in ordered]
-    return dtypes, lengths.reshape(len(dtypes), -1), ordered
+    return dtypes, lengths, ordered
+
+
+def _joined(cells: list[Any]) -> np.ndarray:
+    """Their bytes."""
+    try:
+        data = b"".join(cells)
+    except TypeError:  # one has gaps
+        whole: list[Any] = [np.ascontiguousarray(cell) for cell in cells]
+        data = b"".join(whole)
+    return np.frombuffer(data, np.uint8)
 
 
 def joined(dtypes: Mapping[str, np.dtype], lengths: np.ndarray, start: int) -> Cells:

@@ -61,7 +61,8 @@ class Slabs:
         self._next_number = random.getrandbits(48)  # no other unit's, whose clients may know them
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self._max_files = int(hard * ADOPTED_SHARE)
+        most = 2**16 if hard == resource.RLIM_INFINITY else hard
+        self._max_files = int(most * ADOPTED_SHARE)
 
     def append(self, buffers: Sequence[Buffer]) -> tuple[Slab, int]:
         """Copy `buffers`, one after another, into a slab that others share; (it, first byte)."""

@@ -173,6 +173,17 @@ def test_rows_of_more_slabs_than_a_packet_has_files_are_read_too(tmp_path: Path)
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("num_tokens", [10, 5000])
+def test_arrays_with_gaps_arrive_too(tmp_path: Path, num_tokens: int) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as (_, store):
+            columns = {"quality": [np.arange(3 * num_tokens)[::3], np.arange(4)]}
+            await store.write([1, 2], columns)
+            assert_same(await store.read([1, 2], ["quality"]), columns)
+
+    asyncio.run(scenario())
+
+
 def test_errors_are_those_of_the_unit_and_nothing_is_written(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as (_, store):
