@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.commands import Command, executors, finish, train
+from tests.e2e.test_library_page import LOOPS
 from tests.e2e.test_quickstart import RECIPE, quickstart
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -62,6 +65,23 @@ sampling: {max_tokens: 40, rollouts_per_prompt: 8}
 generator: {max_num_seqs: 64, max_model_len: 96, kv_cache_bytes: 100000000}
 trainer: {groups_per_step: 8, lr: 5.0e-3}
 """
+
+
+def test_vllm_writes_with_the_weights_of_a_loop_of_the_caller_s_own(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    overrides = ["generator=vllm", f"run_dir={tmp_path}/run"]
+    script.write_text(LOOPS["own trainer"].replace("list[str] = []", f"list[str] = {overrides}"))
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=RECIPE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPE.parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    rewards = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()[-4:]]
+    assert rewards[-1] > rewards[0] + 0.1, done.stdout
 
 
 def test_the_quickstart_learns_with_vllm(tmp_path: Path) -> None:
