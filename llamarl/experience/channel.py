@@ -27,7 +27,9 @@ MAX_PACKET_BYTES = 64 * 1024  # well below what a socket's buffer holds by defau
 MAX_FILES = 64  # of one packet; the kernel takes 253, and a receiver may have 1024 open at once
 MAX_BUFFERS = 1024  # of one system call
 PREFIX = struct.Struct("<I")
+MAX_HEADER_BYTES = 32 * 1024  # a longer one travels as a file too
 BODY_BYTES = "body_bytes"  # in a header: the body is the first file, and so long
+HEADER_BYTES = "header_bytes"  # alone in a header: the real one is the last file, and so long
 
 
 @dataclass(slots=True)
@@ -89,19 +91,25 @@ class Channel:
         """
         num_bytes = sum(each.nbytes for each in body)
         text = json.dumps(header).encode()
-        body_file = []
-        if PREFIX.size + len(text) + num_bytes > MAX_PACKET_BYTES:
+        is_long = len(text) > MAX_HEADER_BYTES
+        body_file: list[int] = []
+        header_file: list[int] = []
+        if PREFIX.size + min(len(text), MAX_HEADER_BYTES) + num_bytes > MAX_PACKET_BYTES:
             body_file = [memory_file() if spare is None else spare()]
         try:
             if body_file:
                 write_all(body_file[0], body, 0)
                 text, body = json.dumps(header | {BODY_BYTES: num_bytes}).encode(), ()
+            if is_long:
+                header_file = [memory_file()]
+                write_all(header_file[0], [memoryview(text)], 0)
+                text = json.dumps({HEADER_BYTES: len(text)}).encode()
             data = b"".join([PREFIX.pack(len(text)), text, *body])
-            sent = [*body_file, *files]
+            sent = [*body_file, *files, *header_file]
             if self._unsent or not self._has_sent(data, sent):
                 self._unsent.append((data, [os.dup(each) for each in sent]))
         finally:
-            _close_all(body_file)
+            _close_all(body_file + header_file)
 
     def close(self) -> None:
         """Hang up. What was not sent yet is dropped, and `closed` is not called."""
@@ -156,6 +164,10 @@ class Channel:
         (num_bytes,) = PREFIX.unpack_from(data)
         start = PREFIX.size + num_bytes
         header = json.loads(data[PREFIX.size : start])
+        if HEADER_BYTES in header:
+            file = files.pop()
+            header = json.loads(bytes(map_file(file, header[HEADER_BYTES])))
+            os.close(file)
         self._receive(Packet(header, memoryview(data)[start:], list(files)))
 
 

@@ -145,6 +145,24 @@ def test_two_consumers_finish_every_rollout_once_and_what_they_write_is_stored(
     assert all(taken), "both had some"
 
 
+def test_prompts_and_reasons_of_a_batch_may_be_longer_than_a_packet(tmp_path: Path) -> None:
+    batches: list[list[int]] = []
+    long = Prompt(prompt_id=3, text="what? " * 4000, token_ids=(1, 2), fields={"answer": "4"})
+
+    def work(batch: StageBatch) -> None:
+        assert batch["prompt"] == [long] * len(batch.row_ids)
+        reasons = {row_id: f"{row_id}" * 3000 for row_id in batch.row_ids}
+        batch.finish(quality=lengths_of(batch), drop=reasons)
+
+    async def scenario(running: Run) -> None:
+        consume(tmp_path, batches, work, batch_size=NUM_ROWS)
+        results = await running.stage.process([((row,), long) for row in range(NUM_ROWS)])
+        assert [result.reason for result in results] == [f"{row}" * 3000 for row in range(NUM_ROWS)]
+
+    run(tmp_path, make(), scenario)
+    assert batches == [list(range(NUM_ROWS))]
+
+
 TAKE_AND_HANG = """
 import sys, time
 from llamarl.experience.loader import StageLoader
