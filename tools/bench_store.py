@@ -57,7 +57,7 @@ from llamarl.cluster import exiting_process
 MAX_ROWS, MAX_TOKENS = 16384, 2**23  # of one run
 BATCH_SHARES = (32, 8, 4)  # of the rows of a run
 DEPTHS = (1, 2)
-LOADER_ROWS = 1024  # of a batch of a loader at most: a message has room for the results of so many
+LOADER_ROWS = 1024  # of a batch of a loader at most: 4096 are not faster, a trainer takes fewer
 FORMS = ("bytes", "jagged", "padded")  # of the rival
 FORM_ROWS_SHARE = 8  # the slow forms take long
 NUM_TRIES, NUM_FORM_TRIES = 2, 4
