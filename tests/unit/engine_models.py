@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,10 @@ from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from llamarl.models.architecture import Architecture, RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import Request, Sampling
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from generate_bench.engines import random_model
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -72,23 +78,7 @@ def make_model(architecture: Architecture, seed: int) -> Transformer:
 
 def make_reference(seed: int) -> LlamaForCausalLM:
     """The model of LLAMA in transformers, with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    a = LLAMA
-    config = LlamaConfig(
-        vocab_size=a.vocab_size,
-        hidden_size=a.hidden_size,
-        intermediate_size=a.intermediate_size,
-        num_hidden_layers=a.num_layers,
-        num_attention_heads=a.num_heads,
-        num_key_value_heads=a.num_kv_heads,
-        head_dim=a.head_dim,
-        rms_norm_eps=a.norm_eps,
-        tie_word_embeddings=True,
-        initializer_range=0.25,
-    )
-    return LlamaForCausalLM(config).eval()
+    return random_model(LLAMA, torch.float32, seed=seed, initializer_range=0.25)
 
 
 def flat_weights(engine: EmbeddedEngine, model: torch.nn.Module) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.parameters import DTYPES
 from llamarl.models.architecture import Architecture
 from llamarl.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 ARCHITECTURE = Architecture(
     model_type="llama",
@@ -53,11 +57,13 @@ PROMPT_TOKENS = 16
 NEW_TOKENS = 128
 
 
-def random_model(a: Architecture, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
-    """transformers' Llama of this shape, random weights from a fixed seed."""
+def random_model(
+    a: Architecture, dtype: torch.dtype, attention: str = "sdpa", *, seed: int = 0, **more: float
+) -> LlamaForCausalLM:
+    """transformers' Llama of this shape, random weights from a fixed seed; `more` of its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=a.vocab_size,
         hidden_size=a.hidden_size,
@@ -70,6 +76,7 @@ def random_model(a: Architecture, dtype: torch.dtype, attention: str = "sdpa") -
         rms_norm_eps=a.norm_eps,
         tie_word_embeddings=True,
         attn_implementation=attention,
+        **more,
     )
     return LlamaForCausalLM(config).to(dtype).eval()
 
