@@ -24,7 +24,7 @@ from llamarl.experience.store import Store
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.serving import serve_stage
 from llamarl.types import StageItem, StageResult
-from store_bench.rows import DTYPES, Flat, Taken, Work, calm_gc, digest
+from store_bench.rows import DTYPES, Flat, Taken, Work, calm_gc, taken_of
 
 TIMEOUT_S = 60.0
 
@@ -78,14 +78,7 @@ class LoaderConsumer:
     async def collect(self, stage: str) -> Taken:
         """What was got since `begin`."""
         tally = self._tallies[stage]
-        return Taken(
-            start_s=0.0,
-            end_s=tally.end_s,
-            take_s=tally.take_s,
-            get_s=tally.get_s,
-            row_numbers=[int(row) for flat in tally.found for row in flat["reward"].tolist()],
-            digest=sum(map(digest, tally.found)),
-        )
+        return taken_of((0.0, tally.end_s), tally.take_s, tally.get_s, tally.found)
 
     def _load(self, stage: str, batch_rows: int) -> None:
         with StageLoader(self._run_dir, stage, batch_size=batch_rows, prefetch=1) as loader:

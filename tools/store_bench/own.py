@@ -18,23 +18,11 @@ from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
+from store_bench import rows
 from store_bench.loading import Loading
-from store_bench.rows import (
-    DTYPES,
-    Flat,
-    Taken,
-    Work,
-    calm_gc,
-    check,
-    cpu_s,
-    digest,
-    join,
-    make_rows,
-    times,
-)
+from store_bench.rows import Taken, Work
 from store_bench.taking import TakeClient, TakeServer
 
-NAMES = list(DTYPES)
 LEDGER, LOADER = "own", "own_loader"  # ways to take rows
 PEER = struct.Struct("3i")  # process, user, group
 
@@ -55,9 +43,9 @@ class Producer:
 
     async def prepare(self, work: Work) -> int:
         """Make all rows; their digest."""
-        self._work, self._columns = work, make_rows(work)
-        calm_gc()
-        return digest(join(self._columns))
+        self._work, self._columns = work, rows.make_rows(work)
+        rows.calm_gc()
+        return rows.digest(rows.join(self._columns))
 
     async def put(self, num_units: int, first_row: int) -> tuple[tuple[float, float], float]:
         """When the writes began and ended, and how long the ledger was waited for in them."""
@@ -75,15 +63,13 @@ class Producer:
                 await self._takes.mark(row_ids)
                 notify_s += time.perf_counter() - start_s
 
-        start_s = time.monotonic()
-        await asyncio.gather(*(put_some() for _ in range(work.depth)))
-        return (start_s, time.monotonic()), notify_s
+        return await rows.at_once(put_some, work), notify_s
 
     async def clear(self, num_units: int, first_row: int) -> float:
         """Free all rows; seconds."""
         start_s = time.monotonic()
-        rows = range(first_row, first_row + self._work.rows)
-        await self._stores[num_units].retire(list(rows), {"outcome": "trained"})
+        row_ids = list(range(first_row, first_row + self._work.rows))
+        await self._stores[num_units].retire(row_ids, {"outcome": "trained"})
         return time.monotonic() - start_s
 
 
@@ -92,12 +78,12 @@ class Consumer:
 
     def __init__(self, spec: RoleSpec, *, rank: int, num_ranks: int, spans: Any) -> None:
         self._stores, self._takes = spec.stores, TakeClient(spec.takes)
-        calm_gc()
+        rows.calm_gc()
 
     async def take(self, num_units: int, work: Work, is_checked: bool) -> Taken:
         """Take and read batches until every row was taken."""
         take_s = get_s = 0.0
-        found: list[Flat] = []
+        found: list[rows.Flat] = []
         store = self._stores[num_units]
 
         async def take_some() -> None:
@@ -109,22 +95,13 @@ class Consumer:
                 take_s += took_s - start_s
                 if not row_ids:
                     return
-                flat = join(await store.read(row_ids, NAMES))
+                flat = rows.join(await store.read(row_ids, rows.NAMES))
                 get_s += time.perf_counter() - took_s
                 if is_checked:
                     found.append(flat)
 
-        start_s = time.monotonic()
-        await asyncio.gather(*(take_some() for _ in range(work.depth)))
-        end_s = time.monotonic()
-        return Taken(
-            start_s=start_s,
-            end_s=end_s,
-            take_s=take_s,
-            get_s=get_s,
-            row_numbers=[int(row) for flat in found for row in flat["reward"].tolist()],
-            digest=sum(map(digest, found)),
-        )
+        span_s = await rows.at_once(take_some, work)
+        return rows.taken_of(span_s, take_s, get_s, found)
 
 
 class OwnStore:
@@ -184,7 +161,7 @@ class OwnStore:
         if way == LOADER:
             ledger = await self._loading.begin(work, units, store, is_checked)
         self._server.begin(range(first_row, self._next_row), ledger)
-        before_s = cpu_s(self._pids)
+        before_s = rows.cpu_s(self._pids)
         putting = asyncio.create_task(producer.put(num_units, first_row))
         if way == LOADER:
             taken = await self._loading.take(work, num_units)
@@ -196,11 +173,11 @@ class OwnStore:
                 *(consumer.take(num_units, work, is_checked) for consumer in consumers)
             )
         put, notify_s = await putting
-        units_s = cpu_s(self._pids) - before_s
+        units_s = rows.cpu_s(self._pids) - before_s
         if is_checked:
-            check(work, self._digest, taken)
+            rows.check(work, self._digest, taken)
         clear_s = await producer.clear(num_units, first_row)
-        return times(put, notify_s, taken, units_s, clear_s)
+        return rows.times(put, notify_s, taken, units_s, clear_s)
 
     async def stop(self) -> None:
         """End all processes."""

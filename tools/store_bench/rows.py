@@ -7,8 +7,10 @@ and the same work makes the same rows in every process.
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ DTYPES: dict[str, type[np.generic]] = {
     "token_versions": np.int32,
     "reward": np.float64,
 }
+NAMES = list(DTYPES)
 Columns = dict[str, list[np.ndarray]]  # name -> one 1-D array per row
 Flat = dict[str, np.ndarray]  # name -> the rows' values, one after the other
 
@@ -84,6 +87,27 @@ def digest(flat: Flat) -> int:
     return sum(
         place * int(np.ascontiguousarray(flat[name]).view(np.uint32).sum(dtype=np.uint64))
         for place, name in enumerate(DTYPES, start=1)
+    )
+
+
+async def at_once(each: Callable[[], Awaitable[None]], work: Work) -> tuple[float, float]:
+    """Do this `work.depth` times at once; when it began and ended."""
+    start_s = time.monotonic()
+    await asyncio.gather(*(each() for _ in range(work.depth)))
+    return start_s, time.monotonic()
+
+
+def taken_of(
+    span_s: tuple[float, float], take_s: float, get_s: float, found: Sequence[Flat]
+) -> Taken:
+    """What one consumer did between these times; `found` are the batches it got, if kept."""
+    return Taken(
+        start_s=span_s[0],
+        end_s=span_s[1],
+        take_s=take_s,
+        get_s=get_s,
+        row_numbers=[int(row) for flat in found for row in flat["reward"].tolist()],
+        digest=sum(map(digest, found)),
     )
 
 

@@ -36,21 +36,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from weights_bench.processes import Remote, call_all
 
-from store_bench.rows import (
-    DTYPES,
-    Flat,
-    Taken,
-    Work,
-    calm_gc,
-    check,
-    cpu_s,
-    digest,
-    join,
-    make_rows,
-    times,
-)
+from store_bench import rows
+from store_bench.rows import Flat, Taken, Work
 
-NAMES = list(DTYPES)
 FIXED = ("prompt_ids", "reward")  # columns whose cells have one length
 UNIT_PROCESS = "ray::SimpleStorageUnit"
 EMPTY_PAUSE_S = 0.002  # after a take that found too few rows
@@ -95,27 +83,27 @@ class Producer(_Client):
 
     def prepare(self, work: Work) -> int:
         """Make the TensorDicts of all puts; the rows' digest."""
-        columns = make_rows(work)
+        columns = rows.make_rows(work)
         starts = range(0, work.rows, work.batch_rows)
         parts = [slice(start, start + work.batch_rows) for start in starts]
         self._batches = [
             TensorDict(
-                {name: _field(name, columns[name][part], work.form) for name in NAMES},
+                {name: _field(name, columns[name][part], work.form) for name in rows.NAMES},
                 batch_size=len(columns["reward"][part]),
             )
             for part in parts
         ]
-        calm_gc()
-        return digest(join(columns))
+        rows.calm_gc()
+        return rows.digest(rows.join(columns))
 
     async def open(self, partition: str) -> None:
         """Have the controller make the rows of all puts."""
         self._metas = [
-            await self.client.async_get_meta(NAMES, len(batch), partition, mode="insert")
+            await self.client.async_get_meta(rows.NAMES, len(batch), partition, mode="insert")
             for batch in self._batches
         ]
 
-    async def put(self, depth: int) -> tuple[tuple[float, float], float]:
+    async def put(self, work: Work) -> tuple[tuple[float, float], float]:
         """When the puts began and ended, and how long the controller was waited for in them."""
         self._notify_s = 0.0
         batches = zip(self._batches, self._metas, strict=True)
@@ -124,9 +112,7 @@ class Producer(_Client):
             for batch, meta in batches:
                 await self.client.async_put(batch, meta)
 
-        start_s = time.monotonic()
-        await asyncio.gather(*(put_some() for _ in range(depth)))
-        return (start_s, time.monotonic()), self._notify_s
+        return await rows.at_once(put_some, work), self._notify_s
 
     async def clear(self, partition: str) -> float:
         """Free all rows; seconds."""
@@ -141,7 +127,7 @@ class Consumer(_Client):
     def __init__(self, name: str, config: Any, left: Any) -> None:
         super().__init__(name, config)
         self._left = left
-        calm_gc()
+        rows.calm_gc()
 
     async def take(self, partition: str, work: Work, is_checked: bool) -> Taken:
         """Take and get batches until every row was taken."""
@@ -153,7 +139,7 @@ class Consumer(_Client):
             while self._left.value > 0:
                 start_s = time.perf_counter()
                 meta = await self.client.async_get_meta(
-                    NAMES, work.batch_rows, partition, task_name="train"
+                    rows.NAMES, work.batch_rows, partition, task_name="train"
                 )
                 took_s = time.perf_counter()
                 take_s += took_s - start_s
@@ -167,17 +153,8 @@ class Consumer(_Client):
                 if is_checked:
                     found.append(flat)
 
-        start_s = time.monotonic()
-        await asyncio.gather(*(take_some() for _ in range(work.depth)))
-        end_s = time.monotonic()
-        return Taken(
-            start_s=start_s,
-            end_s=end_s,
-            take_s=take_s,
-            get_s=get_s,
-            row_numbers=[int(row) for flat in found for row in flat["reward"].tolist()],
-            digest=sum(map(digest, found)),
-        )
+        span_s = await rows.at_once(take_some, work)
+        return rows.taken_of(span_s, take_s, get_s, found)
 
 
 def _field(name: str, cells: list[np.ndarray], form: str) -> Any:
@@ -193,7 +170,7 @@ def _field(name: str, cells: list[np.ndarray], form: str) -> Any:
 
 def _values(batch: TensorDict) -> Flat:
     flat: Flat = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in rows.DTYPES.items():
         field = batch[name]
         if isinstance(field, torch.Tensor):
             flat[name] = (field.values() if field.is_nested else field.flatten()).numpy()
@@ -249,18 +226,18 @@ class Cluster:
         partition = f"run{self._num_runs}"
         self._left.value = work.rows
         await self._producer.call("open", partition)
-        before_s = cpu_s(self._pids)
-        putting = asyncio.create_task(self._producer.call("put", work.depth))
+        before_s = rows.cpu_s(self._pids)
+        putting = asyncio.create_task(self._producer.call("put", work))
         if not is_streamed:
             await putting
         consumers = self._consumers[: work.consumers]
         taken = await call_all(consumers, "take", partition, work, is_checked)
         put, notify_s = await putting
-        units_s = cpu_s(self._pids) - before_s
+        units_s = rows.cpu_s(self._pids) - before_s
         if is_checked:
-            check(work, self._digest, taken)
+            rows.check(work, self._digest, taken)
         clear_s = await self._producer.call("clear", partition)
-        return times(put, notify_s, taken, units_s, clear_s)
+        return rows.times(put, notify_s, taken, units_s, clear_s)
 
     def close(self) -> None:
         """End all processes."""
