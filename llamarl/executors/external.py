@@ -3,7 +3,7 @@
 Owns: which consumer has which rollouts, and for how long; storing what they finish in time. Does
 not own: reading (consumers do that themselves), how batches are drawn (`experience/samplers.py`).
 Invariant: a rollout is with one consumer at a time, and has one result; what a consumer finishes
-after its lease has ended is refused.
+after its lease has ended is refused. A lease ends with its time or its consumer.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ExternalSpec
 from llamarl.executors.work_spans import WorkSpans
-from llamarl.experience.channel import Packet
+from llamarl.experience.channel import Channel, Packet
 from llamarl.experience.graph import External
 from llamarl.experience.samplers import RankAware, Ranks, ReadyItem, make_sampler
 from llamarl.experience.server import Answer, UnitServer
@@ -54,9 +54,10 @@ class Work:
 
 @dataclass(slots=True)
 class Lease:
-    """What a consumer has taken, until `timer` ends it."""
+    """What the consumer at `channel` has taken, until `timer` ends it or the consumer is gone."""
 
     works: list[Work]
+    channel: Channel = field(repr=False)
     timer: asyncio.TimerHandle = field(repr=False)
 
 
@@ -90,7 +91,7 @@ class ExternalExecutor:
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""
-        self._server = UnitServer(Path(self._spec.socket), self._answer)
+        self._server = UnitServer(Path(self._spec.socket), self._answer, self._end_leases)
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
@@ -149,11 +150,11 @@ class ExternalExecutor:
             about = {"stage": stage, "units": self._spec.units, "tokenizer": self._spec.tokenizer}
             return about, (), ()
         if header["ask"] == "take":
-            return self._take(header)
+            return self._take(header, packet.channel)
         columns = read_columns(packet, len(header["results"]))
-        return self._finish(header["lease"], header["results"], columns)
+        return asyncio.shield(self._finish(header["lease"], header["results"], columns))
 
-    async def _take(self, header: dict[str, Any]) -> Answer:
+    async def _take(self, header: dict[str, Any], channel: Channel) -> Answer:
         """The next batch of this rank, once there is one."""
         if self._warning is not None:
             self._warning.cancel()
@@ -169,28 +170,37 @@ class ExternalExecutor:
             self._drawn |= {item_id: self._waiting.pop(item_id) for item_id in consumed}
             if share is not None:
                 self._num_batches += 1
-                return self._lease(share, is_first=header["peer"] == 0)
+                return self._lease(share, channel if header["peer"] == 0 else None)
             self._changed.clear()
             await self._changed.wait()
 
-    def _lease(self, share: Sequence[int], *, is_first: bool) -> Answer:
-        """Give these to a rank; its first peer finishes them, the others only see them."""
+    def _lease(self, share: Sequence[int], channel: Channel | None) -> Answer:
+        """Give these to a rank; its first peer, at `channel`, finishes them, the others only see
+        them."""
         works = [self._drawn[item_id] for item_id in share if item_id in self._drawn]
         number = next(self._numbers)
-        if is_first:
+        if channel is not None:
             for work in works:
                 work.num_leases += 1
             limit_s = self._stage.timeout_s
             timer = asyncio.get_running_loop().call_later(limit_s, self._end_lease, number)
-            self._leases[number] = Lease(works, timer)
+            self._leases[number] = Lease(works, channel, timer)
         prompts = [_as_json(work.prompt) for work in works]
         return {"lease": number, "items": [w.row_ids for w in works], "prompts": prompts}, (), ()
 
-    def _end_lease(self, number: int) -> None:
+    def _end_leases(self, channel: Channel) -> None:
+        """Their consumer is gone."""
+        for number, lease in [*self._leases.items()]:
+            if lease.channel is channel:
+                lease.timer.cancel()
+                self._end_lease(number, "before their consumer was gone")
+
+    def _end_lease(self, number: int, when: str = "") -> None:
         """Its time is over: what is in it goes to the next consumer that asks."""
         works = self._leases.pop(number).works
         name, limit_s = self._stage.name, self._stage.timeout_s
-        log.warning("stage %s: %d rollouts not finished in %g s", name, len(works), limit_s)
+        when = when or f"in {limit_s:g} s"
+        log.warning("stage %s: %d rollouts not finished %s", name, len(works), when)
         again: dict[int, Work] = {}
         for work in works:
             self._drawn.pop(work.row_ids[0], None)

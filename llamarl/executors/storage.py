@@ -132,7 +132,7 @@ class StorageExecutor:
             with self._spans.span("write_rows", rows=packet.header["rows"]):
                 self._write(Written(packet.header, packet.open_body(), packet.body_file))
             if self._spill.is_over:
-                return self._relieved()
+                return asyncio.shield(self._relieved())
             lent = self._slabs.lend(packet.body_file[1]) if packet.body_file else []
             for file in lent:  # once the answer is on its way
                 asyncio.get_running_loop().call_soon(os.close, file)
@@ -145,7 +145,7 @@ class StorageExecutor:
         if ask == "retire":
             self._retire(read_ids(packet), packet.header["outcome"])
             return DONE
-        return self._usage()
+        return asyncio.shield(self._usage())  # slabs move meanwhile
 
     def _write(self, written: Written) -> None:
         row_ids = written.row_ids

@@ -38,7 +38,9 @@ class Packet:
 
     header: dict[str, Any]
     body: memoryview
-    files: list[int] = field(default_factory=list)
+    files: list[int]
+    channel: "Channel" = field(repr=False)
+    """It came by this one."""
 
     @property
     def body_file(self) -> tuple[int, int] | None:
@@ -168,7 +170,7 @@ class Channel:
             file = files.pop()
             header = json.loads(bytes(map_file(file, header[HEADER_BYTES])))
             os.close(file)
-        self._receive(Packet(header, memoryview(data)[start:], list(files)))
+        self._receive(Packet(header, memoryview(data)[start:], list(files), self))
 
 
 def memory_file() -> int:

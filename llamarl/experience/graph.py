@@ -84,7 +84,7 @@ class External:
 
     `sampler` is a name in `samplers.SAMPLERS`. If the consumer has data ranks, each gets its share
     of every batch, and `num_peers` processes of one rank get the same. What is taken must be
-    finished within the stage's `timeout_s`; then others get it.
+    finished within the stage's `timeout_s`, or the loader is gone; then others get it.
     """
 
     sampler: str = "admission"

@@ -2,7 +2,7 @@
 
 Owns: taking rollouts of a stage that runs `External`, reading their columns, handing over what the
 stage writes. Does not own: which consumer gets what (`executors/external.py`), storage.
-Invariant: a batch that is not finished in time, or whose process dies, goes to another consumer.
+Invariant: a batch that is not finished in time, or whose loader is gone, goes to another consumer.
 
     from llamarl.experience.loader import StageLoader
 
@@ -13,10 +13,14 @@ It must run on a host of the run, as the run's user: arrays come through shared 
 """
 
 import asyncio
+import atexit
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -107,17 +111,21 @@ class StageLoader:
             require(value >= least, key, f"be at least {least}", value)
         self._path, self._name = Path(run_dir, SOCKETS, stage), stage
         self._who = {"count": batch_size, "data_rank": data_rank, "peer": peer}
-        self._batches: queue.Queue[StageBatch | Exception | None] = queue.Queue(prefetch)
+        self._batches: queue.SimpleQueue[StageBatch | Exception | None] = queue.SimpleQueue()
+        self._room = asyncio.Semaphore(prefetch)
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._connections: list[Connection | Unit] = []
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # no thread outlives the interpreter
         self._tokenizer: Tokenizer | None = None
         try:
-            self.stage: Stage = self._wait(self._connect(wait_s))
+            self._wait(self._connect(wait_s))
         except BaseException:
             self.close()
             raise
-        self._taking = asyncio.run_coroutine_threadsafe(self._take_all(), self._loop)
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +137,10 @@ class StageLoader:
         while (batch := self._batches.get()) is not None:
             if isinstance(batch, Exception):
                 raise batch
+            with suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(self._room.release)
             yield batch
+        self._batches.put(None)  # for whoever else iterates
 
     def finish(
         self,
@@ -163,18 +174,42 @@ class StageLoader:
         self._wait(self._finish(lease, arrays, results))
 
     def close(self) -> None:
-        """Hang up; what was taken and not finished goes to others once its time is over."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Hang up; what was taken and not finished goes to others. Whoever iterates comes to an
+        end, what is being finished raises ConnectionError."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        atexit.unregister(self.close)
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is left
+            runner.get_loop().run_forever()
+            for each in self._connections:
+                each.close()
+        with suppress(queue.Empty):
+            while True:
+                self._batches.get_nowait()
+        self._batches.put(None)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        with self._closing:  # nothing is left to a loop that has ended
+            if self._is_closed:
+                work.close()
+                raise ConnectionError(f"the loader of stage {self._name} is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ConnectionError(f"the loader of stage {self._name} was closed") from None
 
-    async def _connect(self, wait_s: float) -> Stage:
+    async def _connect(self, wait_s: float) -> None:
         end_s = time.monotonic() + wait_s
         while True:
             try:
                 self._connection = Connection(self._path, f"stage {self._name}")
+                self._connections.append(self._connection)
                 break
             except OSError as error:
                 if time.monotonic() > end_s:
@@ -184,26 +219,25 @@ class StageLoader:
                     ) from error
                 await asyncio.sleep(RETRY_S)
         about = (await self._connection.ask(({"ask": "stage"}, []))).header
-        self._store = Store(
-            [Unit(name, cast(Storage, _NoCalls()), path) for name, path in about["units"]]
-        )
-        stage = from_data(about["stage"])
-        if COMPLETION in stage.reads:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, about["tokenizer"])
-        return stage
+        units = [Unit(name, cast(Storage, _NoCalls()), path) for name, path in about["units"]]
+        self._connections += units
+        self._store = Store(units)
+        self.stage: Stage = from_data(about["stage"])
+        if COMPLETION in self.stage.reads:
+            self._tokenizer = load_tokenizer(about["tokenizer"])
+        self._taking = asyncio.create_task(self._take_all())
 
     async def _take_all(self) -> None:
-        """Batch after batch, into a queue that holds `prefetch` of them."""
-        number = 0
-        while True:
-            try:
-                batch = await self._take(number)
-            except ConnectionError:  # the run has ended
-                return await asyncio.to_thread(self._batches.put, None)
-            except Exception as error:  # noqa: BLE001 - raised in the consumer's loop
-                return await asyncio.to_thread(self._batches.put, error)
-            await asyncio.to_thread(self._batches.put, batch)
-            number += 1
+        """Batch after batch, while fewer than `prefetch` are in the queue."""
+        try:
+            for number in itertools.count():
+                await self._room.acquire()
+                self._batches.put(await self._take(number))
+        except ConnectionError:  # the run has ended
+            pass
+        except Exception as error:  # noqa: BLE001 - raised in the consumer's loop
+            self._batches.put(error)
+        self._batches.put(None)
 
     async def _take(self, number: int) -> StageBatch:
         answer = await self._connection.ask(({"ask": "take", "batch": number, **self._who}, []))

@@ -1,8 +1,8 @@
 """The socket at which a storage unit answers clients on its own host.
 
 Owns: the socket's file, and how an error travels. Does not own: what is asked (`wire.py`), who
-answers (`executors/storage.py`). Invariant: only this user's processes can connect, and what a
-client had not sent whole when it died has no effect.
+answers (`executors/storage.py`). Invariant: only this user's processes can connect, what a client
+had not sent whole when it died has no effect, and nobody waits for the answer to one that is gone.
 """
 
 import asyncio
@@ -25,13 +25,21 @@ TRAVELLING: tuple[type[Exception], ...] = (KeyError, ValueError, RuntimeError, O
 
 
 class UnitServer:
-    """Listens at `path`; `answer` gets every packet, and raises what the client is to raise."""
+    """Listens at `path`; `answer` gets every packet, and raises what the client is to raise.
 
-    def __init__(self, path: Path, answer: Callable[[Packet], Awaitable[Answer] | Answer]) -> None:
+    `gone` is called when a client hangs up or dies. An answer that it still waits for is cancelled:
+    what must end all the same is shielded by whoever answers.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        answer: Callable[[Packet], Awaitable[Answer] | Answer],
+        gone: Callable[[Channel], None] = lambda channel: None,
+    ) -> None:
         """OSError if the folder's file system has no sockets."""
-        self._path, self._answer = path, answer
-        self._channels: set[Channel] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._path, self._answer, self._gone = path, answer, gone
+        self._tasks: dict[Channel, set[asyncio.Task[None]]] = {}  # answers that clients wait for
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a killed session's
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -52,8 +60,9 @@ class UnitServer:
             return
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        for channel in self._channels:
+        for channel in [*self._tasks]:
             channel.close()
+            self._cancel(channel)
         with suppress(OSError):
             self._path.unlink()
             self._path.parent.rmdir()  # the last unit's
@@ -66,9 +75,17 @@ class UnitServer:
         channel = Channel(
             connection,
             lambda packet: self._receive(channel, packet),
-            lambda: self._channels.discard(channel),
+            lambda: self._lose(channel),
         )
-        self._channels.add(channel)
+        self._tasks[channel] = set()
+
+    def _lose(self, channel: Channel) -> None:
+        self._cancel(channel)
+        self._gone(channel)
+
+    def _cancel(self, channel: Channel) -> None:
+        for task in self._tasks.pop(channel):
+            task.cancel()
 
     def _receive(self, channel: Channel, packet: Packet) -> None:
         number = packet.header["number"]
@@ -82,8 +99,9 @@ class UnitServer:
             self._reply(channel, number, answer)
         else:
             task = asyncio.ensure_future(self._reply_later(channel, number, answer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            tasks = self._tasks[channel]
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def _reply_later(self, channel: Channel, number: int, answer: Awaitable[Answer]) -> None:
         try:

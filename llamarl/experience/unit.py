@@ -78,6 +78,11 @@ class Unit:
         usage: dict[str, int] = packet.header["usage"]
         return usage
 
+    def close(self) -> None:
+        """Hang up; what was read stays readable."""
+        if self._connection is not None:
+            self._connection.close()
+
     def _is_near(self) -> bool:
         """Whether the unit can be reached through its socket; that is found out once, and again in
         another event loop."""

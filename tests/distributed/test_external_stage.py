@@ -191,8 +191,72 @@ def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or
         assert [result.row_id for result in results] == list(range(NUM_ROWS))
         assert {result.status for result in results} == {ScoreStatus.OK}
 
-    run(tmp_path, make(timeout_s=1.5), scenario)
+    run(tmp_path, make(timeout_s=600.0), scenario)
     assert sorted(row_id for batch in batches for row_id in batch) == list(range(NUM_ROWS))
+
+
+TAKE_AND_WAIT = """
+import sys
+from llamarl.experience.loader import StageLoader
+for batch in StageLoader(sys.argv[1], "judge", batch_size=10):
+    batch.finish(quality=[1.0] * len(batch.row_ids))
+    print(*batch.row_ids, flush=True)
+"""
+
+
+def test_a_consumer_that_died_while_it_waited_gets_nothing_more(tmp_path: Path) -> None:
+    batches: list[list[int]] = []
+
+    async def scenario(running: Run) -> None:
+        command = [sys.executable, "-c", TAKE_AND_WAIT, str(tmp_path)]
+        doomed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        await running.stage.process(alone(0, 10))
+        assert doomed.stdout is not None
+        assert await asyncio.to_thread(doomed.stdout.readline)
+        doomed.send_signal(signal.SIGKILL)
+        doomed.wait()
+        consume(tmp_path, batches, lambda batch: batch.finish(quality=lengths_of(batch)))
+        results = await asyncio.wait_for(running.stage.process(alone(10)), 10)
+        assert {result.status for result in results} == {ScoreStatus.OK}
+
+    run(tmp_path, make(timeout_s=600.0), scenario)
+    assert sorted(row_id for batch in batches for row_id in batch) == list(range(10, NUM_ROWS))
+
+
+CLOSE = """
+import sys, threading
+from llamarl.experience.loader import StageLoader
+loader = StageLoader(sys.argv[1], "judge", batch_size=10, prefetch=1)
+seen = []
+thread = threading.Thread(target=lambda: seen.extend(loader))
+thread.start()
+while len(seen) < 2:
+    thread.join(0.01)
+loader.close()
+loader.close()
+thread.join()
+assert not list(loader)
+try:
+    seen[0].finish(quality=[1.0] * 10)
+except ConnectionError as error:
+    print(error, len(seen))
+left_open = StageLoader(sys.argv[1], "judge")
+"""
+
+
+def test_a_closed_loader_leaves_nothing_and_ends_whoever_iterates(tmp_path: Path) -> None:
+    async def scenario(running: Run) -> None:
+        working = asyncio.create_task(running.stage.process(alone(0, 20)))
+        command = [sys.executable, "-X", "dev", "-c", CLOSE, str(tmp_path)]
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=50
+        )
+        assert done.stdout == "the loader of stage judge is closed 2\n"
+        assert done.stderr == "", "no task, socket or event loop is left"
+        consume(tmp_path, [], lambda batch: batch.finish(quality=lengths_of(batch)))
+        assert len(await asyncio.wait_for(working, 10)) == 20, "others get what it had"
+
+    run(tmp_path, make(timeout_s=600.0), scenario)
 
 
 def test_what_is_finished_too_late_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
