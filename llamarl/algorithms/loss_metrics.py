@@ -70,3 +70,22 @@ def on_policy_warning(scalars: dict[str, float]) -> str | None:
         f"same weights (largest ratio {scalars['ratio_max']:.3g}): their log-probs differ by more "
         "than the bounds of the algorithm; widen those, or raise generator.dtype"
     )
+
+
+def empty_step_warning(scalars: dict[str, float], masks_truncated: bool) -> str | None:
+    """A warning if no token of the step was trained, so that it changed nothing: why, and what to
+    change."""
+    if scalars["trained_tokens"]:
+        return None
+    if not scalars["masked_tokens"]:
+        return "a step changed no weight: the advantages of all its rollouts are 0; check reward"
+    truncated = (
+        " or in rollouts cut at sampling.max_tokens (raise that, or set "
+        "algorithm.mask_truncated=false)"
+    )
+    return (
+        f"a step changed no weight: all {scalars['masked_tokens']:.0f} tokens that could be "
+        "trained are masked. They are older than staleness.max_staleness allows (raise it, take "
+        "groups sooner with another experience.sampler, or set staleness.late=wait)"
+        f"{truncated if masks_truncated else ''}"
+    )

@@ -17,7 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llamarl.algorithms.loss_metrics import LossMetrics, on_policy_warning, statistics
+from llamarl.algorithms.loss_metrics import (
+    LossMetrics,
+    empty_step_warning,
+    on_policy_warning,
+    statistics,
+)
 from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.policy_loss import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
@@ -77,6 +82,7 @@ class Training:
         self.source.tensors.label(self.version)
         self._rows: list[BatchRollout] = []  # of the current step, on all ranks
         self._is_whole = True  # False while an update runs
+        self._was_empty = False  # the last step trained no token
 
     def share(self, batch: Batch) -> list[tuple[int, ...]]:
         """The micro-batches of this rank's data rank without the rows that have no gradient.
@@ -108,7 +114,9 @@ class Training:
 
     def step(self) -> StepStats:
         """Divide the summed gradients, clip, update; a write of this version goes on reading a
-        snapshot. RuntimeError without a batch or if the gradient is not finite."""
+        snapshot. Where no token was trained, the next version has the same weights and moments:
+        weight decay and momentum would change them. RuntimeError without a batch or if the gradient
+        is not finite."""
         rows, spec = self._rows, self._spec
         if not rows:
             raise RuntimeError("step must follow accumulate, got no batch")
@@ -121,17 +129,18 @@ class Training:
         with self._spans.span("optimizer_step", version=self.version):
             norm = self.policy.scale_gradients(divisor, spec.config.max_grad_norm)
             self._require_finite(norm)
+            scalars = statistics(self._gather(self.passes.loss_metrics.vector()), divisor)
             self._is_whole = False
-            self.policy.update(lr)
+            if scalars["trained_tokens"]:
+                self.policy.update(lr)
+            else:
+                self.policy.drop_gradients()
             self.version += 1
             self.source.tensors.label(self.version)
             self.source.tensors.announce()  # every step is published
-            scalars = statistics(self._gather(self.passes.loss_metrics.vector()), divisor)
             self._is_whole = True
         self._rows, self.passes.loss_metrics = [], LossMetrics()
-        warning = on_policy_warning(scalars) if self.version == 1 else None
-        if warning and self._rank == 0:
-            log.warning(warning)
+        self._warn(scalars)
         scalars |= {"grad_norm": norm, "lr": lr}
         scalars |= {"num_tokens": num_tokens, "num_rollouts": len(rows)}
         return StepStats(version=self.version, scalars=scalars)
@@ -179,6 +188,15 @@ class Training:
             raise RuntimeError(
                 f"weights and state must be on the trainer's device, got {', '.join(gone)} off it"
             )
+
+    def _warn(self, scalars: dict[str, float]) -> None:
+        """Once for steps without a trained token that follow each other; rank 0 for all."""
+        warning = empty_step_warning(scalars, self._spec.algorithm.mask_truncated)
+        was_empty, self._was_empty = self._was_empty, warning is not None
+        if self.version == 1:
+            warning = warning or on_policy_warning(scalars)
+        if warning and not was_empty and self._rank == 0:
+            log.warning(warning)
 
     def _require_finite(self, norm: float) -> None:
         if not math.isfinite(norm):

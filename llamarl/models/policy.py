@@ -94,6 +94,10 @@ class Policy:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Free the gradients, as `update` does; the weights stay what they are."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: str, version: int) -> None:

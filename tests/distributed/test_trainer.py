@@ -260,16 +260,28 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_step_and_rows(ranks, c
         ranks(1).run(train, job(checkpoint, cells, [[make_batch(rows, 1, 999)]]))
 
 
-def test_rows_without_a_gradient_cost_no_forward_and_change_nothing(ranks, checkpoint):
+@pytest.mark.parametrize(
+    ("change", "num_gradients", "why"),
+    [
+        ({"advantage": 0.0}, 0, "advantages of all its rollouts are 0"),
+        ({"oldest_version": 9}, 21, "older than staleness.max_staleness"),
+    ],
+)
+def test_a_step_that_trains_no_token_changes_nothing_and_warns_once_why(
+    ranks, checkpoint, change, num_gradients, why
+):
     cells, rows = make_rollouts(5)
-    inert = tuple(dataclasses.replace(row, advantage=0.0) for row in rows)
-    steps = [[make_batch(rows, 2, 40)], [make_batch(inert, 2, 40, version=1)]]
-    once, twice = (ranks(2).run(train, job(checkpoint, cells, s)) for s in (steps[:1], steps))
-    assert [len(gradients) for gradients in twice[0]["gradients"]] == [21, 0]
-    assert twice[0]["stats"][1].version == 2
-    assert twice[0]["stats"][1].scalars["grad_norm"] == 0
+    empty = tuple(dataclasses.replace(row, **change) for row in rows)
+    steps = [[make_batch(rows, 2, 40)], *([make_batch(empty, 2, 40, version=v)] for v in (1, 2))]
+    decaying = {"trainer": dataclasses.replace(ADAM, weight_decay=0.3)}
+    jobs = (job(checkpoint, cells, some, **decaying) for some in (steps[:1], steps))
+    once, often = (ranks(2).run(train, each) for each in jobs)
+    assert [*map(len, often[0]["gradients"])] == [21, num_gradients, num_gradients]
     for name, weights in once[0]["weights"].items():
-        np.testing.assert_array_equal(twice[0]["weights"][name], weights)
+        np.testing.assert_array_equal(often[0]["weights"][name], weights)
+    (warning,) = often[0]["warnings"][len(once[0]["warnings"]) :]
+    assert why in warning
+    assert not often[1]["warnings"]
 
 
 def test_a_batch_for_another_version_is_refused(ranks, checkpoint):
