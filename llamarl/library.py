@@ -244,11 +244,11 @@ class Engines:
 
     async def optim_step(self, keep: Sequence[Group] = ()) -> StepStats:
         """Make the next version from the gradients, and retire the groups that they are of, but for
-        those to `keep` for a later step."""
+        those to `keep` for a later step and those that the gate's sampler has not consumed."""
         stats: StepStats = await self._require("optim_step", "trainer").call_one.step()
         trained, self._trained = self._trained, []
         before, self.version = self.version, stats.version
-        kept = {group.group_id for group in keep}
+        kept = {group.group_id for group in (*keep, *self.gate.kept)}
         for groups, oldest in trained:
             done = {group.group_id: group for group in groups if group.group_id not in kept}
             await self.retire([*done.values()], "trained", version=before, oldest_version=oldest)

@@ -230,6 +230,11 @@ class Gate:
         they may be taken again, so their rollouts must stay. Ask before `advance`."""
         return self._consumed(self._taken[: self.groups_per_step])
 
+    @property
+    def kept(self) -> list[Group]:
+        """Those that steps without a version yet have taken and not consumed."""
+        return [group for group in self._taken if group.group_id in self._kept]
+
     async def advance(self, version: int) -> None:
         """The trainer has made `version`: the slots of the groups that the step consumed are
         free, the others that it took are ready again."""

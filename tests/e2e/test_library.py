@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -106,6 +107,34 @@ def test_a_kept_group_is_trained_on_by_a_later_step_too(tmp_path: Path) -> None:
     run(work, tmp_path)
     by_row = {line["row_id"]: line for line in read_archive(tmp_path)}
     assert [by_row[row_id]["version"] for row_id in range(16)] == [0] * 8 + [1] * 8
+
+
+def test_a_group_that_the_sampler_does_not_consume_is_trained_on_again(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text(
+        "def sample(ready, count):\n"
+        "    ids = [item.item_id for item in ready[:count]]\n"
+        "    return ids, ids if ready[0].times_taken else []\n"
+    )
+
+    async def work(engines: Engines) -> None:
+        await engines.sync_weights()
+        for group in await engines.generate(await engines.gate.admit()):
+            group.advantages = (1.0, -1.0) * 4
+            await engines.gate.settle(group, group.advantages)
+        taken = []
+        for _ in range(3):
+            groups = await engines.gate.take(1, 1)
+            await engines.forward_backward(groups)
+            await engines.gate.advance((await engines.optim_step()).version)
+            taken += [group.group_id for group in groups]
+        assert taken == [0, 0, 1]
+
+    again = ["experience.sampler=task", "staleness.late=mask", "trainer.groups_per_step=1"]
+    run(work, tmp_path / "run", *again, recipe=recipe)
+    by_row = {line["row_id"]: line for line in read_archive(tmp_path / "run")}
+    assert [by_row[row_id].get("version") for row_id in range(16)] == [1] * 8 + [None] * 8
 
 
 @pytest.mark.parametrize(
