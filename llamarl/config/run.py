@@ -151,8 +151,8 @@ class MetricsConfig(Section):
     """Draw the live progress display when standard output is a terminal."""
     spans_bytes: int = number(16 * 1024 * 1024, least=1024 * 1024, most=2**40)
     """Most bytes on disk for the timing spans of one process (16 MiB hold 40,000 or more). Beyond
-    that the oldest are kept as sums only: busy and wait shares stay right, and trace.json begins
-    later."""
+    that the oldest are kept as sums only: busy and wait shares, rows and bytes stay right, and
+    trace.json begins later."""
 
 
 @dataclass(kw_only=True)

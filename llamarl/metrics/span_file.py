@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-COUNTS = {"tokens", "spans"}  # what is added up over spans
+COUNTS = {"tokens", "rows", "spans"}  # what is added up over spans
+BYTES = "bytes"  # by column: added up too
 MAX_NS = 2**63  # three centuries
 ORIGIN = b"unix_minus_monotonic_ns"
 
@@ -37,7 +38,8 @@ class Span(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """True if this stands for several spans of one name, with the sum of their lengths."""
+        """True if this stands for several spans of one name, with the sum of their lengths,
+        counts and bytes."""
         return "spans" in self.args
 
 
@@ -110,6 +112,9 @@ class SpanParser:
             raise TypeError(name)
         for count in line.keys() & COUNTS:
             _whole(line[count])
+        if isinstance(line.get(BYTES), dict):
+            for size in line[BYTES].values():
+                _whole(size)
         return Span(self.session, name, cat, start_ns, end_ns, line)
 
 

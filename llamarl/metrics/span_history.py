@@ -1,20 +1,21 @@
 """Old spans of a long run as sums, so that a process's span file stays small.
 
 Owns: which spans are summed, and what is kept of them. Does not own: when (`span.py`) or the file
-format (`span_file.py`). Invariant: busy time, wait time and tokens of each name are exact in every
-bin, and so in every window that is made of bins; only where in its bin a span lay is lost.
+format (`span_file.py`). Invariant: busy time, wait time, counts and bytes of each name are exact in
+every bin, and so in every window that is made of bins; only where in its bin a span lay is lost.
 """
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llamarl.metrics.intervals import EMPTY, Intervals, overlaps, subtract, union
-from llamarl.metrics.span_file import Span, SpanParser, head_line, read_head
+from llamarl.metrics.span_file import BYTES, COUNTS, Span, SpanParser, head_line, read_head
 
 MIN_BIN_NS = 10**9
 BIN_BYTES = 1024  # about what the lines of one bin take
@@ -23,7 +24,8 @@ FULL_SHARE = 1 / 2  # when old spans are summed
 KEPT_SHARE = 1 / 4  # the newest spans, which stay as they are
 SUMS_SHARE = 1 / 8
 
-TimedCounts = list[tuple[int, int, int, int]]  # start, end, tokens, number of spans
+Counted = tuple[Counter[str], Counter[str]]
+"""The counts of some spans, and their bytes by column."""
 
 
 def sum_old_spans(path: Path, limit_bytes: int) -> int:
@@ -55,11 +57,10 @@ def summed(spans: Iterable[Span], max_bins: int) -> list[list[Span]]:
 
     A bin is one second long, doubled until about `max_bins` are enough.
     """
-    sessions: dict[int, dict[tuple[str, str], TimedCounts]] = {}
+    sessions: dict[int, dict[tuple[str, str], list[Span]]] = {}
     for span in spans:
         tracks = sessions.setdefault(span.session, defaultdict(list))
-        counts = span.args.get("tokens", 0), span.args.get("spans", 1)
-        tracks[span.cat, span.name].append((span.start_ns, span.end_ns, *counts))
+        tracks[span.cat, span.name].append(span)
     extents = {number: _extent(tracks) for number, tracks in sessions.items()}
     width_ns = MIN_BIN_NS
     while sum((end - start) // width_ns for start, end in extents.values()) > max(1, max_bins):
@@ -72,7 +73,7 @@ def summed(spans: Iterable[Span], max_bins: int) -> list[list[Span]]:
 
 def _sum_session(
     number: int,
-    tracks: dict[tuple[str, str], TimedCounts],
+    tracks: dict[tuple[str, str], list[Span]],
     extent: tuple[int, int],
     width_ns: int,
 ) -> Iterator[Span]:
@@ -85,8 +86,9 @@ def _sum_session(
     cursors = np.maximum(edges, first_ns)
     taken = EMPTY
     for cat, name in sorted(tracks, key=lambda key: (key[0] not in ("busy", "wait"), key)):
-        values = np.array(tracks[cat, name], dtype=np.int64)
-        own = union(values[:, :2])
+        spans = tracks[cat, name]
+        times = np.array([(span.start_ns, span.end_ns) for span in spans], dtype=np.int64)
+        own = union(times)
         if cat in ("busy", "wait"):
             own = subtract(own, taken)
             taken = union(np.concatenate([taken, own]))
@@ -94,21 +96,32 @@ def _sum_session(
         else:
             starts = _first_moments(own, edges)
         covered = overlaps(own, bins)
-        places = (values[:, 0] - edges[0]) // width_ns
-        tokens = np.bincount(places, weights=values[:, 2], minlength=len(bins)).astype(np.int64)
-        counts = np.bincount(places, weights=values[:, 3], minlength=len(bins)).astype(np.int64)
-        for i in np.flatnonzero((covered > 0) | (tokens > 0)).tolist():
-            args = {"tokens": int(tokens[i])} if tokens[i] else {}
-            start_ns, count = int(starts[i]), int(counts[i])
-            end_ns = start_ns + int(covered[i])
-            yield Span(number, name, cat, start_ns, end_ns, args | {"spans": count})
+        counted = _count(spans, ((times[:, 0] - edges[0]) // width_ns).tolist())
+        for i in sorted({*np.flatnonzero(covered).tolist(), *counted}):
+            counts, sizes = counted.get(i, (Counter(spans=0), Counter()))
+            if not covered[i] and not counts.total() > counts["spans"]:
+                continue
+            args: dict[str, Any] = dict(counts) | ({BYTES: dict(sizes)} if sizes else {})
+            start_ns = int(starts[i])
+            yield Span(number, name, cat, start_ns, start_ns + int(covered[i]), args)
         if cat in ("busy", "wait"):
             cursors = cursors + covered
 
 
-def _extent(tracks: dict[tuple[str, str], TimedCounts]) -> tuple[int, int]:
+def _count(spans: Sequence[Span], places: Sequence[int]) -> dict[int, Counted]:
+    """By place, what is added up of the spans that begin in that bin."""
+    found: dict[int, Counted] = defaultdict(lambda: (Counter(), Counter()))
+    for span, place in zip(spans, places, strict=True):
+        counts, sizes = found[place]
+        counts.update({"spans": 1} | {name: span.args[name] for name in COUNTS & span.args.keys()})
+        if isinstance(span.args.get(BYTES), dict):
+            sizes.update(span.args[BYTES])
+    return found
+
+
+def _extent(tracks: dict[tuple[str, str], list[Span]]) -> tuple[int, int]:
     spans = [span for track in tracks.values() for span in track]
-    return min(span[0] for span in spans), max(span[1] for span in spans)
+    return min(span.start_ns for span in spans), max(span.end_ns for span in spans)
 
 
 def _first_moments(own: Intervals, edges: np.ndarray) -> np.ndarray:

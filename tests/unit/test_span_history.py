@@ -20,6 +20,7 @@ from llamarl.metrics.intervals import length
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import Span, SpanReader, span_files
 from llamarl.metrics.span_history import KEPT_SHARE, sum_old_spans, summed
+from llamarl.planner.report.flows import read_flows
 from tests.unit.test_metrics_time import write_spans, write_trace
 
 S = 10**9
@@ -210,7 +211,41 @@ def test_a_damaged_file_costs_its_damaged_lines_and_nothing_else(junk, place, is
         read_timeline(folder)
 
 
-@pytest.mark.parametrize("count", ["tokens", "spans"])
+def test_rows_and_bytes_of_a_limited_run_are_those_of_a_whole_one(tmp_path):
+    found, start_ns = [], time.monotonic_ns()
+    for limit_bytes in (LIMIT_BYTES, None):
+        folder = tmp_path / str(limit_bytes)
+        spans = Spans("trainer-0", folder / "spans", limit_bytes)
+        for number in range(5000):
+            sizes = {"prompt_ids": 4 * number, "response_ids": number % 11}
+            for way, columns in (("get", sizes), ("put", {"trainer_logprobs": 7})):
+                ends_ns = (start_ns + number * S // 7, start_ns + number * S // 7 + S // 20)
+                spans.record(way, *ends_ns, "mark", rows=number % 5, bytes=columns)
+        spans.close()
+        assert next(SpanReader(folder / "spans" / "trainer-0.jsonl").read()).is_sum == (
+            limit_bytes is not None
+        )
+        found.append(read_flows(str(folder)))
+    limited, whole = found
+    assert limited.exchanged == whole.exchanged
+    assert limited.exchanged["trainer"].num_bytes["get"]["prompt_ids"] == 4 * sum(range(5000))
+    assert limited.seconds == pytest.approx(whole.seconds, abs=2)
+    folder = tmp_path / str(LIMIT_BYTES) / "spans"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= LIMIT_BYTES
+
+
+def test_damaged_bytes_cost_their_line(tmp_path):
+    spans = Spans("trainer-0", tmp_path / "spans")
+    for size in ("7x", 8):
+        spans.record("get", S, 2 * S, "mark", rows=1, bytes={"prompt_ids": size})
+    spans.close()
+    for _ in range(2):
+        flow = read_flows(str(tmp_path)).exchanged["trainer"]
+        assert (flow.rows["get"], flow.num_bytes["get"]["prompt_ids"]) == (1, 8)
+        sum_old_spans(tmp_path / "spans" / "trainer-0.jsonl", 10)
+
+
+@pytest.mark.parametrize("count", ["tokens", "spans", "rows"])
 def test_a_damaged_count_costs_its_line(tmp_path, count):
     path = tmp_path / "generator-0.jsonl"
     write_spans(tmp_path, "generator-0", [("decode", "busy", 1, 2, 7), ("decode", "busy", 2, 3, 8)])
