@@ -79,9 +79,10 @@ class WorkerPool(Generic[T]):
 
     `read` makes the result of a call from the dictionary that the service returned; what it raises
     says that user code has changed the service. A worker that needs longer than the time limit for
-    one call is killed and replaced, and that call is HUNG. If a worker dies (segmentation fault,
-    out of memory) the call is RAISED, and so it is if the worker writes anything but its answer,
-    which must repeat the call's random token.
+    one call is killed and replaced, and that call is HUNG. Calls behind it in its message, at most
+    `CHUNK_CALLS`, wait until then; the new worker runs them, each with a time limit of its own. If
+    a worker dies (segmentation fault, out of memory) the call is RAISED, and so it is if the worker
+    writes anything but its answer, which must repeat the call's random token.
     """
 
     def __init__(
