@@ -129,6 +129,10 @@ class Dispatch:
             heapq.heapreplace(loads, (load + self._group_load, index))
         return units
 
+    def unit_near(self, index: int) -> int | None:
+        """A storage unit on this replica's host. None where it does not matter."""
+        return self._neighbours.unit_of(index) if self._neighbours else None
+
     async def submit_to(self, index: int, requests: list[Request]) -> None:
         """Queue requests on this very replica; nothing happens if it is lost."""
         if index in self.replicas:

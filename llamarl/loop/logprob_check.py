@@ -106,7 +106,7 @@ class LogprobCheck:
     ledger: Ledger
     storage: Storage
     trainer: Trainer
-    allocate_rows: Callable[[int], Sequence[int]]
+    allocate_rows: Callable[[int, int | None], Sequence[int]]
     prompts: list[Prompt]
     sampling: Sampling
     seed: int
@@ -130,7 +130,8 @@ class LogprobCheck:
         is_first = replica not in self._started
         self._started.add(replica)
         requests = []
-        for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1):
+        unit = self.dispatch.unit_near(replica)
+        for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1, unit):
             prompt = self.prompts[self._num_asked % len(self.prompts)]
             self._num_asked += 1
             request = Request(

@@ -24,10 +24,14 @@ class FakeDispatch:
         self.ledger, self.versions = ledger, dict.fromkeys(replicas, 0)
         self.asked = []
         self.is_broken = False
+        self.units = {}
 
     @property
     def replicas(self):
         return self.versions
+
+    def unit_near(self, index):
+        return self.units.get(index)
 
     async def submit_to(self, index, requests):
         self.asked += [(index, request) for request in requests]
@@ -94,7 +98,7 @@ class Setting:
             mode=mode,
         )
 
-    def allocate(self, count):
+    def allocate(self, count, unit):
         self.num_rows += count
         return range(self.num_rows - count, self.num_rows)
 

@@ -18,6 +18,7 @@ from llamarl.loop.logprob_check import (
     LogprobCheck,
     Tolerance,
 )
+from llamarl.loop.placement import RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Purpose
 from tests.unit.logprob_fakes import PROMPTS, SAMPLING, Setting
@@ -78,6 +79,19 @@ def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check
         assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
         for stage in ("score", "infer", "settle"):  # they are never rewarded or trained on
             assert not setting.ledger._consumers[stage].queue
+
+    run(main())
+
+
+def test_rows_lie_in_a_storage_unit_on_the_host_of_the_replica_that_writes_them():
+    async def main():
+        setting = Setting()
+        setting.dispatch.units = {0: 1, 1: 2}
+        setting.logprob_check.allocate_rows = RowIds(0, 3).take
+        await setting.start()
+        await setting.publish(1)
+        units = {(replica, request.row_id % 3) for replica, request in setting.dispatch.asked}
+        assert units == {(0, 1), (1, 2)}
 
     run(main())
 
