@@ -3,10 +3,26 @@
 Owns: that form. Does not own: the records (`types.py`). Invariant: a copy equals its original.
 """
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class Records(list[T]):
+    """Records of one `light` class, which arrive as a plain list: pickled as one object, for calls
+    between processes look at each object that is not Python's own."""
+
+    def __reduce__(self) -> Any:
+        if not self:
+            return list, ()
+        restore: Any = self[0].__reduce__()[0]
+        return _restore_all, (restore, [record.__reduce__()[1] for record in self])
+
+
+def _restore_all(restore: Callable[..., T], states: list[tuple[Any, ...]]) -> list[T]:
+    return [restore(*state) for state in states]
 
 
 def light(cls: type[T]) -> type[T]:
@@ -15,10 +31,12 @@ def light(cls: type[T]) -> type[T]:
     names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
     values = attrgetter(*names)
 
+    setters = [getattr(cls, name).__set__ for name in names]  # a frozen class's own refuses
+
     def restore(*state: Any) -> T:
         self = object.__new__(cls)
-        for name, value in zip(names, state, strict=True):
-            object.__setattr__(self, name, value)
+        for put, value in zip(setters, state, strict=True):
+            put(self, value)
         return self
 
     # By these pickle finds it.

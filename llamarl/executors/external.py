@@ -18,6 +18,7 @@ from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ExternalSpec
 from llamarl.executors.work_spans import WorkSpans
 from llamarl.experience.channel import Channel, Packet
+from llamarl.experience.columns import NUMBER
 from llamarl.experience.graph import External
 from llamarl.experience.samplers import RankAware, Ranks, ReadyItem, make_sampler
 from llamarl.experience.server import Answer, UnitServer
@@ -25,6 +26,7 @@ from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.experience.wire import read_columns
 from llamarl.metrics.span import Spans
+from llamarl.record import Records
 from llamarl.types import (
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -42,13 +44,22 @@ PATIENCE_S = 30.0  # without a consumer, until the log says what the run waits f
 
 
 @dataclass(slots=True)
+class ProcessCall:
+    """The results so far, by row id, and how many items have none."""
+
+    num_left: int
+    ended: asyncio.Future[None]
+    results: dict[int, StageResult] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Work:
     """A rollout, or a group, that a consumer is to process."""
 
     row_ids: tuple[int, ...]
     prompt: Prompt | None
     ready: ReadyItem
-    results: asyncio.Future[list[StageResult]]
+    call: ProcessCall
     num_leases: int = 0
 
 
@@ -74,6 +85,7 @@ class ExternalExecutor:
         self._has_ranks = external.num_data_ranks * external.num_peers > 1
         self._num_batches = 0  # each consumer without ranks takes the next one
         self._needs_lengths = external.sampler == "token_balanced"
+        self._numbers_written = [each.name for each in stage.writes if each.length == NUMBER]
         self._waiting: dict[int, Work] = {}  # by first row id, oldest first
         self._drawn: dict[int, Work] = {}  # of a batch that a rank has yet to ask for
         self._leases: dict[int, Lease] = {}
@@ -103,12 +115,15 @@ class ExternalExecutor:
         if self._warning is None:
             self._warning = asyncio.get_running_loop().call_later(PATIENCE_S, self._warn)
         lengths = await self._lengths(items)
-        works = [
-            self._admit(row_ids, prompt, tokens)
-            for (row_ids, prompt), tokens in zip(items, lengths, strict=True)
-        ]
-        with self._work.working(sum(len(work.row_ids) for work in works)):
-            results = [result for work in works for result in await work.results]
+        call = ProcessCall(len(items), asyncio.get_running_loop().create_future())
+        for (row_ids, prompt), tokens in zip(items, lengths, strict=True):
+            self._waiting[row_ids[0]] = Work(row_ids, prompt, _as_ready(row_ids, tokens), call)
+        self._changed.set()
+        all_ids = [row_id for row_ids, _ in items for row_id in row_ids]
+        with self._work.working(len(all_ids)):
+            if items:
+                await call.ended
+        results = Records(call.results[row_id] for row_id in all_ids)
         self._failures.add(results)
         return results
 
@@ -116,21 +131,6 @@ class ExternalExecutor:
         """Hang up."""
         if self._server is not None:
             self._server.close()
-
-    def _admit(self, row_ids: tuple[int, ...], prompt: Prompt | None, tokens: int) -> Work:
-        ready = ReadyItem(
-            item_id=row_ids[0],
-            group_id=row_ids[0],
-            group_size=len(row_ids),
-            num_rollouts=len(row_ids),
-            num_prompt_tokens=0,
-            num_tokens=tokens,
-        )
-        future = asyncio.get_running_loop().create_future()
-        work = Work(row_ids, prompt, ready, future)
-        self._waiting[row_ids[0]] = work
-        self._changed.set()
-        return work
 
     async def _lengths(self, items: Sequence[StageItem]) -> list[int]:
         """Tokens of each item; 0 if the sampler does not ask."""
@@ -151,8 +151,7 @@ class ExternalExecutor:
             return about, (), ()
         if header["ask"] == "take":
             return self._take(header, packet.channel)
-        columns = read_columns(packet, len(header["results"]))
-        return asyncio.shield(self._finish(header["lease"], header["results"], columns))
+        return self._finish(packet)
 
     async def _take(self, header: dict[str, Any], channel: Channel) -> Answer:
         """The next batch of this rank, once there is one."""
@@ -185,7 +184,7 @@ class ExternalExecutor:
             limit_s = self._stage.timeout_s
             timer = asyncio.get_running_loop().call_later(limit_s, self._end_lease, number)
             self._leases[number] = Lease(works, channel, timer)
-        prompts = [_as_json(work.prompt) for work in works]
+        prompts = [_as_json(work.prompt) for work in works if work.prompt is not None]
         return {"lease": number, "items": [w.row_ids for w in works], "prompts": prompts}, (), ()
 
     def _end_leases(self, channel: Channel) -> None:
@@ -198,9 +197,12 @@ class ExternalExecutor:
     def _end_lease(self, number: int, when: str = "") -> None:
         """Its time is over: what is in it goes to the next consumer that asks."""
         works = self._leases.pop(number).works
+        when = when or f"in {self._stage.timeout_s:g} s"
+        log.warning("stage %s: %d rollouts not finished %s", self._stage.name, len(works), when)
+        self._give_back(works)
+
+    def _give_back(self, works: list[Work]) -> None:
         name, limit_s = self._stage.name, self._stage.timeout_s
-        when = when or f"in {limit_s:g} s"
-        log.warning("stage %s: %d rollouts not finished %s", name, len(works), when)
         again: dict[int, Work] = {}
         for work in works:
             self._drawn.pop(work.row_ids[0], None)
@@ -213,13 +215,14 @@ class ExternalExecutor:
                 StageResult(row_id=row_id, status=ScoreStatus.HUNG, error=error)
                 for row_id in work.row_ids
             ]
-            work.results.set_result(failed)
+            self._deliver([work], failed)
         self._waiting = again | self._waiting
         self._changed.set()
 
-    async def _finish(self, number: int, results: list[dict[str, Any]], columns: Columns) -> Answer:
+    def _finish(self, packet: Packet) -> Answer | Awaitable[Answer]:
         """Take the results of a lease, and store what it wrote. ValueError if it has ended, or they
-        are of other rollouts."""
+        are not as many."""
+        number, dropped = packet.header["lease"], dict(packet.header["drop"])
         lease = self._leases.get(number)
         if lease is None:
             limit_s = self._stage.timeout_s
@@ -227,21 +230,50 @@ class ExternalExecutor:
                 f"a batch must be finished once, within {limit_s:g} s (timeout_s of stage "
                 f"{self._stage.name}): others may have its rollouts by now"
             )
-        found = {each["row_id"]: StageResult(**each) for each in results}
-        wanted = [row_id for work in lease.works for row_id in work.row_ids]
-        if sorted(found) != sorted(wanted):
-            raise ValueError(f"results must be of rows {wanted}, got {sorted(found)}")
+        row_ids = [row_id for work in lease.works for row_id in work.row_ids]
+        columns = read_columns(packet, len(row_ids))
+        named = [(name, columns[name]) for name in self._numbers_written]
+        results = [
+            StageResult(
+                row_id=row_id,
+                numbers={name: float(cells[place][0]) for name, cells in named},
+                reason=dropped.get(row_id, ""),
+            )
+            for place, row_id in enumerate(row_ids)
+        ]
         lease.timer.cancel()
         del self._leases[number]
-        kept = [place for place, each in enumerate(results) if not each["reason"]]
-        if columns and kept:
-            cells = {name: [each[place] for place in kept] for name, each in columns.items()}
-            row_ids = [results[place]["row_id"] for place in kept]
-            await self._storage.write(row_ids, cells)
-        for work in lease.works:
-            self._drawn.pop(work.row_ids[0], None)
-            work.results.set_result([found[row_id] for row_id in work.row_ids])
+        if columns:
+            return asyncio.shield(self._store(lease.works, results, columns))
+        self._deliver(lease.works, results)
         return {}, (), ()
+
+    async def _store(
+        self, works: list[Work], results: list[StageResult], columns: Columns
+    ) -> Answer:
+        kept = [place for place, result in enumerate(results) if not result.reason]
+        cells = {name: [each[place] for place in kept] for name, each in columns.items()}
+        try:
+            if kept:
+                await self._storage.write([results[place].row_id for place in kept], cells)
+        except BaseException:
+            self._give_back(works)
+            raise
+        # The consumer hears of it first: with the last results the run may end.
+        asyncio.get_running_loop().call_soon(self._deliver, works, results)
+        return {}, (), ()
+
+    def _deliver(self, works: list[Work], results: list[StageResult]) -> None:
+        """These are of these, in order."""
+        each = iter(results)
+        for work in works:
+            self._drawn.pop(work.row_ids[0], None)
+            call = work.call
+            for row_id in work.row_ids:
+                call.results[row_id] = next(each)
+            call.num_left -= 1
+            if not call.num_left and not call.ended.done():  # unless the run has ended
+                call.ended.set_result(None)
 
     def _warn(self) -> None:
         log.warning(
@@ -251,7 +283,16 @@ class ExternalExecutor:
         )
 
 
-def _as_json(prompt: Prompt | None) -> dict[str, Any] | None:
-    if prompt is None:
-        return None
+def _as_ready(row_ids: tuple[int, ...], tokens: int) -> ReadyItem:
+    return ReadyItem(
+        item_id=row_ids[0],
+        group_id=row_ids[0],
+        group_size=len(row_ids),
+        num_rollouts=len(row_ids),
+        num_prompt_tokens=0,
+        num_tokens=tokens,
+    )
+
+
+def _as_json(prompt: Prompt) -> dict[str, Any]:
     return {name: getattr(prompt, name) for name in Prompt.__slots__}

@@ -162,16 +162,7 @@ class StageLoader:
             is_right = all(len(each) == 1 for each in shaped) or not is_number
             require(is_right, name, "have one number per rollout", [each.shape for each in shaped])
             arrays[name] = shaped
-        numbers = {name for name in columns if written[name].length == NUMBER}
-        results = [
-            {
-                "row_id": row_id,
-                "numbers": {name: float(arrays[name][place][0]) for name in numbers},
-                "reason": drop.get(row_id, ""),
-            }
-            for place, row_id in enumerate(row_ids)
-        ]
-        self._wait(self._finish(lease, arrays, results))
+        self._wait(self._finish(lease, arrays, drop))
 
     def close(self) -> None:
         """Hang up; what was taken and not finished goes to others. Whoever iterates comes to an
@@ -254,9 +245,10 @@ class StageLoader:
             found[PROMPT_RECORD] = [_prompt(prompt) for item, prompt in pairs for _ in item]
         return StageBatch(self, lease, items, found)
 
-    async def _finish(self, lease: int, columns: Columns, results: list[dict[str, Any]]) -> None:
+    async def _finish(self, lease: int, columns: Columns, drop: Mapping[int, str]) -> None:
         names, arrays = columns_message(columns)
-        header = {"ask": "finish", "lease": lease, "results": results, "columns": names}
+        pairs = [*drop.items()]
+        header = {"ask": "finish", "lease": lease, "drop": pairs, "columns": names}
         (await self._connection.ask((header, arrays))).close()
 
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ def read_columns(packet: Packet, num_rows: int) -> Columns:
     columns: Columns = {}
     for (name, dtype), each in zip(names, lengths, strict=True):
         end = start + int(each.sum()) * np.dtype(dtype).itemsize
-        columns[name] = np.split(np.frombuffer(body[start:end], dtype), np.cumsum(each)[:-1])
+        values, ends = np.frombuffer(body[start:end], dtype), np.cumsum(each).tolist()
+        columns[name] = [values[a:b] for a, b in pairwise([0, *ends])]
         start = end
     return columns
 

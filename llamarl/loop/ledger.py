@@ -30,6 +30,7 @@ from llamarl.types import (
 
 EVALUATE = "evaluate"  # takes the scored rollouts of an evaluation
 PAUSE_S = 0.05  # between two `take`s of a stage, so that what many replicas send comes together
+LIMIT = 256  # rows of a `take`
 
 Taken = list[tuple[int, ...]]
 """Row ids, one rollout's or a whole group's each."""
@@ -147,7 +148,7 @@ class Ledger:
         for row_id in row_ids:
             self._mark(row_id, stage)
 
-    async def take(self, stage: str, limit: int = 256) -> Taken:
+    async def take(self, stage: str, limit: int = LIMIT) -> Taken:
         """Rollouts, or whole groups of them, that are ready for `stage`, oldest readiness first:
         about `limit` rows at most. Waits for at least one."""
         consumer = self._consumers[stage]

@@ -8,17 +8,20 @@ once the call has ended.
 import asyncio
 
 from llamarl.experience.columns import PROMPT_RECORD
-from llamarl.experience.graph import Stage
-from llamarl.loop.ledger import Ledger, Taken
+from llamarl.experience.graph import External, Stage
+from llamarl.loop.ledger import LIMIT, Ledger, Taken
 from llamarl.protocols import Processor
+
+OUTSIDE_LIMIT = 1024  # rows of a call to External: they wait for consumers there, not here
 
 
 async def serve_stage(stage: Stage, executor: Processor, ledger: Ledger) -> None:
     """Each handful of ready rollouts is a call of its own, so that a slow one holds no other.
     A model computes one call at a time: what comes meanwhile makes up the next one."""
+    limit = OUTSIDE_LIMIT if isinstance(stage.run, External) else LIMIT
     async with asyncio.TaskGroup() as calls:
         while True:
-            taken = await ledger.take(stage.name)
+            taken = await ledger.take(stage.name, limit)
             call = calls.create_task(_process(stage, executor, ledger, taken))
             if stage.is_model:
                 await call

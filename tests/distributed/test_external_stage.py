@@ -294,6 +294,26 @@ def test_a_consumer_that_never_finishes_makes_its_rollouts_hung_and_then_ends_th
     run(tmp_path, make(timeout_s=0.1, max_failure_rate=0.5), scenario)
 
 
+def test_what_cannot_be_stored_goes_to_others_too_and_then_counts_as_failed(tmp_path: Path) -> None:
+    errors: list[str] = []
+
+    def work(batch: StageBatch) -> None:
+        try:
+            batch.finish(quality=lengths_of(batch))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    async def scenario(running: Run) -> None:
+        await running.store.write([2], {"quality": [np.ones(1)]})
+        consume(tmp_path, [], work)
+        results = await running.stage.process(alone(0, 4))
+        assert {result.status for result in results} == {ScoreStatus.HUNG}
+
+    run(tmp_path, make(), scenario)
+    assert len(errors) == 3
+    assert all("quality" in error for error in errors)
+
+
 def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: Path) -> None:
     external = External(sampler="token_balanced", num_data_ranks=2, num_peers=2)
     seen: dict[tuple[int, int], list[list[int]]] = {}
