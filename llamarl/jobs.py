@@ -45,7 +45,7 @@ from llamarl.metrics.trackers import open_trackers
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import Storage
-from llamarl.recipe.inputs import Inputs, read_inputs
+from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import RESPONSE_IDS, Evaluation
 
@@ -57,7 +57,7 @@ GC_THRESHOLDS = 50_000, 20, 20  # rare collections, as tens of thousands of roll
 async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
     inputs = read_inputs(config)
-    check_fit(config, inputs.architecture)
+    check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     with claim(run_dir, is_new=config.checkpoint.resume != "auto"):
         state, folder = starting_point(config, inputs, run_dir)
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):

@@ -33,7 +33,7 @@ from llamarl.metrics.provenance import record_provenance
 from llamarl.metrics.span import Spans
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.composition import compose, to_config, to_yaml
-from llamarl.recipe.inputs import Inputs, check_lengths, read_inputs, train_sampling
+from llamarl.recipe.inputs import Inputs, check_lengths, read_frozen, read_inputs, train_sampling
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import (
     RESPONSE_IDS,
@@ -88,7 +88,7 @@ async def start_engines(
     must = f"be some of {', '.join(sorted(known))}"
     require(chosen <= known and bool(chosen), "parts", must, ", ".join(sorted(chosen)) or "none")
     if chosen == known:
-        check_fit(config, inputs.architecture)
+        check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
     folder = os.path.abspath(config.run_dir)
     os.makedirs(folder, exist_ok=True)
     with claim(folder, is_new=True):

@@ -14,7 +14,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.executor_groups import name_executor, place_executors
 from llamarl.metrics.provenance import Record
-from llamarl.recipe.inputs import read_planned_architecture
+from llamarl.recipe.inputs import read_frozen, read_planned_architecture
 from llamarl.recipe.task import read_graph, read_task
 
 
@@ -31,7 +31,8 @@ def plan(
 ) -> None:
     """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
 
-    Reads no prompts, tokenizer or weights, makes no run folder and starts no process.
+    Reads no prompts, tokenizer or weights and makes no run folder; starts one short process if
+    task.py has stages.
     """
     from llamarl.planner.report.chart import draw_page
     from llamarl.planner.report.published_results import published_figures
@@ -41,7 +42,8 @@ def plan(
     _check_writable("--json", json)
     _check_writable("--html", html)
     architecture = read_planned_architecture(config)
-    forecast = forecast_recipe(config, architecture, run_dir=trace, sweep=sweep)
+    frozen = read_frozen(config, read_graph(config, read_task(config)))
+    forecast = forecast_recipe(config, architecture, frozen=frozen, run_dir=trace, sweep=sweep)
     text = render_report(config, forecast, published_figures(architecture))
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
     if json is not None:

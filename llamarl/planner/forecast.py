@@ -4,9 +4,17 @@ Owns: the records that memory, publish and simulation fill and that reports show
 arithmetic. Invariant: plain data; bytes are of one rank unless a name says otherwise.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from llamarl.config import Config
+from llamarl.models.architecture import Architecture
+
+FrozenModels = Mapping[str, Architecture]
+"""Those that run stages of the recipe's own, by stage: not the reference of a KL term."""
+NO_MODELS: FrozenModels = MappingProxyType({})
+STAGE = "stage "  # before its name: the kind of memory that its frozen model takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +22,9 @@ class RankMemory:
     """The fullest rank of one executor, at the moment it is fullest.
 
     `bytes_by_kind` is device memory, by kind ("weights", "gradients", "optimizer", "unsharded",
-    "activations", "logits", "kv_cache", "staging", "reference", "offloaded", "reserve", ...);
-    `host_bytes_by_kind` is memory of the host that this rank pins or maps.
+    "activations", "logits", "kv_cache", "staging", "reference", "stage teacher",
+    "offloaded", "reserve", ...); `host_bytes_by_kind` is memory of the host that this rank pins or
+    maps.
     """
 
     executor: str

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,17 @@ def read_planned_architecture(config: Config) -> Architecture:
         _check_planned(config, architecture)
     _check_architecture(config, architecture)
     return architecture
+
+
+def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:
+    """The architectures of the frozen models that run the recipe's own stages, by stage; without
+    those that are not on this machine or of a family that forecasts do not know."""
+    found = {}
+    for stage in graph.between:
+        if isinstance(stage.run, FrozenModel) and stage.name != INFER:
+            with suppress(ValueError):
+                found[stage.name] = read_architecture(_resolve(config, stage.run.checkpoint))
+    return found
 
 
 def train_sampling(config: Config, inputs: Inputs) -> Sampling:

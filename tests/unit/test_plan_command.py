@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -283,6 +284,38 @@ def test_no_two_kinds_of_a_recipes_memory_share_a_colour(name: str) -> None:
     root = ElementTree.fromstring("<p>" + "".join(draw_memory(ranks)) + "</p>")
     keys = [key.get("style") for key in root.iter("i")]
     assert len(keys) == len(set(keys)) == len(kinds)
+
+
+def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "task.py").write_text(
+        "from llamarl.experience.graph import Column, FrozenModel, Stage\n"
+        f"teacher = FrozenModel({str(RECIPES / 'quickstart' / 'checkpoint')!r})\n"
+        "column = Column('teacher_logprobs', 'float32', 'response')\n"
+        "def brief(completion): pass\n"
+        "def loss(inputs): return -inputs.trainer_logprobs\n"
+        "stages = [Stage('brief', brief, reads=['completion']),\n"
+        "          Stage('teacher', teacher, writes=[column])]\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [config, {override /algorithm: task}, _self_]\n"
+        "num_steps: 2\n"
+        f"model: {{checkpoint: {RECIPES / 'quickstart' / 'checkpoint'}}}\n"
+        f"data: {{prompts: {RECIPES / 'quickstart' / 'prompts.jsonl'}}}\n"
+        "sampling: {max_tokens: 96}\n"
+        "generator: {max_model_len: 128}\n"
+        "plan: {prompt_tokens: 20, median_tokens: 40, num_steps: 4}\n"
+        "experience: {stages: [brief, teacher]}\n"
+        "algorithm: {loss_columns: [teacher_logprobs]}\n"
+    )
+    done = plan(tmp_path, "plan", f"--config-dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ *stage teacher +0\.\d", done.stdout, re.MULTILINE)
+    words = (
+        "Stages of the recipe's own (brief, teacher) are left out, but for the memory of teacher."
+    )
+    assert words in done.stdout
 
 
 def test_assumptions_say_what_lengths_and_times_rest_on() -> None:

@@ -288,9 +288,28 @@ def test_the_bound_is_above_the_forecast(
         ),
         algorithm=GRPOConfig(kl_coefficient=0.1 * has_reference),
     )
-    host = forecast_memory(config, LLAMA).ranks[-1]
-    assert host.executor == "host"
-    assert upper_bound_bytes(config, LLAMA) >= host.total_bytes
+    for frozen in ({}, {"teacher": replace(LLAMA, num_layers=9, intermediate_size=4096)}):
+        host = forecast_memory(config, LLAMA, frozen).ranks[-1]
+        assert host.executor == "host"
+        assert ("stage teacher" in host.bytes_by_kind) == bool(frozen)
+        assert upper_bound_bytes(config, LLAMA, frozen) >= host.total_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_model_that_runs_a_stage_takes_what_the_reference_takes(num_ranks: int) -> None:
+    trainer = replace(CUDA_TRAINER, num_ranks=num_ranks)
+    with_reference, plain = (
+        on_gpus(trainer=trainer, algorithm=GRPOConfig(kl_coefficient=kl)) for kl in (0.1, 0.0)
+    )
+    expected, found = (
+        forecast_memory(config, LLAMA, frozen).ranks[0].bytes_by_kind
+        for config, frozen in ((with_reference, {}), (plain, {"teacher": LLAMA}))
+    )
+    assert found == {
+        "stage teacher" if kind == "reference" else kind: num_bytes
+        for kind, num_bytes in expected.items()
+    }
+    assert "reference" in expected
 
 
 def test_a_small_run_is_let_through_without_torch() -> None:

@@ -12,7 +12,7 @@ from llamarl.config import Config, VllmConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
-from llamarl.planner.forecast import RankMemory
+from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.weights.transports.available import available_bytes
 
@@ -22,7 +22,9 @@ WIDE_BYTES = 4  # of a float32
 GIB = 2**30
 
 
-def check_fit(config: Config, architecture: AnyArchitecture) -> None:
+def check_fit(
+    config: Config, architecture: AnyArchitecture, frozen: FrozenModels = NO_MODELS
+) -> None:
     """ValueError, in one line with numbers and what to change, if the recipe does not fit.
 
     On CUDA against `cluster.gpu` (ValueError too if that is unknown), on CPUs against what this
@@ -34,31 +36,28 @@ def check_fit(config: Config, architecture: AnyArchitecture) -> None:
         return
     if "cuda" in (config.trainer.device, config.generator.device):
         gpu(config.cluster.gpu)
-    elif upper_bound_bytes(config, architecture) <= available_bytes():
+    elif upper_bound_bytes(config, architecture, frozen) <= available_bytes():
         return
     from llamarl.planner.memory.ranks import forecast_memory, fullest
 
-    forecast = forecast_memory(config, architecture)
+    forecast = forecast_memory(config, architecture, frozen)
     if not forecast.fits:
         advice = forecast.advice[0] if forecast.advice else "no single change helps"
         raise ValueError(f"{_sentence(config, fullest(forecast.ranks))}; {advice}")
 
 
-def upper_bound_bytes(config: Config, architecture: Architecture) -> int:
+def upper_bound_bytes(
+    config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
+) -> int:
     """What all executors together need on CPUs, at most: as if nothing were sharded, and every
     token were kept in each of some dozen forms. Never below what `forecast_memory` sums up."""
     a, trainer, generator = architecture, config.trainer, config.generator
-    num_elements = sum(math.prod(shape) for shape in parameter_shapes(a).values())
-    model_bytes = WIDE_BYTES * num_elements + 64 * len(parameter_shapes(a))
-    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    model_bytes, heads = _model_bytes(a), _head_channels(a)
     num_tokens = 2 * max(trainer.tokens_per_micro_batch, generator.max_model_len)
-    token_bytes = WIDE_BYTES * (a.num_layers + 4) * 16 * (2 * a.hidden_size + heads)
-    token_bytes += WIDE_BYTES * ((a.num_layers + 4) * 16 * a.intermediate_size + 16 * a.vocab_size)
-    has_reference = config.algorithm.has_reference
-    trainer_bytes = (16 + 6 * has_reference) * model_bytes
-    trainer_bytes += (
-        1 + has_reference
-    ) * num_tokens * token_bytes + 2 * config.weights.bucket_bytes
+    models = [*[a] * config.algorithm.has_reference, *frozen.values()]
+    trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
+    trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
+    trainer_bytes += 2 * config.weights.bucket_bytes
     kv_bytes = generator.max_num_seqs * (generator.max_model_len + 64) * 2 * a.num_layers
     kv_bytes *= a.num_kv_heads * a.head_dim * WIDE_BYTES
     if isinstance(generator, VllmConfig):
@@ -70,10 +69,25 @@ def upper_bound_bytes(config: Config, architecture: Architecture) -> int:
     generator_bytes += generator.max_num_seqs * a.vocab_size * 4 * WIDE_BYTES
     generator_bytes += 2 * config.weights.bucket_bytes
     num_generators = generator.num_replicas * generator.num_ranks
-    num_processes = (1 + has_reference) * trainer.num_ranks + num_generators
+    num_processes = (1 + len(models)) * trainer.num_ranks + num_generators
     num_processes += 2 + config.experience.units_per_host
     reserve_bytes = num_processes * GPUS[CPU].reserve_bytes
     return trainer.num_ranks * trainer_bytes + num_generators * generator_bytes + reserve_bytes
+
+
+def _model_bytes(a: Architecture) -> int:
+    num_elements = sum(math.prod(shape) for shape in parameter_shapes(a).values())
+    return WIDE_BYTES * num_elements + 64 * len(parameter_shapes(a))
+
+
+def _head_channels(a: Architecture) -> int:
+    return (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+
+
+def _token_bytes(a: Architecture) -> int:
+    """Of one token in a pass."""
+    channels = 2 * a.hidden_size + _head_channels(a) + a.intermediate_size
+    return WIDE_BYTES * 16 * ((a.num_layers + 4) * channels + a.vocab_size)
 
 
 def _sentence(config: Config, rank: RankMemory) -> str:

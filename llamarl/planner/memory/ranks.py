@@ -6,7 +6,8 @@ comes from forecasts of changed recipes, never from a rule of thumb.
 
 Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
 each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
-Without offloading everything is there at once. The reference shares the trainer's device always.
+Without offloading everything is there at once. Frozen models share the trainer's device
+always.
 
 Without GPUs all processes of a host share its memory: the fullest host is an entry of its own,
 against what the machine at hand has left. With GPUs a host is an entry only if what is pinned there
@@ -24,7 +25,7 @@ from llamarl.config.rank_assignment import assign
 from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
-from llamarl.planner.forecast import MemoryForecast, RankMemory
+from llamarl.planner.forecast import NO_MODELS, FrozenModels, MemoryForecast, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.generator import GeneratorMemory, forecast_generator
 from llamarl.planner.memory.trainer import Kinds, TrainerMemory, forecast_trainer
@@ -38,21 +39,23 @@ MAX_ADVICE = 3
 MOST_HALVINGS = 8
 
 
-def forecast_memory(config: Config, architecture: Architecture) -> MemoryForecast:
+def forecast_memory(
+    config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
+) -> MemoryForecast:
     """The fullest rank of every executor, and what to change if one does not fit.
 
     ValueError if `cluster.gpu` is unknown or the ranks do not fit onto the hosts.
     """
-    ranks = tuple(_ranks(config, architecture))
+    ranks = tuple(_ranks(config, architecture, frozen))
     forecast = MemoryForecast(ranks=ranks)
     if forecast.fits:
         return forecast
-    return replace(forecast, advice=tuple(_advice(config, architecture, ranks)))
+    return replace(forecast, advice=tuple(_advice(config, architecture, frozen, ranks)))
 
 
-def fits(config: Config, architecture: Architecture) -> bool:
+def fits(config: Config, architecture: Architecture, frozen: FrozenModels) -> bool:
     """Only whether all fits, for a search over many recipes. ValueError like `forecast_memory`."""
-    return all(rank.fits for rank in _ranks(config, architecture))
+    return all(rank.fits for rank in _ranks(config, architecture, frozen))
 
 
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
@@ -60,19 +63,21 @@ def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total_bytes / rank.device_bytes)
 
 
-def _ranks(config: Config, architecture: Architecture) -> Iterator[RankMemory]:
+def _ranks(
+    config: Config, architecture: Architecture, frozen: FrozenModels
+) -> Iterator[RankMemory]:
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
         check_limits(config.generator, architecture)
     trainer, generator = (
-        forecast_trainer(config, architecture),
+        forecast_trainer(config, architecture, frozen),
         forecast_generator(config, architecture),
     )
     phases = _phases(config, trainer, generator)
     if "cuda" in (config.trainer.device, config.generator.device):
         yield from _gpu_ranks(config, trainer, generator, phases)
     else:
-        yield from _cpu_ranks(config, phases)
+        yield from _cpu_ranks(config, phases, len(trainer.frozen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +90,14 @@ class _Phase:
 
 
 def _phases(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) -> list[_Phase]:
-    train = max(trainer.moments, key=lambda kinds: sum(kinds.values())) | trainer.reference
+    train = max(trainer.moments, key=lambda kinds: sum(kinds.values())) | trainer.frozen
     generate = generator.weights | {"kv_cache": generator.kv_cache} | generator.working
     if not config.placement.colocated or config.placement.offload == "none":
         return [_Phase(name="trainer", trainer=train, generator=generate)]
-    weights = {"weights": trainer.weights} | trainer.reference
+    weights = {"weights": trainer.weights} | trainer.frozen
     return [
         _Phase(name="trainer", trainer=train, generator={}),
-        _Phase(name="generator", trainer=trainer.reference, generator=generate),
+        _Phase(name="generator", trainer=trainer.frozen, generator=generate),
         _Phase(name="sync", trainer=weights, generator=generator.weights),
     ]
 
@@ -108,7 +113,7 @@ def _gpu_ranks(
         "trainer": trainer_host if pinned else {},
         "generator": generator.host | (generator_host if pinned else {}),
     }
-    num_extra = int(config.algorithm.has_reference) + int(config.placement.colocated)
+    num_extra = len(trainer.frozen) + int(config.placement.colocated)
 
     def rank(executor: str, num_ranks: int, kinds: Kinds, num_extra: int) -> RankMemory:
         kinds = kinds | {"reserve": device.reserve_bytes + num_extra * PROCESS_BYTES}
@@ -141,7 +146,7 @@ def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Itera
         yield most
 
 
-def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
+def _cpu_ranks(config: Config, phases: list[_Phase], num_frozen: int) -> Iterator[RankMemory]:
     """Both sides for themselves, then the fullest host with all its processes."""
     room, reserve, hosts = available_bytes(), GPUS[CPU].reserve_bytes, _hosts(config)
     num_ranks: Counter[str] = sum(hosts, Counter())
@@ -149,8 +154,8 @@ def _cpu_ranks(config: Config, phases: list[_Phase]) -> Iterator[RankMemory]:
         kinds = max((getattr(phase, side) for phase in phases), key=lambda each: sum(each.values()))
         yield _rank(side, num_ranks[side], room, kinds | {"reserve": reserve})
     counts = max(hosts, key=lambda counts: counts.total())
-    # The reference sits beside the trainer; then scorer, storage and controller.
-    num_processes = counts.total() + counts["trainer"] * config.algorithm.has_reference
+    # Frozen models sit beside the trainer; then scorer, storage and controller.
+    num_processes = counts.total() + counts["trainer"] * num_frozen
     num_processes += 2 + config.experience.units_per_host
     sums = [
         Counter({kind: counts["trainer"] * num for kind, num in phase.trainer.items()})
@@ -193,7 +198,10 @@ def _together(phase: _Phase) -> Kinds:
 
 
 def _advice(
-    config: Config, architecture: Architecture, ranks: tuple[RankMemory, ...]
+    config: Config,
+    architecture: Architecture,
+    frozen: FrozenModels,
+    ranks: tuple[RankMemory, ...],
 ) -> Iterator[str]:
     """The changes that bring the fullest rank down most, each forecast by itself."""
     before = fullest(ranks)
@@ -202,7 +210,8 @@ def _advice(
         if not _concerns(name, before.executor, config):
             continue
         try:
-            changed, after_all = _change(config, architecture, name, change, before.executor)
+            models = architecture, frozen
+            changed, after_all = _change(config, models, name, change, before.executor)
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
         text = f"{name}={attrgetter(name)(changed)}"
@@ -220,7 +229,7 @@ def _advice(
 
 def _change(
     config: Config,
-    architecture: Architecture,
+    models: tuple[Architecture, FrozenModels],
     name: str,
     change: Callable[[Any], object],
     executor: str,
@@ -235,7 +244,7 @@ def _change(
         if field == "num_ranks":
             cluster = replace(config.cluster, hosts=[], num_hosts=2 * config.cluster.size)
             config = replace(config, cluster=cluster)
-        ranks = list(_ranks(config, architecture))
+        ranks = list(_ranks(config, *models))
         if all(rank.fits for rank in ranks if rank.executor == executor):
             break
     return config, ranks

@@ -1,9 +1,9 @@
 """What one trainer rank has in memory, moment by moment.
 
-Owns: state, FSDP's buffers and activations of the fullest rank, and those of the reference beside
-it. Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror
-`models/policy.py`, FSDP2 and `versioned_tensors.py`; rank 0, whose shards are never shorter
-than others', is the fullest.
+Owns: state, FSDP's buffers and activations of the fullest rank, and the frozen models beside it.
+Does not own: sharing a device with others (`ranks.py`). Invariant: kinds mirror `models/policy.py`,
+FSDP2 and `versioned_tensors.py`; rank 0, whose shards are never shorter than others', is the
+fullest.
 
 How FSDP2's buffers are counted, per group of parameters (each layer, and one of embedding, norm
 and head, which stays gathered from forward to backward):
@@ -24,6 +24,7 @@ from llamarl.config import Config, TrainerConfig
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
+from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
 from llamarl.planner.memory.placements import local_box, local_elements
 from llamarl.weights.layout.reshard import DTYPE_BYTES
@@ -40,16 +41,18 @@ Kinds = dict[str, int]
 @dataclass(frozen=True, kw_only=True)
 class TrainerMemory:
     """Bytes by kind. `weights` and `state` (gradients and optimizer) leave the device while another
-    executor has it, `reference` stays. `moments` are the points of a step at which memory may be
-    fullest, each with all that is there."""
+    executor has it; what is `frozen`, the reference and models that run stages, stays. `moments`
+    are the points of a step at which memory may be fullest, each with all that is there."""
 
     weights: int
     state: Kinds
     moments: tuple[Kinds, ...]
-    reference: Kinds
+    frozen: Kinds
 
 
-def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemory:
+def forecast_trainer(
+    config: Config, architecture: Architecture, frozen: FrozenModels = NO_MODELS
+) -> TrainerMemory:
     """Of the fullest rank."""
     trainer = config.trainer
     weights = MASTER_BYTES * sum(local_elements(config, architecture, 0).values())
@@ -62,11 +65,13 @@ def forecast_trainer(config: Config, architecture: Architecture) -> TrainerMemor
         lasting["snapshot"] = weights
     if not TRANSPORTS[config.weights.transport].is_mapped:
         lasting["transfer"] = 2 * config.weights.bucket_bytes
+    models = {"reference": architecture} if config.algorithm.has_reference else {}
+    models |= {STAGE + name: model for name, model in frozen.items()}
     return TrainerMemory(
         weights=weights,
         state=state,
         moments=tuple(lasting | kinds for kinds in _moments(config, architecture, weights)),
-        reference=_reference(config, architecture, weights // MASTER_BYTES),
+        frozen={kind: _frozen_bytes(config, model) for kind, model in models.items()},
     )
 
 
@@ -126,14 +131,12 @@ def _num_gathered(trainer: TrainerConfig, architecture: Architecture) -> int:
     return architecture.num_layers + 1
 
 
-def _reference(config: Config, architecture: Architecture, num_elements: int) -> Kinds:
-    """The frozen model, parallel like the trainer but for a single rank, whose model is plain."""
+def _frozen_bytes(config: Config, architecture: Architecture) -> int:
+    """Of a frozen model, parallel like the trainer but for a single rank, whose model is plain."""
     trainer = config.trainer
-    if not config.algorithm.has_reference:
-        return {}
-    gathered = 0
+    num_elements, gathered = sum(local_elements(config, architecture, 0).values()), 0
     if trainer.num_ranks > 1:
         block, root = group_elements(trainer, architecture)
         gathered = root + _num_gathered(trainer, architecture) * block
     passing = forecast_inference(config, architecture)
-    return {"reference": DTYPE_BYTES[trainer.compute_dtype] * (num_elements + gathered) + passing}
+    return DTYPE_BYTES[trainer.compute_dtype] * (num_elements + gathered) + passing

@@ -17,7 +17,7 @@ from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import Forecast, StepForecast
+from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
@@ -31,13 +31,19 @@ SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
 
 
 def forecast_recipe(
-    config: Config, architecture: Architecture, *, run_dir: str | None = None, sweep: bool = False
+    config: Config,
+    architecture: Architecture,
+    *,
+    frozen: FrozenModels = NO_MODELS,
+    run_dir: str | None = None,
+    sweep: bool = False,
 ) -> Forecast:
     """Memory, publish and step time of `config`, beside the same workload run otherwise.
 
     Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
-    only one whose times are known. `sweep` tries other splits of the processes between trainer and
-    generators. ValueError if the ranks do not fit onto the hosts, or the run lacks what is needed.
+    only one whose times are known. `frozen` models count in memory alone. `sweep` tries other
+    splits of the processes between trainer and generators. ValueError if the ranks do not fit onto
+    the hosts, or the run lacks what is needed.
     """
     taken = {device for places in rank_assignment.assign(config).values() for device in places}
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
@@ -66,7 +72,7 @@ def forecast_recipe(
     return Forecast(
         num_hosts=len({device.host for device in taken}),
         num_gpus=len({device for device in taken if device.gpu is not None}),
-        memory=forecast_memory(config, architecture),
+        memory=forecast_memory(config, architecture, frozen),
         publish=publish,
         step=step,
         variants=variants,
@@ -75,7 +81,7 @@ def forecast_recipe(
             config,
             architecture,
             costs_of,
-            fits=lambda other: fits(other, architecture),
+            fits=lambda other: fits(other, architecture, frozen),
         )
         if sweep
         else None,

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from llamarl.config import Config
 from llamarl.planner.forecast import (
+    STAGE,
     BestSplit,
     Decomposition,
     Forecast,
@@ -77,12 +78,21 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
         )
     if forecast.num_gpus and forecast.measured_step_s is None:
         words.append(CAVEAT)
-    if own := config.experience.stages:
-        words.append(f"Stages of the recipe's own ({', '.join(own)}) are left out.")
+    if missing := _left_out(config, forecast):
+        words.append(missing)
     if forecast.step.divisor > 1:
         divisor = f"1/{forecast.step.divisor}"
         words.append(f"Simulated was {divisor} of the cluster with {divisor} of the rollouts.")
     return words
+
+
+def _left_out(config: Config, forecast: Forecast) -> str:
+    """What of the recipe's own stages is not in the forecast; "" without any."""
+    kinds = {kind for rank in forecast.memory.ranks for kind in rank.bytes_by_kind}
+    own = config.experience.stages
+    known = [name for name in own if STAGE + name in kinds]
+    but = f", but for the memory of {', '.join(known)}" if known else ""
+    return f"Stages of the recipe's own ({', '.join(own)}) are left out{but}." if own else ""
 
 
 def _parts(
@@ -92,6 +102,8 @@ def _parts(
     yield _memory_table(forecast.memory)
     for advice in forecast.memory.advice:
         yield f"to change: {advice}"
+    if missing := _left_out(config, forecast):
+        yield missing
     yield _publish_words(forecast.publish)
     yield ""
     yield _step_table(config, forecast)
