@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 HANDSHAKE_LIMIT_S = 5.0
 RECONNECT_S = 1.0
 SHORT_LIMITS = {  # after which Monarch itself notices a host's death; by default never
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "5s",
+    # Of a message with a long row too, over a link that weights share: a call whose message took
+    # longer would never end.
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "30s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "15s",
