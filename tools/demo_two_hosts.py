@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,10 +33,14 @@ def options(folder: Path, style: str) -> list[str]:
 
 
 @contextmanager
-def worker(folder: Path, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A daemon with the certificates of `folder` on a free loopback port; its address."""
+def worker(
+    folder: Path, *, address: str = "127.0.0.1", within: Sequence[str] = (), **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A daemon with the certificates of `folder` on a free port; its address. `within` is what
+    runs a command on the host of the IP `address`."""
+    place = f"--address=tls://{address}:0"
     daemon = subprocess.Popen(
-        [*LLAMARL, "worker", *options(folder, "--{}=")],
+        [*within, *LLAMARL, "worker", place, *options(folder, "--{}=")],
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,

@@ -6,15 +6,15 @@ Owns: the processes. Does not own: rows (`rows.py`), exclusive taking (`taking.p
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
+from llamarl.config.rank_assignment import Device
 from llamarl.executors.specs import StorageSpec
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
@@ -24,7 +24,6 @@ from store_bench.rows import Taken, Work
 from store_bench.taking import TakeClient, TakeServer
 
 LEDGER, LOADER = "own", "own_loader"  # ways to take rows
-PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +104,19 @@ class Consumer:
 
 
 class OwnStore:
-    """Storage units, one producer and consumers; a run uses the first units and consumers."""
+    """Storage units, one producer and consumers; a run uses the first units and consumers.
 
-    def __init__(self, folder: Path) -> None:
-        self._cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder))
+    All are on the first host of `config`, or the units on `unit_hosts`, of which loaders cannot
+    read then.
+    """
+
+    def __init__(
+        self, folder: Path, config: ClusterConfig | None = None, unit_hosts: Sequence[int] = ()
+    ) -> None:
+        self._cluster = make_cluster(
+            config or ClusterConfig(), spans_folder=None, logs_folder=str(folder)
+        )
+        self._unit_hosts = unit_hosts
         self._folder, self._path = folder, str(folder / "takes.sock")
         self._server = TakeServer(self._path)
         self._loading = Loading(self._cluster, folder)
@@ -128,17 +136,24 @@ class OwnStore:
             )
             for unit in range(max(nums_units))
         ]
-        groups = await asyncio.gather(
-            *(self._cluster.spawn(f"storage-{unit.unit}", unit.executor, unit) for unit in units)
+        hosts = self._unit_hosts or [0] * len(units)
+        groups: list[Any] = await asyncio.gather(
+            *(
+                self._cluster.spawn(
+                    f"storage-{unit.unit}", unit.executor, unit, 1, [Device(host=host, gpu=None)]
+                )
+                for unit, host in zip(units, hosts, strict=True)
+            )
         )
         await asyncio.gather(*(group.call_one.start() for group in groups))
         pairs = [*zip(groups, units, strict=True)]
         clients = [Unit(group.name, group.call_one, str(unit.socket)) for group, unit in pairs]
-        self._pids = [_peer(str(unit.socket)) for unit in units]
+        self._pids = [pid for group in groups for pid in group.pids]
         self._units = [(group.name, str(unit.socket)) for group, unit in pairs]
         self._stores = {num_units: Store(clients[:num_units]) for num_units in nums_units}
         spec = RoleSpec(stores=self._stores, takes=self._path)
-        await self._loading.start(num_consumers)
+        if not self._unit_hosts:
+            await self._loading.start(num_consumers)
         self._producer, *self._consumers = await asyncio.gather(
             self._cluster.spawn("producer", "store_bench.own:Producer", spec),
             *(
@@ -184,12 +199,3 @@ class OwnStore:
         self._server.close()
         await self._loading.stop()
         await self._cluster.stop()
-
-
-def _peer(path: str) -> int:
-    """The process that listens at this socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(path)
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-    pid, _, _ = PEER.unpack(peer)
-    return pid
