@@ -60,8 +60,8 @@ class Client:
 
 
 @asynccontextmanager
-async def processes(folder: Path, num_units: int = 1) -> AsyncIterator[tuple]:
-    """(units, writer, reader, store)."""
+async def processes(folder: Path, num_units: int = 1, num_writers: int = 1) -> AsyncIterator[tuple]:
+    """(units, writer and so on, reader, store)."""
     cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder / "logs"))
     specs = [
         StorageSpec(
@@ -73,7 +73,9 @@ async def processes(folder: Path, num_units: int = 1) -> AsyncIterator[tuple]:
         for number in range(num_units)
     ]
     try:
-        units = [await cluster.spawn(f"storage-{s.unit}", StorageExecutor, s) for s in specs]
+        units = await asyncio.gather(
+            *(cluster.spawn(f"storage-{s.unit}", StorageExecutor, s) for s in specs)
+        )
         await asyncio.gather(*(unit.call_one.start() for unit in units))
         store = Store(
             [
@@ -81,28 +83,27 @@ async def processes(folder: Path, num_units: int = 1) -> AsyncIterator[tuple]:
                 for unit, spec in zip(units, specs, strict=True)
             ]
         )
-        clients = [await cluster.spawn(name, Client, store) for name in ("writer", "reader")]
+        names = [*(f"writer-{number}" for number in range(num_writers)), "reader"]
+        clients = await asyncio.gather(*(cluster.spawn(name, Client, store) for name in names))
         yield units, *clients, store
     finally:
         await cluster.stop()
 
 
-@pytest.mark.parametrize("num_pieces", [0, 1, 20, 63])
-def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(
-    tmp_path: Path, num_pieces: int
-) -> None:
+def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(tmp_path: Path) -> None:
     num_rows, num_tokens = 50, 2000  # 250 cells and 2 vectors: 63 pieces of 4
 
     async def scenario() -> None:
-        async with processes(tmp_path) as (_, writer, reader, store):
+        num_pieces = (0, 1, 20, 63)  # after the last one it has not yet sent anything
+        async with processes(tmp_path, num_writers=len(num_pieces)) as (_, *writers, reader, store):
             row_ids = list(range(num_rows))
-            await writer.call_one.write([100], num_tokens)
-            with pytest.raises(GroupLost, match="lost executor writer"):
-                await writer.call_one.die_in_write(row_ids, num_tokens, num_pieces)
-            is_whole = num_pieces == 63  # it died after its last piece, before it sent anything
-            assert not await reader.call_one.check(row_ids, num_tokens)
-            assert (await store.usage())["num_rows"] == 1, is_whole
-            assert await reader.call_one.check([100], num_tokens)
+            for written, (writer, pieces) in enumerate(zip(writers, num_pieces, strict=True), 1):
+                await writer.call_one.write([100 + pieces], num_tokens)
+                with pytest.raises(GroupLost, match=f"lost executor {writer.name}"):
+                    await writer.call_one.die_in_write(row_ids, num_tokens, pieces)
+                assert not await reader.call_one.check(row_ids, num_tokens)
+                assert (await store.usage())["num_rows"] == written
+                assert await reader.call_one.check([100 + pieces], num_tokens)
 
     asyncio.run(scenario())
 

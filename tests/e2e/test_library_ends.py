@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,9 @@ import llamarl
 from llamarl.errors import NoGenerator
 
 async def block(run_dir):
-    async with llamarl.start_engines({recipe!r}, run_dir=run_dir) as engines:
-        await engines.sync_weights()
+    async with llamarl.start_engines({recipe!r}, run_dir=run_dir, parts={parts}) as engines:
+        if "trainer" in {parts}:
+            await engines.sync_weights()
         futures = await engines.submit([next(engines.prompts) for _ in range(32)])
         {how}
 
@@ -62,10 +64,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("parts", "how", "said"),
     [
-        ("raise KeyError('of the caller')", "'of the caller'"),
+        (("generator", "scorer", "trainer"), "raise KeyError('of the caller')", "'of the caller'"),
         (
+            ("generator",),
             "os.kill(engines._executors.generators[0].pids[0], signal.SIGKILL);"
             "await asyncio.gather(*futures)",
             "every generator replica is lost",
@@ -73,9 +76,11 @@ if __name__ == "__main__":
     ],
     ids=["raised", "killed"],
 )
-def test_an_exception_in_the_block_leaves_no_process(how: str, said: str, tmp_path: Path) -> None:
+def test_an_exception_in_the_block_leaves_no_process(
+    parts: Sequence[str], how: str, said: str, tmp_path: Path
+) -> None:
     script = tmp_path / "leaving.py"
-    script.write_text(LEAVING.format(recipe=str(RECIPE), how=how))
+    script.write_text(LEAVING.format(recipe=str(RECIPE), parts=parts, how=how))
     mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
     process = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "run")],
