@@ -213,7 +213,8 @@ def test_a_run_learns_by_the_five_functions_of_the_pages(tmp_path: Path, forks: 
 
 def test_a_run_passes_the_four_stages_of_the_page(tmp_path: Path, forks: Forks) -> None:
     task = block("stage", "python")
-    functions = re.findall(r"^def \w+\(.*?(?=\n\n\n)", task, re.MULTILINE | re.DOTALL)
+    functions = re.findall(r"^def \w+\(.*?(?=\n\n\n|\Z)", task, re.MULTILINE | re.DOTALL)
+    assert len(functions) == 4
     assert all(len(function.splitlines()) <= 10 for function in functions)
     recipe = write_recipe(tmp_path, block("stage", "yaml"), task.replace("> 90", "> 20"))
     small = ("trainer.groups_per_step=4", "checkpoint.export=false", "run_dir=run")

@@ -63,4 +63,6 @@ def test_a_benchmark_of_small_weights_runs_to_its_end(name: str, tmp_path: Path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert all(value > 0 for value in figures.values() if isinstance(value, float))
+    values = [value for value in figures.values() if isinstance(value, float)]
+    assert values
+    assert min(values) > 0
