@@ -68,6 +68,13 @@ def test_only_a_single_rollout_may_exceed_the_budget(lengths, num_ranks, budget)
 
 
 @batches
+def test_rank_loads_differ_by_at_most_the_longest_rollout(lengths, num_ranks, budget):
+    assignment = pack(lengths, num_ranks, budget)
+    loads = [sum(lengths[i] for batch in rank for i in batch) for rank in assignment]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@batches
 def test_without_a_limit_costs_of_ranks_differ_by_at_most_the_costliest_rollout(
     lengths, num_ranks, budget
 ):
