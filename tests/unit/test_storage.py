@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from llamarl.types import (
     Columns,
     FinishReason,
 )
+from tests.unit.stored_rows import held_bytes
 
 DTYPES = st.sampled_from([np.int32, np.float32, np.float64])
 
@@ -367,16 +369,26 @@ def test_retired_rows_give_their_memory_back() -> None:
     storage = unit()
     row_bytes = 50_000 * 12
 
-    async def scenario() -> None:
-        row_ids = list(range(10))
-        await storage.write(row_ids, join([rollout(50_000) for _ in row_ids]))
-        assert (await storage.usage())["memory_bytes"] > 10 * row_bytes
-        await storage.retire(row_ids[1:], {"outcome": "trained"})
-        # One of ten rows stays: none of the others may live on in the message it came in.
-        usage = await storage.usage()
-        assert (usage["num_rows"], usage["memory_bytes"] < 2 * row_bytes) == (1, True)
-        left = await storage.read([0], [RESPONSE_IDS, SAMPLING])
-        np.testing.assert_equal(left[RESPONSE_IDS], rollout(50_000)[RESPONSE_IDS])
-        await storage.retire(row_ids[:1], {"outcome": "trained"})
+    async def fill(row_ids: range) -> None:
+        message = pickle.dumps(PackedColumns(join([rollout(50_000) for _ in row_ids])))
+        await storage.write(list(row_ids), pickle.loads(message))
 
-    asyncio.run(scenario())
+    async def scenario() -> None:
+        await fill(range(1))  # whatever is allocated once
+        before = held_bytes()
+        await fill(range(1, 11))
+        assert held_bytes() - before > 10 * row_bytes
+        assert (await storage.usage())["memory_bytes"] > 11 * row_bytes
+        await storage.retire(list(range(1, 10)), {"outcome": "trained"})
+        # One of ten rows stays: none of the others may live on in the message it came in.
+        assert held_bytes() - before < 2 * row_bytes
+        usage = await storage.usage()
+        assert (usage["num_rows"], usage["memory_bytes"] < 3 * row_bytes) == (2, True)
+        left = await storage.read([10], [RESPONSE_IDS])
+        np.testing.assert_equal(left[RESPONSE_IDS], rollout(50_000)[RESPONSE_IDS])
+
+    tracemalloc.start()
+    try:
+        asyncio.run(scenario())
+    finally:
+        tracemalloc.stop()
