@@ -23,6 +23,7 @@ from llamarl.types import Columns, Outcome
 
 MESSAGE_BYTES = 8 * 1024 * 1024  # of a call between processes, which are meant for metadata
 REASON_LIMIT_S = 2.0  # for calls to say why a unit has ended
+PATIENCE_S = 2.0  # without an answer, until a call asks whether the unit is lost
 
 
 class Unit:
@@ -100,12 +101,27 @@ class Unit:
         before."""
         connection = self._connection
         assert connection is not None
+        answer = asyncio.ensure_future(connection.ask(message))
         try:
-            return connection, await connection.ask(message)
+            while not (await asyncio.wait({answer}, timeout=PATIENCE_S))[0]:
+                await self._raise_if_lost(answer)
+            return connection, answer.result()
         except ConnectionError:
             with suppress(TimeoutError):  # a process that has ended may not be missed at once
                 await asyncio.wait_for(self._calls.usage(), REASON_LIMIT_S)
             raise GroupLost(self.name, None, "it hung up during a call") from None
+        finally:
+            answer.cancel()
+
+    async def _raise_if_lost(self, answer: asyncio.Future[Packet]) -> None:
+        """A socket stays open while its process stands still; a call ends once that is noticed."""
+        usage = asyncio.ensure_future(self._calls.usage())
+        try:
+            await asyncio.wait({answer, usage}, return_when=asyncio.FIRST_COMPLETED)
+            if usage.done() and isinstance(error := usage.exception(), GroupLost):
+                raise error
+        finally:
+            usage.cancel()
 
 
 def _pieces(columns: Columns, num_rows: int) -> Iterator[slice]:

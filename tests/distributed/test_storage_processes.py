@@ -60,9 +60,12 @@ class Client:
 
 
 @asynccontextmanager
-async def processes(folder: Path, num_units: int = 1, num_writers: int = 1) -> AsyncIterator[tuple]:
+async def processes(
+    folder: Path, num_units: int = 1, num_writers: int = 1, liveness_timeout_s: float = 60.0
+) -> AsyncIterator[tuple]:
     """(units, writer and so on, reader, store)."""
-    cluster = make_cluster(ClusterConfig(), spans_folder=None, logs_folder=str(folder / "logs"))
+    config = ClusterConfig(liveness_timeout_s=liveness_timeout_s)
+    cluster = make_cluster(config, spans_folder=None, logs_folder=str(folder / "logs"))
     specs = [
         StorageSpec(
             unit=number,
@@ -134,6 +137,19 @@ def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> No
             with pytest.raises(GroupLost, match="lost executor storage-1"):
                 await asyncio.wait_for(store.retire([1], {"outcome": "trained"}), 20)
             assert await reader.call_one.check([2, 0], 5000)
+
+    asyncio.run(scenario())
+
+
+def test_a_unit_that_stands_still_ends_what_waits_for_its_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with processes(tmp_path, liveness_timeout_s=4) as (units, writer, _, store):
+            await writer.call_one.write([0], 10)
+            assert (await store.usage())["num_rows"] == 1
+            (pid,) = units[0].pids
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(GroupLost, match=r"lost executor storage-0.*silent for 4 s"):
+                await asyncio.wait_for(store.retire([0], {"outcome": "trained"}), 60)
 
     asyncio.run(scenario())
 
