@@ -22,7 +22,8 @@ with Progress(4, live=True, console=console):
     try:
         sys.stdout.write("READY")
         sys.stdout.flush()
-        time.sleep(60)
+        for _ in range(600):  # a signal just before a sleep does not shorten that one
+            time.sleep(0.1)
     except KeyboardInterrupt:
         pass
 """
