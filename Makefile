@@ -77,9 +77,9 @@ quickstart: $(QUICKSTART_READY)
 demo-two-hosts: $(READY)
 	@$(BIN)/python tools/demo_two_hosts.py $(ARGS)
 
-# Most of the time of a test is waiting for processes: two files run side by side.
+# Most of the time of a test is waiting for processes: three files run side by side.
 test: $(READY)
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile $(ARGS)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest -m 'not gpu and not vllm' $(ARGS)

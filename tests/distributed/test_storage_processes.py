@@ -148,6 +148,8 @@ def test_a_unit_that_stands_still_ends_what_waits_for_its_answer(tmp_path: Path)
             assert (await store.usage())["num_rows"] == 1
             (pid,) = units[0].pids
             os.kill(pid, signal.SIGSTOP)
+            while states(pid) != {"T"}:
+                await asyncio.sleep(0.01)
             with pytest.raises(GroupLost, match=r"lost executor storage-0.*silent for 4 s"):
                 await asyncio.wait_for(store.retire([0], {"outcome": "trained"}), 60)
 
