@@ -3,7 +3,8 @@
 Owns: which consumer has which rollouts, and for how long; storing what they finish in time. Does
 not own: reading (consumers do that themselves), how batches are drawn (`experience/samplers.py`).
 Invariant: a rollout is with one consumer at a time, and has one result; what a consumer finishes
-after its lease has ended is refused. A lease ends with its time or its consumer.
+after its lease has ended is refused. A lease ends with its time or its consumer. Processes of a
+consumer with ranks begin together: when one ends, all begin again.
 """
 
 import asyncio
@@ -80,8 +81,11 @@ class ExternalExecutor:
         assert isinstance(external, External)
         self._spec, self._stage = spec, stage
         self._storage = RecordingStore(spec.storage, spans)
-        ranks = Ranks(num_data_ranks=external.num_data_ranks, num_peers=external.num_peers)
-        self._draw = RankAware(make_sampler(external.sampler, {}, ranks), ranks)
+        self._ranks = Ranks(num_data_ranks=external.num_data_ranks, num_peers=external.num_peers)
+        self._sampler = make_sampler(external.sampler, {}, self._ranks)
+        self._draw = RankAware(self._sampler, self._ranks)
+        self._members: set[Channel] = set()  # processes with ranks that draw together
+        self._outdated: set[Channel] = set()  # those of earlier draws
         self._has_ranks = external.num_data_ranks * external.num_peers > 1
         self._num_batches = 0  # each consumer without ranks takes the next one
         self._needs_lengths = external.sampler == "token_balanced"
@@ -158,15 +162,22 @@ class ExternalExecutor:
         if self._warning is not None:
             self._warning.cancel()
         while True:
+            self._check_member(channel)
+            batch_index = header["batch"] if self._has_ranks else self._num_batches
             ready = [work.ready for work in self._waiting.values()]
             share, consumed = self._draw.sample(
                 ready,
                 header["count"],
                 data_rank=header["data_rank"],
                 peer=header["peer"],
-                batch_index=header["batch"] if self._has_ranks else self._num_batches,
+                batch_index=batch_index,
             )
             self._drawn |= {item_id: self._waiting.pop(item_id) for item_id in consumed}
+            if consumed and self._has_ranks:
+                about = self._draw, batch_index
+                asyncio.get_running_loop().call_later(
+                    self._stage.timeout_s, self._check_asked, *about
+                )
             if share is not None:
                 self._num_batches += 1
                 return self._lease(share, channel if header["peer"] == 0 else None)
@@ -193,6 +204,38 @@ class ExternalExecutor:
             if lease.channel is channel:
                 lease.timer.cancel()
                 self._end_lease(number, "before their consumer was gone")
+        self._outdated.discard(channel)
+        if channel in self._members:
+            self._members.discard(channel)
+            self._start_over()
+
+    def _check_member(self, channel: Channel) -> None:
+        """RuntimeError if this process has to begin again; its loader raises it."""
+        if channel in self._outdated:
+            name = self._stage.name
+            raise RuntimeError(f"stage {name}: a process of its consumer is gone, start all again")
+        if self._has_ranks:
+            self._members.add(channel)
+
+    def _check_asked(self, draw: RankAware, batch_index: int) -> None:
+        if draw is self._draw and draw.is_missed(batch_index):
+            log.warning(
+                "stage %s waits for a process of its consumer that has not asked for batch %d",
+                self._stage.name,
+                batch_index,
+            )
+
+    def _start_over(self) -> None:
+        """What was drawn and is not leased is for those who begin now; the others have to."""
+        log.warning("stage %s: a process of its consumer has ended", self._stage.name)
+        self._outdated |= self._members
+        self._members.clear()
+        self._draw = RankAware(self._sampler, self._ranks)
+        leased = {work.row_ids[0] for lease in self._leases.values() for work in lease.works}
+        back = {item_id: work for item_id, work in self._drawn.items() if item_id not in leased}
+        self._drawn = {item_id: self._drawn[item_id] for item_id in self._drawn.keys() & leased}
+        self._waiting = back | self._waiting
+        self._changed.set()
 
     def _end_lease(self, number: int, when: str = "") -> None:
         """Its time is over: what is in it goes to the next consumer that asks."""

@@ -226,3 +226,7 @@ class RankAware:
             del self._shares[batch_index], self._missing[batch_index]
             self._num_over = batch_index + 1
         return share, consumed
+
+    def is_missed(self, batch_index: int) -> bool:
+        """Whether some have yet to ask for this batch, which was drawn."""
+        return batch_index in self._missing
