@@ -6,113 +6,16 @@ import asyncio
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.errors import UserCodeError
-from llamarl.executors.external import ExternalExecutor
-from llamarl.executors.specs import ExternalSpec, StorageSpec
-from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.columns import Column
-from llamarl.experience.graph import External, Stage
-from llamarl.experience.loader import SOCKETS, StageBatch, StageLoader
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
-from llamarl.metrics.span import Spans
-from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Prompt, ScoreStatus, StageItem, StageResult
-
-PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})
-READS = ("prompt", RESPONSE_IDS)
-NUM_ROWS = 40
-
-
-class Run:
-    """The executors of a run with one external stage, in this process."""
-
-    def __init__(self, folder: Path, stage: Stage) -> None:
-        self.folder = folder
-        socket = str(folder / "units" / "0")
-        spec = StorageSpec(
-            unit=0,
-            archive_folder=None,
-            archive_tokens=False,
-            socket=socket,
-            spill_folder=str(folder / "spill"),
-            max_bytes=0,
-        )
-        place: dict[str, Any] = {"rank": 0, "num_ranks": 1, "spans": Spans("x", None)}
-        self.unit = StorageExecutor(spec, **place)
-        self.store = Store([Unit("storage-0", self.unit, socket)])
-        self.stage = ExternalExecutor(
-            ExternalSpec(
-                stage=stage,
-                socket=str(folder / SOCKETS / stage.name),
-                units=(("storage-0", socket),),
-                tokenizer="",
-                storage=self.store,
-            ),
-            **place,
-        )
-
-    async def __aenter__(self) -> Run:
-        await self.unit.start()
-        await self.stage.start()
-        lengths = [1 + 7 * i % 40 for i in range(NUM_ROWS)]
-        cells = [np.arange(length, dtype=np.int32) for length in lengths]
-        prompts = [np.array(PROMPT.token_ids, np.int32)] * NUM_ROWS
-        rows = list(range(NUM_ROWS))
-        await self.store.write(rows, {RESPONSE_IDS: cells, PROMPT_IDS: prompts})
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stage.close()
-        await self.unit.close()
-
-    async def written(self, name: str, row_ids: list[int]) -> list[list[float]]:
-        cells = (await self.store.read(row_ids, [name]))[name]
-        return [cell.tolist() for cell in cells]
-
-
-def make(external: External | None = None, **more: Any) -> Stage:
-    options = {"writes": ["quality"], "timeout_s": 60.0, "max_failure_rate": 1.0, **more}
-    return Stage("judge", external or External(), READS, **options)
-
-
-def run(folder: Path, stage: Stage, scenario: Callable[[Run], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with Run(folder, stage) as running:
-            await asyncio.wait_for(scenario(running), 60)
-
-    asyncio.run(main())
-
-
-def alone(first: int = 0, end: int = NUM_ROWS) -> list[StageItem]:
-    return [((row_id,), PROMPT) for row_id in range(first, end)]
-
-
-def lengths_of(batch: StageBatch) -> list[float]:
-    return [float(len(ids)) for ids in batch[RESPONSE_IDS]]
-
-
-def consume(
-    folder: Path, batches: list[list[int]], work: Callable[[StageBatch], None], **options: Any
-) -> threading.Thread:
-    """A consumer in a thread, until the run ends."""
-
-    def take() -> None:
-        with StageLoader(folder, "judge", **options) as loader:
-            for batch in loader:
-                batches.append(batch.row_ids)
-                work(batch)
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    return thread
+from llamarl.experience.loader import StageBatch, StageLoader
+from llamarl.types import RESPONSE_IDS, Prompt, ScoreStatus, StageResult
+from tests.distributed.external import NUM_ROWS, PROMPT, Run, alone, consume, lengths_of, make, run
 
 
 def test_two_consumers_finish_every_rollout_once_and_what_they_write_is_stored(
@@ -312,87 +215,6 @@ def test_what_cannot_be_stored_goes_to_others_too_and_then_counts_as_failed(tmp_
     run(tmp_path, make(), scenario)
     assert len(errors) == 3
     assert all("quality" in error for error in errors)
-
-
-def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: Path) -> None:
-    external = External(sampler="token_balanced", num_data_ranks=2, num_peers=2)
-    seen: dict[tuple[int, int], list[list[int]]] = {}
-
-    async def scenario(running: Run) -> None:
-        for rank in range(2):
-            for peer in range(2):
-                seen[rank, peer] = []
-                finish: Callable[[StageBatch], None] = (
-                    (lambda batch: None)
-                    if peer
-                    else (lambda batch: batch.finish(quality=lengths_of(batch)))
-                )
-                where = {"data_rank": rank, "peer": peer, "batch_size": 5, "prefetch": 1}
-                consume(tmp_path, seen[rank, peer], finish, **where)
-        await running.stage.process(alone(0, 39))
-        while len({len(batches) for batches in seen.values()}) > 1:
-            await asyncio.sleep(0.01)  # a peer that only looks may be behind
-
-    run(tmp_path, make(external), scenario)
-    assert seen[0, 0] == seen[0, 1]
-    assert seen[1, 0] == seen[1, 1]
-    assert sorted(i for batch in seen[0, 0] + seen[1, 0] for i in batch) == list(range(39))
-    tokens = [sum(1 + 7 * i % 40 for i in batch) for batch in (seen[0, 0][0], seen[1, 0][0])]
-    assert abs(tokens[0] - tokens[1]) <= 6, "nearly the same cost"
-    assert [len(batch) for batch in seen[0, 0]] == [5, 5, 5, 4, 0]
-    assert [len(batch) for batch in seen[1, 0]] == [5, 5, 5, 4, 1]
-
-
-def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    where = {"batch_size": 4, "prefetch": 1}
-
-    async def start(data_rank: int) -> StageLoader:
-        return await asyncio.to_thread(StageLoader, tmp_path, "judge", data_rank=data_rank, **where)
-
-    async def scenario(running: Run) -> None:
-        working = asyncio.create_task(running.stage.process(alone(0, 24)))
-        first, second = await start(0), await start(1)
-        batch = await asyncio.to_thread(next, iter(first))
-        await asyncio.to_thread(batch.finish, {"quality": lengths_of(batch)})
-        await asyncio.to_thread(second.close)  # with what it had
-        with pytest.raises(RuntimeError, match="stage judge: a process of its consumer is gone"):
-            await asyncio.to_thread(drain, first)
-        await asyncio.to_thread(first.close)
-        seen: list[list[int]] = []
-        for data_rank in range(2):
-            finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
-            consume(tmp_path, seen, finish, data_rank=data_rank, **where)
-        results = await asyncio.wait_for(working, 30)
-        assert [result.numbers["quality"] for result in results] == [
-            1.0 + 7 * i % 40 for i in range(24)
-        ]
-        again = sorted(row_id for row_ids in seen for row_id in row_ids)
-        assert again == sorted({*range(24)} - {*batch.row_ids})
-
-    run(tmp_path, make(External(num_data_ranks=2), timeout_s=600.0), scenario)
-    assert "a process of its consumer has ended" in caplog.text
-
-
-def drain(loader: StageLoader) -> None:
-    for _ in loader:
-        pass
-
-
-def test_a_data_rank_that_never_comes_is_waited_for_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(running: Run) -> None:
-        finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
-        consume(tmp_path, [], finish, batch_size=4, prefetch=1)
-        working = asyncio.create_task(running.stage.process(alone(0, 8)))
-        while "has not asked for batch 0" not in caplog.text:
-            await asyncio.sleep(0.01)
-        consume(tmp_path, [], finish, batch_size=4, prefetch=1, data_rank=1)
-        assert len(await asyncio.wait_for(working, 30)) == 8
-
-    run(tmp_path, make(External(num_data_ranks=2), timeout_s=0.5), scenario)
 
 
 def test_groups_come_whole_and_a_column_may_have_an_entry_per_token(tmp_path: Path) -> None:
