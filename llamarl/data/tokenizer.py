@@ -9,6 +9,7 @@ does).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,7 +99,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     own. Raises ValueError if a file is missing or damaged or there is no end-of-sequence id.
     """
     path = Path(folder)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ValueError(f"the tokenizer folder must exist, got {str(path)!r}")
     if not (path / "tokenizer.json").is_file():
         raise ValueError(

@@ -6,6 +6,7 @@ the decoder would compute differently. Does not own: what a family implies (`fam
 exactly; no unsupported setting is ignored.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def read_settings(folder: str | Path) -> tuple[dict[str, Any], tuple[int, ...]]:
     """config.json of the checkpoint, and the end-of-sequence ids of that and of
     generation_config.json. ValueError if the folder or a file is missing or damaged."""
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False also for a name that no file may have
         raise ValueError(f"the checkpoint must be an existing folder, got {str(folder)!r}")
     path = folder / "config.json"
     if not path.is_file():

@@ -192,9 +192,10 @@ def _plain_errors(folder: str, is_saving: bool) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if not is_saving:
+            why = " ".join(str(cause).split()) or type(cause).__name__
             raise ValueError(
                 f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
-                f"loaded: {str(cause) or type(cause).__name__}"
+                f"loaded: {why}"
             ) from error
         # On a disk that fills up meanwhile torch's zip writer hides the reason: report free space.
         free_bytes = shutil.disk_usage(folder).free

@@ -153,7 +153,7 @@ def read_planned_architecture(config: Config) -> Architecture:
     """The architecture for a forecast: the checkpoint's or, without a checkpoint, that of
     `model.architecture`. ValueError as for a run."""
     folder = _resolve(config, config.model.checkpoint)
-    if config.model.architecture is not None and not Path(folder).is_dir():
+    if config.model.architecture is not None and not os.path.isdir(folder):
         architecture = read_architecture(_resolve(config, config.model.architecture))
     else:
         architecture = read_architecture(folder)

@@ -202,6 +202,8 @@ def test_what_would_be_computed_wrongly_is_refused_in_one_line(tmp_path: Path, c
 def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"existing folder, got '.*nowhere'"):
         read_architecture(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="existing folder, got"):
+        read_architecture(tmp_path / ("a" * 5000))
     with pytest.raises(ValueError, match=r"must hold config\.json"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type":')
