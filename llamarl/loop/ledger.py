@@ -93,6 +93,10 @@ class Ledger:
         self._consumers[EVALUATE] = Consumer(
             name=EVALUATE, needs=frozenset({SCORE}), purposes=evaluated
         )
+        self._after: dict[str, list[Consumer]] = {}  # by stage, those that need it
+        for consumer in self._consumers.values():
+            for name in consumer.needs:
+                self._after.setdefault(name, []).append(consumer)
 
     def rows(self, *purposes: Purpose) -> list[int]:
         """Ids of the open rows of these purposes, oldest first."""
@@ -224,12 +228,8 @@ class Ledger:
         if entry is None or stage in entry.done:
             return
         entry.done.add(stage)
-        for consumer in self._consumers.values():
-            if (
-                stage in consumer.needs
-                and consumer.needs <= entry.done
-                and entry.request.purpose in consumer.purposes
-            ):
+        for consumer in self._after.get(stage, ()):
+            if consumer.needs <= entry.done and entry.request.purpose in consumer.purposes:
                 self._offer(consumer, row_id, entry.group)
 
     def _offer(self, consumer: Consumer, row_id: int, group: Group | None) -> None:
