@@ -117,7 +117,8 @@ class Unit:
         """A socket stays open while its process stands still; a call ends once that is noticed."""
         usage = asyncio.ensure_future(self._calls.usage())
         try:
-            await asyncio.wait({answer, usage}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [answer, usage]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if usage.done() and isinstance(error := usage.exception(), GroupLost):
                 raise error
         finally:
