@@ -246,6 +246,6 @@ def make_gate(
         next_group_id=state.get("next_group_id", 0),
         next_row_id=state.get("next_row_id", 0),
         num_units=num_storage_units(config),
-        plan_units=dispatch.plan_units,
+        plan_units=dispatch.balance.plan_units,
         has_room=Room(executors.storage),
     )

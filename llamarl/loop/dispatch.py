@@ -1,71 +1,35 @@
-"""Which replica gets which request.
+"""Requests to the replicas, and what comes back.
 
-Owns: the live replicas, what runs on each, and what becomes of a lost one's work. Does not own: the
-bound (`gate.py`) or the weights. Invariant: every request submitted comes out of `collect`
-exactly once, or `collect` raises; a lost replica's requests start again elsewhere, once its
-processes have ended, or after STOP_S if they do not end. What the lost replica still sends to
-storage is refused then, because a request that starts again has a higher `Request.attempt`.
+Owns: the calls to replicas, and what becomes of a lost one's work. Does not own: which replica gets
+which request (`balance.py`), the bound (`gate.py`) or the weights. Invariant: every request
+submitted comes out of `collect` exactly once, or `collect` raises; a lost replica's requests start
+again elsewhere, once its processes have ended, or after STOP_S if they do not end. What the lost
+replica still sends to storage is refused then, because a request that starts again has a higher
+`Request.attempt`.
 
 The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
 It is itself a Generator, so the controller sees one however many replicas there are.
 """
 
 import asyncio
-import heapq
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import replace
 
 from llamarl.errors import GroupLost, NoGenerator
+from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.placement import Neighbours
 from llamarl.protocols import Collector, Generator, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
 log = logging.getLogger(__name__)
 
-BEHIND_SHARE = 0.25  # by which a replica that has yet to commit counts as more loaded than it is
 STOP_S = 10.0  # longest wait for the processes of a lost replica to end
 
 
-@dataclass(slots=True)
-class Replica:
-    """One engine: its handle, the version it serves, and the requests it holds.
-
-    `load` is the number of tokens it may still have to write: a replica is late with long rollouts
-    more than with many.
-    """
-
-    generator: Generator
-    version: int = 0
-    running: dict[int, Request] = field(default_factory=dict)
-    load: int = 0
-
-    def hold(self, request: Request) -> None:
-        self.running[request.row_id] = request
-        self.load += request.sampling.max_tokens
-
-    def release(self, row_id: int) -> bool:
-        """True if the request was held here."""
-        request = self.running.pop(row_id, None)
-        self.load -= request.sampling.max_tokens if request else 0
-        return request is not None
-
-
-Queues = dict[tuple[int, bool, int], list[tuple[bool, float, int]]]
-"""(oldest version, whether it is an evaluation, id of the set of near ones) -> a heap of the
-replicas by how well they suit."""
-
-
 class Dispatch:
-    """Spreads requests over replicas; rollouts of one prompt stay together and share its prefill.
-
-    Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
-    to replica 1. A replica that is one version below the group's `min_version` is about to commit:
-    it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
-    that is further behind, or keeps its version, is chosen only if all are.
-    """
+    """One Generator over all replicas, of which some may be lost."""
 
     def __init__(
         self,
@@ -79,18 +43,17 @@ class Dispatch:
         """If there are `collectors`, they collect from all `generators`, and `watches` raise once a
         replica is lost. `stops` end a replica's processes. Without `neighbours` all is on one
         host."""
-        self.replicas = {index: Replica(generator) for index, generator in generators.items()}
+        self.balance = Balance(neighbours)
+        self.replicas = self.balance.replicas
+        self.replicas |= {index: Replica(generator) for index, generator in generators.items()}
         self._storage = storage
         self._collectors = collectors
         self._watches = watches or {}
         self._stops = stops or {}
-        self._neighbours = neighbours or Neighbours({}, 1)
-        self._group_load = 1  # of the last group that was submitted
         self._rows: asyncio.Queue[list[RolloutInfo] | BaseException] = asyncio.Queue()
         self._collecting: dict[int, asyncio.Task[None]] = {}  # by replica
         self._collector_tasks: list[asyncio.Task[None]] = []
         self._restarts: set[asyncio.Task[None]] = set()
-        self._keepers: set[int] = set()  # replicas that keep their version for an evaluation
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
         self._last_loss: Exception | None = None
@@ -99,39 +62,12 @@ class Dispatch:
         """Queue requests, each run of equal prompts on the replica that suits it best. Those of an
         evaluation go to replicas that keep their version; once those are lost, nowhere: they come
         out of `collect` marked ABORTED."""
-        shares: dict[int, list[Request]] = {}
-        queues: Queues = {}
-        for _, run in groupby(requests, key=lambda r: (r.prompt_ids, r.purpose)):
-            group = [self._renewed(request) for request in run]
-            min_version = max(request.min_version for request in group)
-            is_evaluation = group[0].purpose is Purpose.EVALUATE
-            if is_evaluation and not self._keepers & self.replicas.keys():
-                self._give_up(group)
-                continue
-            index = self._choose(queues, group, min_version)
-            for request in group:
-                self.replicas[index].hold(request)
-            shares.setdefault(index, []).extend(group)
+        shares, left = self.balance.spread([self._renewed(request) for request in requests])
+        if left and left[0].purpose is not Purpose.EVALUATE:
+            raise NoGenerator("every generator replica is lost") from self._last_loss
+        self._give_up(left)
         calls = (self._send(self.replicas[i], i, share) for i, share in shares.items())
         await asyncio.gather(*calls)
-
-    def plan_units(self, num_groups: int) -> list[int | None]:
-        """The storage unit for each of the groups that are submitted next: one on the host of the
-        replica that has least to do then. None where it does not matter."""
-        if not self._neighbours or not self.replicas:
-            return [None] * num_groups
-        loads = [(replica.load, index) for index, replica in self.replicas.items()]
-        heapq.heapify(loads)
-        units: list[int | None] = []
-        for _ in range(num_groups):
-            load, index = loads[0]
-            units.append(self._neighbours.unit_of(index))
-            heapq.heapreplace(loads, (load + self._group_load, index))
-        return units
-
-    def unit_near(self, index: int) -> int | None:
-        """A storage unit on this replica's host. None where it does not matter."""
-        return self._neighbours.unit_of(index) if self._neighbours else None
 
     async def submit_to(self, index: int, requests: list[Request]) -> None:
         """Queue requests on this very replica; nothing happens if it is lost."""
@@ -198,7 +134,7 @@ class Dispatch:
 
     def hold(self, replicas: set[int]) -> None:
         """These replicas, and no others, keep their version."""
-        self._keepers = replicas
+        self.balance.keepers = replicas
 
     def lost(self, index: int, why: Exception) -> None:
         """`index` is given up, by a publish or because it died: once its processes have ended its
@@ -225,50 +161,6 @@ class Dispatch:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _choose(self, queues: Queues, group: list[Request], min_version: int) -> int:
-        """The replica that suits best; one on the host of the group's storage unit if it suits as
-        well, or has at most this group more to write."""
-        if not self.replicas:
-            raise NoGenerator("every generator replica is lost") from self._last_loss
-        is_evaluation = group[0].purpose is Purpose.EVALUATE
-        kind = min_version, is_evaluation
-        best = self._find_best(queues, kind, None)
-        assert best is not None  # an evaluation without keepers was given up
-        load = sum(request.sampling.max_tokens for request in group)
-        if not is_evaluation:
-            self._group_load = load
-        near = self._neighbours.near(group[0].row_id)
-        if near and best[2] not in near:
-            there = self._find_best(queues, kind, near)
-            if there and there[0] <= best[0] and there[1] <= best[1] + load:
-                return there[2]
-        return best[2]
-
-    def _find_best(
-        self, queues: Queues, kind: tuple[int, bool], near: set[int] | None
-    ) -> tuple[bool, float, int] | None:
-        """The rank of the best of all replicas, or of those that are `near`; None if there are
-        none. `queues` is empty when a `submit` begins. Loads only grow during one, so an entry of a
-        heap may be too low but never too high."""
-        min_version, is_evaluation = kind
-        queue = queues.get((*kind, id(near)))
-        if queue is None:
-            candidates = self._keepers if is_evaluation else self.replicas.keys()
-            some = candidates & (
-                self.replicas.keys() if near is None else near & self.replicas.keys()
-            )
-            queue = queues[*kind, id(near)] = [self._rank(index, min_version) for index in some]
-            heapq.heapify(queue)
-        while queue and queue[0] != (found := self._rank(queue[0][2], min_version)):
-            heapq.heapreplace(queue, found)
-        return queue[0] if queue else None
-
-    def _rank(self, index: int, min_version: int) -> tuple[bool, float, int]:
-        replica = self.replicas[index]
-        num_behind = max(0, min_version - replica.version)
-        is_far = num_behind > (index not in self._keepers)
-        return is_far, replica.load * (1 + BEHIND_SHARE * num_behind), index
 
     async def _follow(self, index: int) -> None:
         """Collect from a replica until it is lost; if a collector does, only wait for its loss."""

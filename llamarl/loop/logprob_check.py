@@ -130,7 +130,7 @@ class LogprobCheck:
         is_first = replica not in self._started
         self._started.add(replica)
         requests = []
-        unit = self.dispatch.unit_near(replica)
+        unit = self.dispatch.balance.unit_near(replica)
         for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1, unit):
             prompt = self.prompts[self._num_asked % len(self.prompts)]
             self._num_asked += 1

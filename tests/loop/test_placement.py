@@ -145,12 +145,12 @@ def test_on_one_host_row_ids_follow_one_another_whatever_the_number_of_units() -
     loop = Loop(num_replicas=3)
     assert units_near(loop.config) == {}
     dispatch = make_dispatch(loop.config, loop.executors)
-    assert dispatch.plan_units(3) == [None, None, None]
-    assert dispatch.unit_near(1) is None
+    assert dispatch.balance.plan_units(3) == [None, None, None]
+    assert dispatch.balance.unit_near(1) is None
 
 
 def test_each_replica_has_storage_units_of_its_host_near() -> None:
     loop = Loop(num_hosts=2, num_replicas=4)
     dispatch = make_dispatch(loop.config, loop.executors)
-    near = {replica: [dispatch.unit_near(replica)] for replica in range(4)}
+    near = {replica: [dispatch.balance.unit_near(replica)] for replica in range(4)}
     assert near == units_near(loop.config)

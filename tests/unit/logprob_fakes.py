@@ -30,6 +30,10 @@ class FakeDispatch:
     def replicas(self):
         return self.versions
 
+    @property
+    def balance(self):
+        return self
+
     def unit_near(self, index):
         return self.units.get(index)
 

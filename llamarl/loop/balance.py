@@ -1,0 +1,145 @@
+"""Which live replica gets which request.
+
+Owns: what each replica serves and holds, and the choice. Does not own: when a replica comes, is
+lost or stops a rollout (`dispatch.py`), or the bound (`gate.py`). Invariant: a request is given to
+a replica that is live at that moment, and rollouts of one prompt stay together, so that they share
+its prefill.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from llamarl.loop.placement import Neighbours
+from llamarl.protocols import Generator
+from llamarl.types import Purpose, Request
+
+BEHIND_SHARE = 0.25  # by which a replica that has yet to commit counts as more loaded than it is
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine: its handle, the version it serves, and the requests it holds.
+
+    `load` is the number of tokens it may still have to write: a replica is late with long rollouts
+    more than with many.
+    """
+
+    generator: Generator
+    version: int = 0
+    running: dict[int, Request] = field(default_factory=dict)
+    load: int = 0
+
+    def hold(self, request: Request) -> None:
+        self.running[request.row_id] = request
+        self.load += request.sampling.max_tokens
+
+    def release(self, row_id: int) -> bool:
+        """True if the request was held here."""
+        request = self.running.pop(row_id, None)
+        self.load -= request.sampling.max_tokens if request else 0
+        return request is not None
+
+
+Queues = dict[tuple[int, bool, int], list[tuple[bool, float, int]]]
+"""(oldest version, whether it is an evaluation, id of the set of near ones) -> a heap of the
+replicas by how well they suit."""
+
+
+class Balance:
+    """The live `replicas` by index, and the choice among them.
+
+    Example: with replicas {0: 10 requests, 1: 4 requests} of equal length, the next group of 8 goes
+    to replica 1. A replica that is one version below the group's `min_version` is about to commit:
+    it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
+    that is further behind, or keeps its version, is chosen only if all are. Without `neighbours`
+    all is on one host.
+    """
+
+    def __init__(self, neighbours: Neighbours | None = None) -> None:
+        self.replicas: dict[int, Replica] = {}
+        self.keepers: set[int] = set()
+        """Replicas that keep their version for an evaluation, which goes to them alone."""
+        self._neighbours = neighbours or Neighbours({}, 1)
+        self._group_load = 1  # of the last group that was spread
+
+    def spread(self, requests: list[Request]) -> tuple[dict[int, list[Request]], list[Request]]:
+        """Give each run of equal prompts to the replica that suits it best, which then holds it.
+
+        Returns the requests by replica, and those that no live replica can take: all if there is
+        none, an evaluation's if none keeps its version.
+        """
+        shares: dict[int, list[Request]] = {}
+        left: list[Request] = []
+        queues: Queues = {}
+        for _, run in groupby(requests, key=lambda r: (r.prompt_ids, r.purpose)):
+            group = list(run)
+            is_evaluation = group[0].purpose is Purpose.EVALUATE
+            if not (self.keepers & self.replicas.keys() if is_evaluation else self.replicas):
+                left += group
+                continue
+            index = self._choose(queues, group)
+            for request in group:
+                self.replicas[index].hold(request)
+            shares.setdefault(index, []).extend(group)
+        return shares, left
+
+    def plan_units(self, num_groups: int) -> list[int | None]:
+        """The storage unit for each of the groups that are submitted next: one on the host of the
+        replica that has least to do then. None where it does not matter."""
+        if not self._neighbours or not self.replicas:
+            return [None] * num_groups
+        loads = [(replica.load, index) for index, replica in self.replicas.items()]
+        heapq.heapify(loads)
+        units: list[int | None] = []
+        for _ in range(num_groups):
+            load, index = loads[0]
+            units.append(self._neighbours.unit_of(index))
+            heapq.heapreplace(loads, (load + self._group_load, index))
+        return units
+
+    def unit_near(self, index: int) -> int | None:
+        """A storage unit on this replica's host. None where it does not matter."""
+        return self._neighbours.unit_of(index) if self._neighbours else None
+
+    def _choose(self, queues: Queues, group: list[Request]) -> int:
+        """The replica that suits best; one on the host of the group's storage unit if it suits as
+        well, or has at most this group more to write."""
+        is_evaluation = group[0].purpose is Purpose.EVALUATE
+        kind = max(request.min_version for request in group), is_evaluation
+        best = self._find_best(queues, kind, None)
+        assert best is not None  # `spread` asks only if some replica may take the group
+        load = sum(request.sampling.max_tokens for request in group)
+        if not is_evaluation:
+            self._group_load = load
+        near = self._neighbours.near(group[0].row_id)
+        if near and best[2] not in near:
+            there = self._find_best(queues, kind, near)
+            if there and there[0] <= best[0] and there[1] <= best[1] + load:
+                return there[2]
+        return best[2]
+
+    def _find_best(
+        self, queues: Queues, kind: tuple[int, bool], near: set[int] | None
+    ) -> tuple[bool, float, int] | None:
+        """The rank of the best of all replicas, or of those that are `near`; None if there are
+        none. `queues` is empty when a `submit` begins. Loads only grow during one, so an entry of a
+        heap may be too low but never too high."""
+        min_version, is_evaluation = kind
+        queue = queues.get((*kind, id(near)))
+        if queue is None:
+            candidates = self.keepers if is_evaluation else self.replicas.keys()
+            some = candidates & (
+                self.replicas.keys() if near is None else near & self.replicas.keys()
+            )
+            queue = queues[*kind, id(near)] = [self._rank(index, min_version) for index in some]
+            heapq.heapify(queue)
+        while queue and queue[0] != (found := self._rank(queue[0][2], min_version)):
+            heapq.heapreplace(queue, found)
+        return queue[0] if queue else None
+
+    def _rank(self, index: int, min_version: int) -> tuple[bool, float, int]:
+        replica = self.replicas[index]
+        num_behind = max(0, min_version - replica.version)
+        is_far = num_behind > (index not in self.keepers)
+        return is_far, replica.load * (1 + BEHIND_SHARE * num_behind), index
