@@ -99,14 +99,14 @@ TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was tr
 
 
 class Purpose(StrEnum):
-    """Why a rollout exists. Only TRAIN rows are trained on.
+    """Why a rollout exists, in the order in which they start. Only TRAIN rows are trained on.
 
     A log-prob check compares the generator's log-probs with the trainer's after a publish.
     """
 
-    TRAIN = "train"
-    EVALUATE = "evaluate"
     CHECK = "logprob_check"
+    EVALUATE = "evaluate"
+    TRAIN = "train"
 
 
 class FinishReason(StrEnum):
@@ -162,7 +162,8 @@ class Request:
     `min_version`: a replica below it may not start the rollout. `segment_tokens` 0 means never
     cut; `resume` says that the store holds the tokens written so far under `row_id`. `attempt`
     counts the replicas that were lost with the rollout: the store takes nothing from an earlier
-    one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once.
+    one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its
+    group's; `expected_tokens` is its probable length, 0 if that is not known.
     """
 
     row_id: int
@@ -174,6 +175,14 @@ class Request:
     resume: bool = False
     purpose: Purpose = Purpose.TRAIN
     attempt: int = 0
+    step: int = 0
+    expected_tokens: int = 0
+
+    @property
+    def urgency(self) -> tuple[int, int, int]:
+        """The lowest starts first: log-prob checks before evaluation before training, an earlier
+        step before a later one, and within a step, which is as late as its last, the longest."""
+        return tuple(Purpose).index(self.purpose), self.step, -self.expected_tokens
 
     @property
     def prefix_group(self) -> tuple[tuple[int, ...], int]:
@@ -279,16 +288,19 @@ if the stage reads it."""
 class Group:
     """The rollouts of one admitted prompt.
 
-    `group_id` counts admissions, so it is also the order of consumption. No rollout may start on a
-    version below `min_version`. `advantages` has one entry per row once the group is settled.
-    `numbers` holds what the recipe's own stages found for a row, by column; a row in `dropped` is
-    not trained on, for the reason there, and leaves `row_ids` when the group is settled.
+    `group_id` counts admissions, so it is also the order of consumption. `step` is the trainer's
+    version at which the group is used at the latest, as counted at its admission; it never falls
+    from one group to the next. No rollout may start on a version below `min_version`. `advantages`
+    has one entry per row once the group is settled. `numbers` holds what the recipe's own stages
+    found for a row, by column; a row in `dropped` is not trained on, for the reason there, and
+    leaves `row_ids` when the group is settled.
     """
 
     group_id: int
     prompt: Prompt
     row_ids: tuple[int, ...]
     min_version: int
+    step: int = 0
     rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -41,6 +41,7 @@ def make_requests(
                 seed=rollout_seed(seed, group.prompt, index),
                 min_version=group.min_version,
                 segment_tokens=segment_tokens,
+                step=group.step,
             )
         )
     return requests

@@ -1,12 +1,17 @@
 """Which waiting rollout starts next, and in which slot.
 
 Owns: the queue, the slot choice, and what every engine checks of a request. Does not own: tensors
-or running rollouts. Invariant: log-prob checks start before evaluation and evaluation before
-training, else first in, first out, except that a rollout whose `min_version` is not reached waits
-without holding up those behind it.
+or running rollouts. Invariant: rollouts start in the order of `Request.urgency` (log-prob checks
+before evaluation before training, step by step, the longest of a step first), those of equal
+urgency first in, first out; except that a rollout whose `min_version` is not reached waits without
+holding up those behind it.
+
+Longest first is the rule of Graham for a list of jobs on equal machines: the last one ends at most
+4/3 as late as with the best order. Here the slots of the replica are the machines.
 """
 
-from collections import Counter, deque
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,11 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.types import FinishReason, Purpose, Request, Sampling
+from llamarl.types import FinishReason, Request, Sampling
 
 START_SHARE = 16  # rollouts start when 1/16 of the slots is free: short prompts prefill together
 
-PURPOSES = (Purpose.CHECK, Purpose.EVALUATE, Purpose.TRAIN)  # in starting order
 EDGE_TOKENS = 8  # more than a character's bytes, so characters are whole where a window begins
 
 
@@ -68,21 +72,25 @@ def completes_stop_string(
     return any(stop in text for stop in sampling.stop_strings)
 
 
+Place = tuple[tuple[int, int, int], int]
+"""Where a rollout stands in the queue: its urgency, and how many came before it."""
+
+
 class Queue:
-    """Waiting rollouts. Adding and taking one costs the same, however many wait."""
+    """Waiting rollouts. Adding and taking one costs the logarithm of how many wait."""
 
     def __init__(self) -> None:
         self._num_added = 0
-        # (rank of the purpose, min_version), of which there are few -> (arrival, rollout).
-        self._lines: dict[tuple[int, int], deque[tuple[int, QueuedRequest]]] = {}
+        # min_version, of which there are few -> a heap of (place, rollout); places differ.
+        self._lines: dict[int, list[tuple[Place, QueuedRequest]]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
     def add(self, waiting: QueuedRequest) -> None:
-        """Put one rollout at the end."""
-        key = PURPOSES.index(waiting.request.purpose), waiting.request.min_version
-        self._lines.setdefault(key, deque()).append((self._num_added, waiting))
+        """Put one rollout behind those of its urgency."""
+        place = waiting.request.urgency, self._num_added
+        heapq.heappush(self._lines.setdefault(waiting.request.min_version, []), (place, waiting))
         self._num_added += 1
 
     def take(self, version: int, most: int) -> list[QueuedRequest]:
@@ -90,33 +98,34 @@ class Queue:
         taken: list[QueuedRequest] = []
         while len(taken) < most and self.has_startable(version):
             first = min(
-                (key for key in self._lines if key[1] <= version),
-                key=lambda key: (key[0], self._lines[key][0][0]),
+                (min_version for min_version in self._lines if min_version <= version),
+                key=lambda min_version: self._lines[min_version][0][0],
             )
-            taken.append(self._lines[first].popleft()[1])
+            taken.append(heapq.heappop(self._lines[first])[1])
             if not self._lines[first]:
                 del self._lines[first]
         return taken
 
     def has_startable(self, version: int) -> bool:
         """True if some rollout may start under `version`."""
-        return any(min_version <= version for _, min_version in self._lines)
+        return any(min_version <= version for min_version in self._lines)
 
     def abort(self, row_ids: set[int]) -> list[RequestOutput]:
         """Remove the rollouts with these row ids; returns them, marked ABORTED, as they came."""
-        removed: list[tuple[int, QueuedRequest]] = []
-        for key, line in list(self._lines.items()):
+        removed: list[tuple[Place, QueuedRequest]] = []
+        for min_version, line in list(self._lines.items()):
             removed += [item for item in line if item[1].request.row_id in row_ids]
-            kept = deque(item for item in line if item[1].request.row_id not in row_ids)
+            kept = [item for item in line if item[1].request.row_id not in row_ids]
+            heapq.heapify(kept)
             if kept:
-                self._lines[key] = kept
+                self._lines[min_version] = kept
             else:
-                del self._lines[key]
+                del self._lines[min_version]
         return [
             RequestOutput(
                 request=waiting.request, written=waiting.written, reason=FinishReason.ABORTED
             )
-            for _, waiting in sorted(removed, key=lambda item: item[0])
+            for _, waiting in sorted(removed, key=lambda item: item[0][1])
         ]
 
 

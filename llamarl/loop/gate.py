@@ -95,6 +95,7 @@ class Gate:
     _kept: dict[int, ReadyItem] = field(default_factory=dict)  # of those, what was not consumed
     _chosen: Sample | None = None  # what the next `take` gives
     _drops_in_row: Counter[str] = field(default_factory=Counter)
+    _last_step: int = 0  # of the group admitted last
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
@@ -257,11 +258,13 @@ class Gate:
 
     def _open(self, prompt: Prompt, unit: int | None) -> Group:
         step = self.version + self._num_open // self.groups_per_step  # used then at the latest
+        self._last_step = max(self._last_step, step)
         group = Group(
             group_id=self.next_group_id,
             prompt=prompt,
             row_ids=self.allocate_rows(self.rollouts_per_group, unit),
             min_version=max(0, self.oldest_version(step)),
+            step=self._last_step,
         )
         self.next_group_id += 1
         self._waiting[group.group_id] = group

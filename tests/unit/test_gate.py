@@ -70,6 +70,7 @@ def test_s_plus_one_steps_of_groups_are_admitted_and_the_next_waits_for_a_versio
         gate = make_gate(max_staleness=1, groups_per_step=2)
         groups = await gate.admit()
         assert ids(groups) == [0, 1, 2, 3]
+        assert [group.step for group in groups] == [0, 0, 1, 1]
         assert [group.row_ids for group in groups[:2]] == [(0, 1, 2), (3, 4, 5)]
         await settle(gate, groups)
         assert ids(await gate.take(2, 2)) == [0, 1]
@@ -250,13 +251,14 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
         chosen = random.Random(seed)
         gate = make_gate(max_staleness, groups_per_step, late, max_drops_in_row=10**6)
         unsettled: list[Group] = []
-        num_open, consumed = 0, []
+        num_open, consumed, admitted = 0, [], []
         for version in range(12):
             batch: list[Group] = []
             while len(batch) < groups_per_step:
                 if num_open < (max_staleness + 1) * groups_per_step:
                     new = await gate.admit()
                     unsettled += new
+                    admitted += new
                     num_open += len(new)
                 assert num_open == (max_staleness + 1) * groups_per_step
                 while unsettled and chosen.random() < 0.7:
@@ -270,11 +272,14 @@ def test_in_any_run_never_more_groups_are_open_than_allowed_and_none_is_trained_
             for group in batch:
                 if late == "wait":
                     assert group.min_version >= version - max_staleness
+                    assert group.step >= version
             consumed += batch
             await gate.advance(version + 1)
             num_open -= groups_per_step
         if late == "wait":
             assert ids(consumed) == sorted(ids(consumed))
+        steps = [group.step for group in admitted]
+        assert steps == sorted(steps)
         assert len(set(ids(consumed))) == len(consumed) == 12 * groups_per_step
 
     asyncio.run(scenario())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.generation.scheduler import PrefixIndex, Queue, QueuedRequest, assign_slots
+from llamarl.generation.vllm.requests import priority
 from llamarl.types import Purpose, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=4)
@@ -55,6 +58,44 @@ def test_the_queue_equals_a_plain_list(events: list[tuple]) -> None:
             assert removed == [w.request.row_id for w in model if w.request.row_id in gone]
             model = [w for w in model if w.request.row_id not in gone]
         assert len(queue) == len(model)
+
+
+SKEWED = st.lists(
+    st.tuples(
+        st.integers(0, 5), st.integers(0, 2), st.sampled_from((0, 1, 7, 2**24)), st.integers(0, 3)
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SKEWED, st.integers(0, 2), st.integers(1, 5))
+def test_no_rollout_starts_before_one_of_an_earlier_step_or_a_longer_one_of_its_own(
+    rollouts: list[tuple[int, int, int, int]], version: int, num_taken: int
+) -> None:
+    queue = Queue()
+    waiting_requests = []
+    for row_id, (step, min_version, tokens, purpose) in enumerate(rollouts):
+        item = waiting(row_id, min_version, (*PURPOSES, Purpose.TRAIN)[purpose])
+        request = replace(item.request, step=step, expected_tokens=tokens)
+        queue.add(QueuedRequest(request=request))
+        waiting_requests.append(request)
+    ready = [each for each in waiting_requests if each.min_version <= version]
+    ready.sort(key=lambda r: (PURPOSES.index(r.purpose), r.step, -r.expected_tokens, r.row_id))
+    started = []
+    while some := queue.take(version, num_taken):
+        started += [each.request for each in some]
+    assert started == ready
+    priorities = [priority(each) for each in ready]
+    assert priorities == sorted(priorities)
+    assert all(0 <= abs(each) < 2**62 for each in priorities)
+
+
+def test_vllm_gets_equal_priorities_only_for_equal_urgency() -> None:
+    request = waiting(0, 0, Purpose.TRAIN).request
+    steps = [replace(request, step=step, expected_tokens=n) for step in (0, 9**10) for n in (0, 5)]
+    changed = [*steps, replace(request, purpose=Purpose.CHECK)]
+    assert len({priority(each) for each in changed}) == len(changed)
 
 
 @settings(max_examples=200, deadline=None)

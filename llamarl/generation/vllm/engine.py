@@ -159,11 +159,9 @@ class VllmEngine:
         if self.version >= 0:
             free = self._config.max_num_seqs - len(self._running)
             for waiting in self._queue.take(self.version, free):
-                # Not the row id alone, which a resumed rollout has again.
-                key = f"{waiting.request.row_id}-{self._num_started}"
-                self._num_started += 1
-                running, request = start(waiting, key, self.version, self._config.max_model_len)
-                self._running[key] = running
+                number, self._num_started = self._num_started, self._num_started + 1
+                running, request = start(waiting, number, self.version, self._config.max_model_len)
+                self._running[running.key] = running
                 self._core.add_request(*self._core.preprocess_add_request(request))
         return 0
 

@@ -14,6 +14,9 @@ from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import QueuedRequest
 from llamarl.types import Request
 
+LENGTH_BITS = 25  # expected tokens are below 2^25
+PURPOSE_BITS = LENGTH_BITS + 34  # so are steps below 2^34, and priorities below 2^63
+
 
 @dataclass(slots=True)
 class VllmRollout:
@@ -35,14 +38,25 @@ class VllmRollout:
         )
 
 
+def priority(request: Request) -> int:
+    """`Request.urgency` as vLLM's priority, of which the lowest starts first."""
+    purpose, step, tokens = request.urgency
+    return (purpose << PURPOSE_BITS) + (step << LENGTH_BITS) + tokens
+
+
 def start(
-    waiting: QueuedRequest, key: str, version: int, max_model_len: int
+    waiting: QueuedRequest, number: int, version: int, max_model_len: int
 ) -> tuple[VllmRollout, Any]:
-    """The rollout's state, and vLLM's request for its next segment."""
+    """The rollout's state, and vLLM's request for its next segment.
+
+    `number` counts these requests: among equal priorities the lowest starts first.
+    """
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
     request, written = waiting.request, waiting.written
+    # Not the row id alone, which a resumed rollout has again.
+    key = f"{request.row_id}-{number}"
     sampling = request.sampling
     num_prompt, num_written = len(request.prompt_ids), len(written.ids)
     limit = min(sampling.max_tokens, max_model_len - num_prompt)
@@ -66,7 +80,8 @@ def start(
         mm_features=None,
         sampling_params=params,
         pooling_params=None,
-        arrival_time=0.0,
+        arrival_time=float(number),
+        priority=priority(request),
         lora_request=None,
         cache_salt=str(version),  # a prompt's keys and values are shared only within a version
         data_parallel_rank=None,

@@ -128,6 +128,7 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
         quantization=None if config.quantization == "none" else config.quantization,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        scheduling_policy="priority",  # `requests.py` gives the priorities
         max_num_batched_tokens=min(PREFILL_TOKENS, config.max_num_seqs * config.max_model_len),
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
