@@ -57,7 +57,22 @@ class Collector(Protocol):
         at least one."""
 
 
-class Trainer(Protocol):
+class Checkpointed(Protocol):
+    """Has a state that checkpoints hold."""
+
+    async def snapshot(self) -> bool:
+        """Copy the state to host memory, to be written while training goes on. False if there is
+        too little memory for that: then it must be saved while nothing changes it."""
+
+    async def save(self, folder: str, from_snapshot: bool = False) -> None:
+        """Write this executor's part of a checkpoint into `folder` (the caller commits it): the
+        present state, or what `snapshot` copied last. One save at a time."""
+
+    async def restore(self, folder: str) -> int:
+        """Load what `save` wrote; returns the version."""
+
+
+class Trainer(Checkpointed, Protocol):
     """Updates the policy."""
 
     async def accumulate(self, batch: Batch) -> None:
@@ -65,12 +80,6 @@ class Trainer(Protocol):
 
     async def step(self) -> StepStats:
         """Scale the summed gradients once, clip, update; the version grows by one."""
-
-    async def save(self, folder: str) -> None:
-        """Write this executor's part of a checkpoint into `folder` (the caller commits it)."""
-
-    async def restore(self, folder: str) -> int:
-        """Load what `save` wrote; returns the version."""
 
     async def export(self, folder: str, dtype: str) -> None:
         """Write the weights, rounded to `dtype`, in the Hugging Face layout."""

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from llamarl.checkpoints import manifest, records
 from llamarl.json_file import read_object
-from llamarl.protocols import Trainer
+from llamarl.protocols import Checkpointed
 
 STATE_FILE = "controller.json"
 _UNFINISHED = "unfinished-"
@@ -28,17 +28,28 @@ _DAMAGED = "damaged-"
 _COMMITTED = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
-async def save(run_dir: str | Path, trainer: Trainer, state: Mapping[str, Any], keep: int) -> Path:
+async def save(
+    run_dir: str | Path,
+    trainer: Checkpointed,
+    state: Mapping[str, Any],
+    keep: int,
+    on_copied: Callable[[], None] | None = None,
+) -> Path:
     """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
-    Also saves digests of the run's records. The newest `keep` checkpoints stay (0: all). A save
-    that fails leaves no unfinished folder, which would keep a full disk full.
+    With `on_copied`, which is called as soon as training may go on, it goes on from a snapshot;
+    if there is no memory for one it is not called. Also saves digests of the run's records. The
+    newest `keep` checkpoints stay (0: all). A save that fails leaves no unfinished folder, which
+    would keep a full disk full.
     """
     num_bytes = records.measure(run_dir)  # first: they must end where `state` does
     before = latest(run_dir)
     folder = begin(run_dir, state["version"])
     try:
-        await trainer.save(str(folder))
+        is_copied = on_copied is not None and await trainer.snapshot()
+        if on_copied is not None and is_copied:
+            on_copied()
+        await trainer.save(str(folder), is_copied)
         known = _saved_records(before) if before else {}
         parts = await asyncio.to_thread(records.digest, run_dir, num_bytes, known)
         state = {**state, "records": parts}

@@ -115,10 +115,19 @@ class TrainerExecutor:
             self._idle_since_ns = time.monotonic_ns()
             return stats
 
-    async def save(self, folder: str) -> None:
-        """See `Training.save`."""
+    async def snapshot(self) -> bool:
+        """See `Training.snapshot`."""
         async with self._lock:
-            await self._aside("save", lambda: self.training.save(folder))
+            return await self._aside("snapshot", self.training.snapshot)
+
+    async def save(self, folder: str, from_snapshot: bool = False) -> None:
+        """See `Training.save`; `from_snapshot` writes beside training, on a thread of its own."""
+        training = self.training
+        if from_snapshot:
+            with self._spans.span("save", "mark"):
+                return await asyncio.to_thread(training.save_copy, folder)
+        async with self._lock:
+            await self._aside("save", lambda: training.save(folder))
 
     async def restore(self, folder: str) -> int:
         """See `Training.restore`."""

@@ -37,6 +37,8 @@ from llamarl.models.policy import Policy
 from llamarl.models.process_group import compute_device, join, leave, use_device
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Batch, BatchRollout, Columns, StepStats
 from llamarl.weights.layout.shards import shard_boxes
+from llamarl.weights.transports.available import available_bytes
+from llamarl.weights.transports.shared_memory import this_host
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +46,9 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class Training:
-    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch` and
-    `require_presence`; all but those, `offload` and `onload` are called on all ranks.
+    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch`,
+    `save_copy` and `require_presence`; all but `share`, `prefetch`, `require_presence`, `offload`
+    and `onload` are called on all ranks.
 
     Joins the other ranks; `resources` takes what is to be given back, however far that came.
     ValueError if the checkpoint is missing or does not fit.
@@ -145,14 +148,22 @@ class Training:
         scalars |= {"num_tokens": num_tokens, "num_rollouts": len(rows)}
         return StepStats(version=self.version, scalars=scalars)
 
+    def snapshot(self) -> bool:
+        """Copy what `save` would write to host memory; False if it has too little."""
+        self._require_whole()
+        return self.policy.copy(self.version, this_host(), available_bytes)
+
     def save(self, folder: str) -> None:
         """Write this rank's shards, moments and the version into `folder`, which exists.
 
         RuntimeError after a step that failed during its update: weights may be of either version.
         """
-        if not self._is_whole:
-            raise RuntimeError(f"the step to version {self.version} broke amid its update")
+        self._require_whole()
         self.policy.save(folder, self.version)
+
+    def save_copy(self, folder: str) -> None:
+        """Write what `snapshot` copied last, beside training."""
+        self.policy.snapshot.write_copy(folder)
 
     def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks; returns the version."""
@@ -188,6 +199,10 @@ class Training:
             raise RuntimeError(
                 f"weights and state must be on the trainer's device, got {', '.join(gone)} off it"
             )
+
+    def _require_whole(self) -> None:
+        if not self._is_whole:
+            raise RuntimeError(f"the step to version {self.version} broke amid its update")
 
     def _warn(self, scalars: dict[str, float]) -> None:
         """Once for steps without a trained token that follow each other; rank 0 for all."""

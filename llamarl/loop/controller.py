@@ -118,7 +118,7 @@ class Controller:
                 else:  # the prompts are solved: no further step would be whole
                     self.saver.last = version
                 if self.saver.is_due():
-                    await self.saver.save()
+                    await self.saver.save(tasks)
             await asyncio.gather(*publishing)
             if not self.saver.has_last:  # else no step needs more groups
                 await self.gate.advance(self.saver.version)

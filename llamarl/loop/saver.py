@@ -45,6 +45,7 @@ class Saver:
     _dropping: set[asyncio.Future[None]] = field(default_factory=set)
     _made: asyncio.Event = field(default_factory=asyncio.Event)  # by the step under way
     _step: list[asyncio.Future[None]] = field(default_factory=list)  # one at most
+    _saving: asyncio.Future[None] | None = None
     _end: Callable[[], None] | None = None
     _has_phases: bool = True  # else the trainer has the device for good
 
@@ -96,10 +97,23 @@ class Saver:
         every = self.config.every_steps
         return self.version == self.last or (every > 0 and self.version % every == 0)
 
-    async def save(self) -> None:
-        """Save the trainer's version, unless that was done, once its step is logged."""
+    async def save(self, tasks: asyncio.TaskGroup) -> None:
+        """Save the trainer's version, unless that was done, once its step is logged.
+
+        Returns once training may go on: the trainer's state is copied, and written meanwhile. A
+        failure ends `tasks`, which do not end before the save; the next save waits for it.
+        """
         await self._end_step()
-        await asyncio.shield(self._protect(self._save()))
+        while self._saving is not None and not self._saving.done():
+            await asyncio.wait({self._saving})
+        copied = asyncio.Event()
+        self._saving = saving = self._protect(self._save(copied.set))
+        saving.add_done_callback(lambda _: copied.set())
+        await copied.wait()
+        if saving.done():
+            saving.result()
+        else:
+            tasks.create_task(_wait_for(saving))
 
     async def export(self) -> None:
         """Write the trainer's weights in the Hugging Face layout, if the config wants them. This
@@ -158,7 +172,8 @@ class Saver:
         finally:
             await archiving
 
-    async def _save(self) -> None:
+    async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
+        """Save the present state; with `on_copied`, called once that may change, from a copy."""
         while self._dropping:
             await asyncio.wait(self._dropping)
         version, solved = self.version, self.gate.solved
@@ -169,7 +184,7 @@ class Saver:
         if solved:
             state["solved"] = solved
         with self.spans.span("checkpoint", "mark", version=version):
-            await checkpoint.save(self.run_dir, self.trainer, state, self.config.keep)
+            await checkpoint.save(self.run_dir, self.trainer, state, self.config.keep, on_copied)
         self._saved = version, solved
 
     def _protect(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
@@ -183,6 +198,10 @@ class Saver:
         self._under_way.discard(task)
         if not task.cancelled():
             task.exception()  # else asyncio warns of it, if the run ended before it was awaited
+
+
+async def _wait_for(saving: asyncio.Future[None]) -> None:
+    await asyncio.shield(saving)
 
 
 def _is_timeout(error: Exception) -> bool:

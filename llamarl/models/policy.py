@@ -7,10 +7,8 @@ model.
 """
 
 import math
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,18 +17,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from llamarl.checkpoints import manifest
 from llamarl.config import TrainerConfig
 from llamarl.models import hf
 from llamarl.models.dcp_index import SavedShards
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import gather, reshard
+from llamarl.models.snapshot import Snapshot
 
 
 class Policy:
     """A checkpoint under training, sharded over `mesh`; every method is called on all ranks.
 
-    All methods must run on one thread. ValueError if the checkpoint is missing or does not fit.
+    All methods must run on one thread; `snapshot` may write its copy on another. ValueError if the
+    checkpoint is missing or does not fit.
     """
 
     def __init__(
@@ -53,6 +52,7 @@ class Policy:
             assert isinstance(parameter, DTensor), name
             self.parameters[name] = parameter
         self._optimizer = _make_optimizer(list(self.parameters.values()), config)
+        self.snapshot = Snapshot()
 
     def movable(self, tag: str) -> list[torch.Tensor]:
         """This rank's memory of one tag, "weights" or "state" (gradients and moments), which may
@@ -101,19 +101,12 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: str, version: int) -> None:
-        """Write weights, moments, RNG and `version` into `folder`, each rank its shards and its
-        part of the manifest.
+        """Write weights, moments, RNG and `version` into `folder`; raises as `Snapshot.write`."""
+        self.snapshot.write(folder, self._state(version))
 
-        OSError if the disk is full: before anything is written, unless it fills up meanwhile.
-        """
-        state = self._state()
-        state["version"].fill_(version)
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        hf.check_space(folder, num_bytes, "a checkpoint needs")
-        with _plain_errors(folder, is_saving=True):
-            dcp.save(state, checkpoint_id=folder)
-        rank = dist.get_rank()
-        manifest.write_part(Path(folder), rank, Path(folder).glob(f"__{rank}_*"))
+    def copy(self, version: int, host: str, available_bytes: Callable[[], int]) -> bool:
+        """Copy what `save` would write, for `snapshot.write_copy`; False as `Snapshot.take`."""
+        return self.snapshot.take(self._state(version), host, available_bytes)
 
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under any number of ranks; returns the version.
@@ -124,7 +117,7 @@ class Policy:
         state = self._state()
         _check_same(state, shards)
         reshard(self.model)
-        with _plain_errors(folder, is_saving=False):
+        with _plain_errors(folder):
             dcp.load(state, storage_reader=shards)
         torch.set_rng_state(state["rng"])
         return int(state["version"])
@@ -151,10 +144,10 @@ class Policy:
         for name, parameter in self.parameters.items():
             yield name, gather(parameter)
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def _state(self, version: int = 0) -> dict[str, torch.Tensor]:
         """The live tensors that a checkpoint holds; loading writes into them."""
         state: dict[str, torch.Tensor] = {
-            "version": torch.zeros((), dtype=torch.int64),
+            "version": torch.tensor(version),
             "rng": torch.get_rng_state(),
         }
         for name, parameter in self.parameters.items():
@@ -184,28 +177,17 @@ def _check_same(state: dict[str, torch.Tensor], shards: SavedShards) -> None:
 
 
 @contextmanager
-def _plain_errors(folder: str, is_saving: bool) -> Iterator[None]:
-    """Turn torch's collected failures (a BaseException of many lines) into one plain error: a
-    ValueError for a damaged checkpoint, an OSError or RuntimeError for a failed save."""
+def _plain_errors(folder: str) -> Iterator[None]:
+    """Turn torch's collected failures (a BaseException of many lines) into one ValueError."""
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if not is_saving:
-            why = " ".join(str(cause).split()) or type(cause).__name__
-            raise ValueError(
-                f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
-                f"loaded: {why}"
-            ) from error
-        # On a disk that fills up meanwhile torch's zip writer hides the reason: report free space.
-        free_bytes = shutil.disk_usage(folder).free
-        message = (
-            f"checkpoint could not be written by rank {rank}: {cause} ({free_bytes} bytes are "
-            f"free in {folder})"
-        )
-        if isinstance(cause, OSError):
-            raise OSError(cause.errno, message) from error
-        raise RuntimeError(message) from error
+        cause, _ = next(iter(error.failures.values()))
+        why = " ".join(str(cause).split()) or type(cause).__name__
+        raise ValueError(
+            f"checkpoint.resume must name a complete checkpoint, got {folder}, which cannot be "
+            f"loaded: {why}"
+        ) from error
 
 
 def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.optim.Optimizer:

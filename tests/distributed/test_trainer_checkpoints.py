@@ -14,8 +14,9 @@ from llamarl.models.architecture import read_architecture
 from llamarl.models.transformer import Transformer
 from tests.distributed.ranks import Ranks
 from tests.distributed.rollouts import make_batch, make_checkpoint, make_rollouts
+from tests.distributed.saving import save_after_a_broken_step, save_beside_a_step, save_for_ever
 from tests.distributed.test_trainer import ADAM, LAYOUTS, job, laid_out
-from tests.distributed.training import save_after_a_broken_step, save_for_ever, train
+from tests.distributed.training import train
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,31 @@ def test_a_checkpoint_of_one_layout_takes_the_same_next_step_under_another(
     hf.load_into(dict(exported.named_parameters()), exported_to)
     for name, parameter in exported.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), whole[0]["weights"][name])
+
+
+@pytest.mark.parametrize("layout", ["one", "shard 2 x tensor 2"])
+def test_a_copy_written_while_later_steps_run_is_the_version_that_was_copied(
+    layout, ranks, checkpoint, tmp_path
+):
+    cells, rows = make_rollouts(4)
+    config = laid_out(layout, ADAM)
+    steps = [[make_batch(rows, config.num_data_ranks, 99, version)] for version in (0, 1)]
+    saving = job(checkpoint, cells, steps, trainer=config)
+    answers = ranks(config.num_ranks).run(save_beside_a_step, saving, str(tmp_path), 1 << 40)
+    last = job(checkpoint, cells, [], trainer=config, restore=str(tmp_path))
+    resumed = ranks(config.num_ranks).run(train, last)
+    for (is_copied, before, after), seen in zip(answers, resumed, strict=True):
+        shards = np.concatenate([shard.ravel() for shard in seen["shards"].values()])
+        assert (is_copied, seen["version"]) == (True, 0)
+        np.testing.assert_array_equal(shards, before)
+        assert (shards != after).any()
+
+
+def test_no_copy_is_made_that_would_take_most_of_the_memory_left(ranks, checkpoint, tmp_path):
+    cells, rows = make_rollouts(4)
+    saving = job(checkpoint, cells, [[make_batch(rows, 2, 99)]], trainer=laid_out("shard 2", ADAM))
+    answers = ranks(2).run(save_beside_a_step, saving, str(tmp_path), 1 << 10)
+    assert [is_copied for is_copied, *_ in answers] == [False, False]
 
 
 def test_the_checkpoint_of_another_model_is_refused_in_one_line(ranks, checkpoint, tmp_path):

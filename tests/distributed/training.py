@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.checkpoints import checkpoint
 from llamarl.cluster.call_result import endpoint
 from llamarl.config import (
     EmbeddedConfig,
@@ -181,7 +180,7 @@ async def infer_within_a_step(rank, num_ranks, job, row_ids):
         "changed": changed,
         "num_compared": len(before),
         "nothing": await executor.infer([]),
-        "shards": _flat(executor),
+        "shards": flat(executor),
     }
     await executor.close()
     return seen
@@ -293,7 +292,7 @@ async def write_beside_steps(rank, num_ranks, job):
     weights, written = [], {}
 
     async def step(version):
-        weights.append(_flat(executor))
+        weights.append(flat(executor))
         await executor.accumulate(job.steps[version][0])
         return await executor.step()
 
@@ -322,7 +321,7 @@ async def write_beside_steps(rank, num_ranks, job):
     written["away"] = await write(3)
     await endpoint(executor, "onload")(["weights"])
     written["back"] = await write(3)
-    weights.append(_flat(executor))
+    weights.append(flat(executor))
     await endpoint(executor, "connect_target")(0, None)
     weight_buffer.close()
     await executor.close()
@@ -346,48 +345,10 @@ def _weight_buffer(source):
     )
 
 
-def _flat(executor):
+def flat(executor):
     return np.concatenate(
         [
             p.detach().to_local().numpy().ravel()
             for p in executor.training.policy.parameters.values()
         ]
     )
-
-
-async def save_for_ever(rank, num_ranks, job, run_dir):
-    """Commits one checkpoint after another until killed."""
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
-    await executor.start()
-    for batches in job.steps:
-        await executor.accumulate(batches[0])
-        stats = await executor.step()
-        await checkpoint.save(run_dir, executor, {"version": stats.version}, keep=2)
-
-
-async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_update):
-    """What a save says after a step that failed, and whether any weight had changed by then."""
-    executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
-    await executor.start()
-    update = executor.training.policy.update
-    before = [tensor.clone() for tensor in executor.training.policy.movable("weights")]
-
-    def broken_update(lr):
-        update(lr)
-        raise MemoryError("the optimizer broke")
-
-    if breaks_amid_update:
-        executor.training.policy.update = broken_update
-    await executor.accumulate(job.steps[0][0])
-    if not breaks_amid_update:
-        next(iter(executor.training.policy.parameters.values())).grad.fill_(float("nan"))
-    failures = []
-    for call in (executor.step, lambda: executor.save(folder)):
-        try:
-            await call()
-        except Exception as error:
-            failures.append(repr(error))
-    after = executor.training.policy.movable("weights")
-    has_changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    await executor.close()
-    return failures, has_changed

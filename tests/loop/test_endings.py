@@ -227,3 +227,22 @@ def test_a_version_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
         run(loop.run(tmp_path))
     assert saved(tmp_path)["version"] == 4
     assert loop.process("trainer").num_calls["save"] == 1
+
+
+def test_saves_that_are_written_beside_training_delay_no_step(tmp_path: Path) -> None:
+    ends_s = []
+    for save_every, folder in ((0, "without"), (5, "with")):
+        loop = Loop(num_steps=20, save_every=save_every, costs=replace(COSTS, save_s=0.3))
+        run(loop.run(tmp_path / folder))
+        ends_s.append(loop.timeline.step_ends_s)
+    assert ends_s[1] == pytest.approx(ends_s[0], rel=0.01)
+    folders = checkpoint.committed(tmp_path / "with")
+    assert [checkpoint.version_of(folder) for folder in folders] == [15, 20]
+    assert loop.process("trainer").num_calls["save"] == 4
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    loop = Loop(num_steps=4, save_every=1, costs=replace(COSTS, save_s=50.0))
+    run(loop.run(tmp_path))
+    assert loop.timeline.step_ends_s[-1] > 2 * 50.0
+    assert saved(tmp_path)["version"] == 4

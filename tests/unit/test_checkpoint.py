@@ -116,14 +116,14 @@ def test_a_save_that_would_not_fit_is_refused_before_it_starts(tmp_path, monkeyp
 class FullDisk:
     """A trainer whose disk fills up while it writes."""
 
-    async def save(self, folder):
+    async def save(self, folder, from_snapshot):
         with open(f"{folder}/shard.distcp", "wb") as file:
             file.write(b"x" * 1000)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Saver:
-    async def save(self, folder):
+    async def save(self, folder, from_snapshot):
         with open(f"{folder}/shard.distcp", "wb") as file:
             file.write(b"x" * 1000)
 

@@ -1,9 +1,18 @@
-"""The saver waits for the version of the step that it has started, and for no other."""
+"""When the saver lets training go on: after the version of the step that it has started, and while
+a checkpoint is written."""
 
 import asyncio
+import errno
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
+from llamarl.loop.colocation import Colocation
 from llamarl.loop.saver import Saver
+from llamarl.metrics.span import Spans
 
 
 def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version():
@@ -30,3 +39,159 @@ def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version()
         assert saver.version == 2
 
     asyncio.run(start_two())
+
+
+class Gate:
+    """A gate whose state is the number of groups drawn so far."""
+
+    solved = ""
+
+    def __init__(self):
+        self.num_drawn = 0
+
+    def state(self, version):
+        return {"next_group_id": self.num_drawn}
+
+
+class Trainer:
+    """Writes `version` as it is, or as it was copied, once `may_write` is set."""
+
+    def __init__(self, has_room=True):
+        self.version, self.copied, self.has_room = 1, None, has_room
+        self.may_write = asyncio.Event()
+        self.num_writing = 0
+        self.error = None
+
+    async def snapshot(self):
+        self.copied = self.version
+        return self.has_room
+
+    async def save(self, folder, from_snapshot):
+        assert self.num_writing == 0
+        self.num_writing += 1
+        await self.may_write.wait()
+        self.num_writing -= 1
+        if self.error is not None:
+            raise self.error
+        version = self.copied if from_snapshot else self.version
+        Path(folder, "version").write_text(str(version))
+
+
+def saver_of(trainer, run_dir):
+    return Saver(
+        config=CheckpointConfig(keep=0),
+        run_dir=str(run_dir),
+        trainer=trainer,
+        gate=Gate(),
+        colocation=Colocation(),
+        evaluator=SimpleNamespace(version=-1),
+        spans=Spans("controller", None),
+        version=0,
+        last=9,
+    )
+
+
+async def make_version(saver, trainer, version):
+    async def step():
+        trainer.version = version
+        saver.made(version)
+
+    await saver.start_step(step())
+
+
+async def run_stage(stage):
+    """A run whose stages share `tasks`."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage(tasks))
+
+
+def saved(run_dir):
+    """Of each checkpoint: the state's version, the trainer's, the number of groups drawn."""
+    states = [(path, checkpoint.read_state(path)) for path in checkpoint.committed(run_dir)]
+    return [
+        (state["version"], int((path / "version").read_text()), state["next_group_id"])
+        for path, state in states
+    ]
+
+
+def test_training_goes_on_while_a_save_holds_what_was_when_it_began(tmp_path):
+    trainer = Trainer()
+    saver = saver_of(trainer, tmp_path)
+
+    async def train():
+        async with asyncio.TaskGroup() as tasks:
+            await make_version(saver, trainer, 1)
+            await saver.save(tasks)
+            saver.gate.num_drawn = 5
+            await make_version(saver, trainer, 2)
+            assert checkpoint.committed(tmp_path) == []
+            again = asyncio.create_task(saver.save(tasks))
+            await asyncio.sleep(0.01)
+            assert not again.done(), "one save at a time"
+            trainer.may_write.set()
+            await again
+        assert saved(tmp_path) == [(1, 1, 0), (2, 2, 5)]
+
+    asyncio.run(train())
+
+
+def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path):
+    trainer = Trainer(has_room=False)
+    saver = saver_of(trainer, tmp_path)
+
+    async def train():
+        async with asyncio.TaskGroup() as tasks:
+            await make_version(saver, trainer, 1)
+            saving = asyncio.create_task(saver.save(tasks))
+            await asyncio.sleep(0.01)
+            assert not saving.done()
+            trainer.may_write.set()
+            await saving
+            assert saved(tmp_path) == [(1, 1, 0)]
+
+    asyncio.run(train())
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+def test_a_save_that_fails_beside_training_ends_it_and_is_tried_again(is_repaired, tmp_path):
+    trainer = Trainer()
+    saver = saver_of(trainer, tmp_path)
+    trainer.error = OSError(errno.ENOSPC, "the disk is full")
+
+    async def steps(tasks):
+        await make_version(saver, trainer, 1)
+        await saver.save(tasks)
+        await make_version(saver, trainer, 2)
+        trainer.may_write.set()
+        await asyncio.Event().wait()
+
+    async def train():
+        with pytest.raises(ExceptionGroup) as caught:
+            await run_stage(steps)
+        assert caught.value.exceptions == (trainer.error,)
+        if is_repaired:
+            trainer.error = None
+        await saver.rescue()
+
+    asyncio.run(train())
+    assert saved(tmp_path) == ([(2, 2, 0)] if is_repaired else [])
+
+
+def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
+    trainer = Trainer()
+    saver = saver_of(trainer, tmp_path)
+
+    async def steps(tasks):
+        await make_version(saver, trainer, 1)
+        await saver.save(tasks)
+        await make_version(saver, trainer, 2)
+        raise RuntimeError("a stage failed")
+
+    async def train():
+        with pytest.raises(ExceptionGroup, match="unhandled"):
+            await run_stage(steps)
+        asyncio.get_running_loop().call_later(0.02, trainer.may_write.set)
+        await saver.rescue()
+
+    asyncio.run(train())
+    assert saved(tmp_path) == [(1, 1, 0), (2, 2, 0)]

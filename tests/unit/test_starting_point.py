@@ -24,7 +24,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 class Saver:
     """A trainer with little to save."""
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, from_snapshot: bool) -> None:
         Path(folder, "__0_0.distcp").write_bytes(b"x" * 100)
 
 

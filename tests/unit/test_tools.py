@@ -56,7 +56,7 @@ def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench_weights.py", "bench_offload.py"])
+@pytest.mark.parametrize("name", ["bench_weights.py", "bench_offload.py", "bench_checkpoints.py"])
 def test_a_benchmark_of_small_weights_runs_to_its_end(name: str, tmp_path: Path) -> None:
     program = Path(__file__).resolve().parents[2] / "tools" / name
     command = [sys.executable, str(program), "--megabytes=4", "--repeats=1", "--json=figures.json"]

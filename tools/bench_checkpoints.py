@@ -1,0 +1,182 @@
+"""How long a checkpoint keeps a trainer from training.
+
+    python tools/bench_checkpoints.py [--json FILE] [--megabytes 1000] [--ranks 2] [--repeats 5]
+                                      [--folder DIR]
+
+Ranks hold a Llama's parameters and two moments (float32, sharded by rows), and compute steps of
+matrix products of a fixed size, each ended by a barrier as a real one is. By turns within a repeat
+they save this state in three ways:
+
+    waiting   `Snapshot.write`: training waits until the shards are written and hashed
+    beside    `Snapshot.take`, then `Snapshot.write_copy` on a thread while steps go on
+    torch     torch.distributed.checkpoint.async_save, the library's own way to do this
+
+"blocked" is the time in which no step can run; "written" the time until all is on the file system
+(no flush; without hashes in torch's case); "step" the median time of a step meanwhile, over that of
+a step without a save beside it. Medians over repeats, rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as processes
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from weights_bench.model import model_of
+
+from llamarl.models.process_group import join, leave
+from llamarl.models.snapshot import Snapshot
+from llamarl.weights.transports.available import available_bytes
+
+TENSORS_PER_PARAMETER = 3  # itself and two moments
+STEP_SIZE = 1024  # of a step's matrices
+Writing = threading.Thread | Future[Any]
+
+
+class Ways:
+    """The ways to save one state; each returns what goes on writing, or None."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+        self._snapshot = Snapshot()
+        self._group = dist.new_group(backend="gloo")
+
+    def waiting(self, folder: str) -> Writing | None:
+        """Write while nothing else happens."""
+        self._snapshot.write(folder, self._state)
+        return None
+
+    def beside(self, folder: str) -> Writing:
+        """Copy, and write the copy on a thread."""
+        assert self._snapshot.take(self._state, socket.gethostname(), available_bytes)
+        thread = threading.Thread(target=self._snapshot.write_copy, args=(folder,))
+        thread.start()
+        return thread
+
+    def torch(self, folder: str) -> Writing:
+        """The library's way."""
+        future = dcp.async_save(self._state, checkpoint_id=folder, process_group=self._group)
+        assert isinstance(future, Future)
+        return future
+
+
+def make_state(megabytes: float, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """This rank's shards of a state of about so many megabytes."""
+    state: dict[str, torch.Tensor] = {}
+    for name, shape in model_of(megabytes / TENSORS_PER_PARAMETER, "float32").shapes.items():
+        rows = shape[0] // mesh.size()
+        for kind in range(TENSORS_PER_PARAMETER):
+            local = torch.randn(rows, *shape[1:])
+            state[f"{kind}.{name}"] = DTensor.from_local(local, mesh, [Shard(0)])
+    return state
+
+
+def is_writing(writing: Writing | None) -> bool:
+    """Whether any rank still writes; all ranks get the same answer."""
+    if isinstance(writing, threading.Thread):
+        is_busy = writing.is_alive()
+    else:
+        is_busy = writing is not None and not writing.done()
+    number = torch.tensor(int(is_busy))
+    dist.all_reduce(number)
+    return bool(number)
+
+
+def step(matrix: torch.Tensor) -> float:
+    """Seconds of a step."""
+    start = time.perf_counter()
+    for _ in range(4):
+        matrix @ matrix
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def bench_way(
+    save: Callable[[str], Writing | None], folder: Path, matrix: torch.Tensor
+) -> dict[str, float]:
+    """Seconds of one save, and the share by which steps beside it are slower."""
+    alone_s = statistics.median(step(matrix) for _ in range(9))
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    start, steps_s = time.perf_counter(), []
+    writing = save(str(folder))
+    dist.barrier()
+    blocked_s = time.perf_counter() - start
+    while is_writing(writing):
+        steps_s.append(step(matrix))
+    written_s = time.perf_counter() - start
+    if isinstance(writing, Future):
+        writing.result()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    beside_s = statistics.median(steps_s) if steps_s else alone_s
+    return {"blocked_s": blocked_s, "written_s": written_s, "step": beside_s / alone_s}
+
+
+def bench_rank(
+    rank: int, num_ranks: int, megabytes: float, repeats: int, folder: str, answers: Any
+) -> None:
+    """One rank; rank 0 puts {way: figures by repeat} and the bytes of the state into `answers`."""
+    torch.set_num_threads(1)
+    join(f"{folder}/rendezvous", rank, num_ranks, torch.device("cpu"))
+    state = make_state(megabytes, init_device_mesh("cpu", (num_ranks,)))
+    ways = Ways(state)
+    matrix = torch.randn(STEP_SIZE, STEP_SIZE)
+    found: dict[str, list[dict[str, float]]] = {"waiting": [], "beside": [], "torch": []}
+    for repeat in range(repeats + 1):  # the first one allocates
+        for name, figures in found.items():
+            path = Path(folder, f"{name}-{repeat}")
+            figures.append(bench_way(getattr(ways, name), path, matrix))
+    if rank == 0:
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        answers.put((found, num_bytes))
+    leave()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--megabytes", type=float, default=1000.0, help="of all ranks' state")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        answers = processes.get_context("spawn").SimpleQueue()
+        others = (arguments.ranks, arguments.megabytes, arguments.repeats, folder, answers)
+        started = processes.spawn(bench_rank, others, nprocs=arguments.ranks, join=False)
+        assert started is not None
+        found, num_bytes = answers.get()
+        started.join()
+    results: dict[str, Any] = {"megabytes": num_bytes / 1e6, "ranks": arguments.ranks}
+    print(f"{num_bytes / 1e6:.0f} MB on {arguments.ranks} ranks")
+    for name, (first, *later) in found.items():
+        median = {key: statistics.median(each[key] for each in later) for key in first}
+        results[name] = median | {"first_blocked_s": first["blocked_s"]}
+        print(
+            f"{name:8} blocked {median['blocked_s']:.3f} s ({first['blocked_s']:.3f} s the first "
+            f"time), written after {median['written_s']:.2f} s, steps x {median['step']:.2f}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
