@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config
-from llamarl.config.rank_assignment import num_storage_units, units_near
+from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
 from llamarl.environments.requests import make_requests
 from llamarl.executor_groups import Executors
@@ -188,6 +188,9 @@ def make_publisher(
         weights,
         rendezvous_folder=f"{run_dir}/.rendezvous-routes",
         generator_device=config.generator.device,
+        far_sites={
+            config.cluster.name_host(host): site for host, site in far_sites(config).items()
+        },
         on_commit=committed,
         on_lost=lost,
         on_hold=dispatch.hold,

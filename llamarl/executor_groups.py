@@ -16,7 +16,14 @@ from pathlib import Path
 
 from llamarl.cluster import Cluster, ExecutorGroup, make_cluster, make_rdma
 from llamarl.config import Config
-from llamarl.config.rank_assignment import Device, assign, companions, num_storage_units
+from llamarl.config.rank_assignment import (
+    Device,
+    assign,
+    companions,
+    far_sites,
+    home_hosts,
+    num_storage_units,
+)
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.executors.specs import (
     CollectorSpec,
@@ -95,13 +102,14 @@ def name_executor(stage: Stage) -> str:
 def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
     """Executor name -> the device of each of its ranks.
 
-    A frozen model sits on the trainer's devices, the recipe's own code on one host after another.
+    A frozen model sits on the trainer's devices, the recipe's own code on one host of the
+    trainer's site after another.
     ValueError, with the numbers, if the hosts have too few GPUs.
     """
-    places = assign(config) | companions(config)
+    places, hosts = assign(config) | companions(config), home_hosts(config)
     for number, stage in enumerate(stage for stage in graph.between if stage.name != SCORE):
-        host = number % config.cluster.size
-        on_trainer, on_host = places["trainer"], [Device(host=host, gpu=None)]
+        on_trainer = places["trainer"]
+        on_host = [Device(host=hosts[number % len(hosts)], gpu=None)]
         places[name_executor(stage)] = on_trainer if stage.is_model else on_host
     return places
 
@@ -138,9 +146,9 @@ async def spawn_executors(
 
     storage_specs = _storage_specs(config, run_dir)
     units = await asyncio.gather(*(start(f"storage-{s.unit}", s) for s in storage_specs))
-    storage = Store([_unit_client(*each) for each in zip(units, storage_specs, strict=True)])
+    storage, far_storage = (_store(units, storage_specs, is_far) for is_far in (False, True))
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
-    specs = _specs(config, inputs, storage, run_dir, parts)
+    specs = _specs(config, inputs, storage, far_storage, run_dir, parts)
     for stage in stages:
         specs[name_executor(stage)] = _stage_spec(stage, config, inputs, storage, run_dir)
     started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
@@ -179,21 +187,33 @@ def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
     ]
 
 
-def _unit_client(unit: ExecutorGroup, spec: StorageSpec) -> Storage:
-    calls: Storage = unit.call_one
-    return calls if spec.socket is None else Unit(unit.name, calls, spec.socket)
+def _store(units: list[ExecutorGroup], specs: list[StorageSpec], is_far: bool) -> Store:
+    """The client of all units; `is_far`, for executors at other sites."""
+
+    def client(unit: ExecutorGroup, socket: str | None) -> Storage:
+        calls: Storage = unit.call_one
+        return calls if socket is None else Unit(unit.name, calls, socket, is_far=is_far)
+
+    return Store([client(unit, spec.socket) for unit, spec in zip(units, specs, strict=True)])
 
 
 def _specs(
-    config: Config, inputs: Inputs, storage: Store, run_dir: str, parts: Collection[str]
+    config: Config,
+    inputs: Inputs,
+    storage: Store,
+    far_storage: Store,
+    run_dir: str,
+    parts: Collection[str],
 ) -> dict[str, Spec]:
-    """By name, of the executors that use the store."""
+    """By name, of the executors that use the store; `far_storage` is for those at other sites."""
+    places, far = assign(config), far_sites(config)
     session = uuid.uuid4().hex[:8]  # names files that no earlier session of the run used
     rdma = make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
     specs: dict[str, Spec] = {}
     trains = EXECUTORS[TRAIN] in parts
     for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
-        specs[f"generator-{replica}"] = GeneratorSpec(
+        name = f"generator-{replica}"
+        specs[name] = GeneratorSpec(
             replica=replica,
             checkpoint=inputs.checkpoint,
             load_weights=not trains,
@@ -201,7 +221,7 @@ def _specs(
             config=config.generator,
             weights=config.weights,
             placement=config.placement,
-            storage=storage,
+            storage=far_storage if places[name][0].host in far else storage,
             run_dir=run_dir,
             run_id=session,
             rdma=rdma,

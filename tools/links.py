@@ -6,6 +6,8 @@ even if that is killed, so nothing is left of it once the hosts' own processes h
 
     with network([Link(400e6), Link(200e6, delay_s=0.03)]) as (this_machine, one, two):
         subprocess.run(one.command("ip", "address"))
+        with two.broken():  # until then nothing reaches it or comes from it
+            time.sleep(10)
 
 All hosts reach each other, through a bridge in a namespace of its own. A path such as that of a
 unix socket reaches from one namespace into another: name folders of those as `own_folders`.
@@ -48,22 +50,33 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """A host: its `address`, its network `interface`, a process there."""
+    """A host: its `address`, its network `interface`, a process there; the other end of its link is
+    `port` of the switch, where `switch_pid` is a process."""
 
     address: str
     interface: str
     pid: int
+    port: str = ""
+    switch_pid: int = 0
 
     def command(self, *command: str) -> list[str]:
         """The command as it runs on this host; the process is the command's own."""
-        place = f"/proc/{self.pid}/ns"
-        return ["nsenter", f"--net={place}/net", f"--mount={place}/mnt", *command]
+        return _within(self.pid, *command)
 
     def num_bytes(self) -> tuple[int, int]:
         """Bytes that its interface has received and sent so far."""
         shown = _done(*self.command("ip", "-j", "-s", "link", "show", self.interface))
         counts = json.loads(shown)[0]["stats64"]
         return counts["rx"]["bytes"], counts["tx"]["bytes"]
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """The host's link loses every packet while the block runs."""
+        _done(*_within(self.switch_pid, "ip", "link", "set", self.port, "down"))
+        try:
+            yield
+        finally:
+            _done(*_within(self.switch_pid, "ip", "link", "set", self.port, "up"))
 
 
 def why_not() -> str:
@@ -96,8 +109,9 @@ def network(links: Sequence[Link], own_folders: Sequence[Path] = ()) -> Iterator
         _connect(found[0], switch, "port0", None, stack)
         for number, link in enumerate(links, 1):
             holder = stack.enter_context(_holder(own_folders))
-            found.append(Host(f"{subnet}.{number + 1}", interface, holder.pid))
-            _connect(found[-1], switch, f"port{number}", link, stack)
+            port = f"port{number}"
+            found.append(Host(f"{subnet}.{number + 1}", interface, holder.pid, port, switch.pid))
+            _connect(found[-1], switch, port, link, stack)
         yield found
 
 
@@ -192,6 +206,12 @@ def _free_subnet() -> str:
     return next(
         each for each in subnets if not _done("ip", "address", "show", "to", f"{each}.0/24")
     )
+
+
+def _within(pid: int, *command: str) -> list[str]:
+    """The command as it runs in the namespaces of a process."""
+    place = f"/proc/{pid}/ns"
+    return ["nsenter", f"--net={place}/net", f"--mount={place}/mnt", *command]
 
 
 def _done(*command: str) -> str:

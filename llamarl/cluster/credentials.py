@@ -10,6 +10,7 @@ names the address that it connected to. A client that can connect can run code: 
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import ssl
@@ -36,7 +37,7 @@ SHORT_LIMITS = {  # after which Monarch itself notices a host's death; by defaul
     # After which a daemon ends the processes of a controller that died:
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "15s",
 }
-KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # a host is gone after 12 s
+KEEPALIVE_S, KEEPALIVE_COUNT = 3, 3  # a host is gone after 12 s, at another site later
 TICKET_LIMIT_S = 0.5  # a server that accepts our certificate sends a session ticket
 
 
@@ -148,8 +149,16 @@ def configure_monarch(config: ClusterConfig) -> None:
         credentials = Credentials(config.ca, config.certificate, config.private_key)
         credentials.context("cluster.")
         os.environ.update(credentials.environment())
-    for name, value in SHORT_LIMITS.items():
+    for name, value in monarch_limits(config).items():
         os.environ.setdefault(name, value)
+
+
+def monarch_limits(config: ClusterConfig) -> dict[str, str]:
+    """Variables that say when Monarch gives up a process. Between sites a link may be broken for
+    `cluster.liveness_timeout_s`."""
+    if len({*config.sites}) < 2:
+        return SHORT_LIMITS
+    return dict.fromkeys(SHORT_LIMITS, f"{math.ceil(config.liveness_timeout_s)}s")
 
 
 def is_loopback(address: Address) -> bool:
@@ -251,11 +260,20 @@ def _connect(address: Address, credentials: Credentials) -> str:
         ) from error
 
 
-async def wait_disconnected(address: Address, credentials: Credentials) -> str:
+async def wait_disconnected(
+    address: Address, credentials: Credentials, patience_s: float = 0.0
+) -> str:
     """Keep a connection to a daemon open; returns the reason once it cannot be opened again.
 
-    A daemon that ends closes it at once; keepalive notices the end of its host or the network.
+    A daemon that ends closes it at once; keepalive notices the end of its host or the network, if
+    that lasts for 12 s and for `patience_s`.
     """
+    count = max(KEEPALIVE_COUNT, math.ceil(patience_s / KEEPALIVE_S) - 1)
+    keepalive = {
+        "TCP_KEEPIDLE": KEEPALIVE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_S,
+        "TCP_KEEPCNT": count,
+    }
     context = credentials.context("cluster.") if address.scheme == "tls" else None
     while True:
         try:
@@ -268,7 +286,7 @@ async def wait_disconnected(address: Address, credentials: Credentials) -> str:
         try:
             connection = writer.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE.items():
+            for option, value in keepalive.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             await reader.read()
         except OSError as error:

@@ -37,6 +37,7 @@ from llamarl.cluster.credentials import (
     check_distinct,
     connect,
     controller_name,
+    monarch_limits,
     wait_disconnected,
 )
 from llamarl.cluster.host_check import Report, check_reports, inspect
@@ -119,17 +120,21 @@ class HostAgent(Actor):
 class RemoteHost(Host):
     """A host that a worker daemon serves."""
 
-    def __init__(self, address: Address, config: ClusterConfig, credentials: Credentials) -> None:
+    def __init__(
+        self, name: str, address: Address, config: ClusterConfig, credentials: Credentials
+    ) -> None:
         self.address = address
         self.is_lost = False
         self._credentials = credentials
         self._disconnected: asyncio.Task[str] | None = None
         interface = data_interface(config)
         self.environment = {
-            "LLAMARL_HOST": str(address),
+            "LLAMARL_HOST": name,
             "LLAMARL_DATA_INTERFACE": interface,
             **interface_variables(interface),
+            **(monarch_limits(config) if config.sites else {}),
         }
+        self._patience_s = config.liveness_timeout_s if config.sites else 0.0
         self._mesh = attach_to_workers(ca="trust_all_connections", workers=[str(address)])
         self._agents = self._mesh.spawn_procs(name=f"host-{uuid.uuid4().hex[:8]}")
         self._agent: Any = self._agents.spawn("host", HostAgent)
@@ -163,7 +168,7 @@ class RemoteHost(Host):
 
     async def wait_lost(self) -> str:
         if self._disconnected is None:
-            waiting = wait_disconnected(self.address, self._credentials)
+            waiting = wait_disconnected(self.address, self._credentials, self._patience_s)
             self._disconnected = asyncio.create_task(waiting)
         reason = await asyncio.shield(self._disconnected)
         self.is_lost = True
@@ -198,7 +203,10 @@ async def attach(config: ClusterConfig, folder: str) -> list[Host]:
     index = next((i for i, ip in enumerate(own_ips) if not ip_address(ip).is_loopback), 0)
     name = await asyncio.to_thread(controller_name, own_ips[index], addresses[index], credentials)
     _start_client(addresses[0].scheme, name)
-    hosts = [RemoteHost(address, config, credentials) for address in addresses]
+    hosts = [
+        RemoteHost(config.name_host(index), address, config, credentials)
+        for index, address in enumerate(addresses)
+    ]
     probe, text = Path(folder, f".hosts-{uuid.uuid4().hex}"), uuid.uuid4().hex
     probe.parent.mkdir(parents=True, exist_ok=True)
     probe.write_text(text)

@@ -15,6 +15,10 @@ class ClusterConfig(Section):
     hosts: list[str] = field(default_factory=list)
     """Addresses of the `llamarl worker` daemons, one per host, such as tls://10.0.0.7:24440; none:
     this machine."""
+    sites: list[str] = field(default_factory=list)
+    """The site of each host, by any name, in the order of the hosts: [here, here, there]. A site is
+    hosts that a fast network joins; between sites the link is slow, so a version crosses it once
+    and rollouts come back compressed. None: all hosts are at one site."""
     scheduler: str = choice("none", "slurm", "kubernetes")
     """What starts the daemons: none (you; see `hosts`) | slurm | kubernetes; `llamarl launch`
     prints what to submit."""
@@ -43,7 +47,7 @@ class ClusterConfig(Section):
     than cores, everything is much slower."""
     liveness_timeout_s: float = number(60.0, least=0.1, most=DAY_S)
     """A process whose event loop answers nothing for this long counts as lost (monarch only); not
-    while it starts."""
+    while it starts. With several `sites` a link between them may be broken for as long."""
 
     def check(self) -> None:
         self.require(
@@ -51,8 +55,17 @@ class ClusterConfig(Section):
             "num_hosts",
             f"be 0 or the number of cluster.hosts ({len(self.hosts)})",
         )
+        self.require(
+            len(self.sites) in (0, self.size),
+            "sites",
+            f"name the site of each of {self.size} hosts",
+        )
 
     @property
     def size(self) -> int:
         """Hosts of the run."""
         return self.num_hosts or len(self.hosts) or 1
+
+    def name_host(self, index: int) -> str:
+        """What the executors on a host call it: its address, if that is known."""
+        return self.hosts[index] if self.hosts else f"host-{index}"

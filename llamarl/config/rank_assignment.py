@@ -11,6 +11,7 @@ over the hosts needs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.config import Config
@@ -50,18 +51,20 @@ def assign(config: Config) -> dict[str, list[Device]]:
         name: [_device(i, per_host, kinds[name.partition("-")[0]]) for i in place]
         for name, place in places.items()
     }
+    _check_sites(config, devices)
     return devices | {"reference": devices["trainer"]}
 
 
 def companions(config: Config) -> dict[str, list[Device]]:
-    """The devices of executors that compute no tensors: the scorer on the first host, storage units
-    on every host, collectors spread over the hosts."""
+    """The devices of executors that compute no tensors, at the trainer's site: the scorer on its
+    first host, storage units on every one, collectors spread over them."""
     counts = {
         "storage": num_storage_units(config),
         "collector": config.generator.num_collectors,
     }
+    hosts = home_hosts(config)
     spread = {
-        f"{name}-{i}": [Device(host=i % config.cluster.size, gpu=None)]
+        f"{name}-{i}": [Device(host=hosts[i % len(hosts)], gpu=None)]
         for name, count in counts.items()
         for i in range(count)
     }
@@ -69,21 +72,35 @@ def companions(config: Config) -> dict[str, list[Device]]:
 
 
 def num_storage_units(config: Config) -> int:
-    """Of the whole run; unit i is on host i modulo the number of hosts."""
-    return config.experience.units_per_host * config.cluster.size
+    """Of the whole run; unit i is on host i, modulo their number, of the trainer's site."""
+    return config.experience.units_per_host * len(home_hosts(config))
 
 
 def units_near(config: Config) -> dict[int, list[int]]:
-    """Generator replica -> the storage units on the host of its rank 0, which writes its rollouts.
+    """Generator replica -> the storage units on the host of its rank 0, which writes its rollouts;
+    all units for one at another site, which has none.
 
-    None if all is on one host.
+    None if all units are on one host.
     """
-    size = config.cluster.size
-    if size == 1:
+    hosts = home_hosts(config)
+    if len(hosts) == 1:
         return {}
     places, units = assign(config), range(num_storage_units(config))
-    hosts = {i: places[f"generator-{i}"][0].host for i in range(config.generator.num_replicas)}
-    return {replica: [*units[host::size]] for replica, host in hosts.items()}
+    near = {host: [*units[place :: len(hosts)]] for place, host in enumerate(hosts)}
+    own = {i: places[f"generator-{i}"][0].host for i in range(config.generator.num_replicas)}
+    return {replica: near.get(host, [*units]) for replica, host in own.items()}
+
+
+def home_hosts(config: Config) -> list[int]:
+    """The hosts at the trainer's site, which is the first host's."""
+    far = far_sites(config)
+    return [host for host in range(config.cluster.size) if host not in far]
+
+
+def far_sites(config: Config) -> dict[int, str]:
+    """Host -> its site, of those at other sites than the trainer's."""
+    sites = config.cluster.sites
+    return {host: site for host, site in enumerate(sites) if site != sites[0]}
 
 
 def devices_per_host(config: Config) -> int:
@@ -97,6 +114,30 @@ def devices_per_host(config: Config) -> int:
         total = config.trainer.num_ranks + num_generator_ranks
     even = math.ceil(total / config.cluster.size)
     return math.ceil(even / config.generator.num_ranks) * config.generator.num_ranks
+
+
+def _check_sites(config: Config, devices: dict[str, list[Device]]) -> None:
+    """ValueError unless each executor is at one site, and every site but the trainer's has a
+    replica."""
+    sites = config.cluster.sites or [""] * config.cluster.size
+    found = {name: _sites_of(places, sites) for name, places in devices.items()}
+    for name, some in found.items():
+        if len(some) > 1:
+            raise ValueError(
+                f"cluster.sites must have all ranks of {name} at one site, got {', '.join(some)}"
+            )
+    used = {site for some in found.values() for site in some}
+    for site in dict.fromkeys(sites):
+        if site not in used:
+            raise ValueError(
+                f"cluster.sites must give every site a generator replica, got none at {site} "
+                f"(generator.num_replicas {config.generator.num_replicas}, the ranks fill host "
+                "after host)"
+            )
+
+
+def _sites_of(places: Sequence[Device], sites: Sequence[str]) -> list[str]:
+    return [*dict.fromkeys(sites[place.host] for place in places)]
 
 
 def _align(end: int, num_ranks: int, per_host: int) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from llamarl.errors import GroupLost
 from llamarl.experience.channel import Packet
 from llamarl.experience.connection import Connection
-from llamarl.experience.packed_columns import PackedColumns
+from llamarl.experience.packed_columns import CompressedColumns, PackedColumns
 from llamarl.experience.wire import Message, ints, read_found, write_message
 from llamarl.protocols import Storage
 from llamarl.types import Columns, Outcome
@@ -29,18 +30,20 @@ PATIENCE_S = 2.0  # without an answer, until a call asks whether the unit is los
 class Unit:
     """protocols.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
 
-    What is read through the socket is read-only, and on other hosts perhaps only the first rows.
+    `is_far`: a slow link leads to the unit, so what is written is compressed. What is read through
+    the socket is read-only, and on other hosts perhaps only the first rows.
     """
 
-    def __init__(self, name: str, calls: Storage, path: str) -> None:
-        self.name = name
+    def __init__(self, name: str, calls: Storage, path: str, *, is_far: bool = False) -> None:
+        self.name, self._is_far = name, is_far
         self._calls, self._path = calls, path
         self._connection: Connection | None = None
-        self._is_elsewhere = sys.platform != "linux"
+        self._is_elsewhere = is_far or sys.platform != "linux"
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> Any:
-        return Unit, (self.name, self._calls, self._path)
+        make = partial(Unit, is_far=self._is_far)
+        return make, (self.name, self._calls, self._path)
 
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
@@ -51,7 +54,11 @@ class Unit:
             connection.keep(packet)
         else:
             for rows in _pieces(columns, len(row_ids)):
-                some = PackedColumns({name: cells[rows] for name, cells in columns.items()})
+                some = {name: cells[rows] for name, cells in columns.items()}
+                if self._is_far:
+                    some = await asyncio.to_thread(CompressedColumns, some)
+                else:
+                    some = PackedColumns(some)
                 await self._calls.write(row_ids[rows], some, attempts and attempts[rows])
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:

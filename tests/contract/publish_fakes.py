@@ -41,6 +41,7 @@ class World:
         spans=None,
         folder="unused",
         device="cpu",
+        far_sites=None,
         **fields,
     ):
         self.journal, self.events = [], []
@@ -58,6 +59,7 @@ class World:
             ),
             rendezvous_folder=str(folder),
             generator_device=device,
+            far_sites=far_sites,
             on_commit=lambda replica, version: self.events.append((replica, version)),
             on_lost=lambda replica, why: self.events.append((replica, str(why))),
         )

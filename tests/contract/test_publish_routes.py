@@ -60,6 +60,49 @@ def test_replicas_that_look_alike_on_different_hosts_share_one_plan() -> None:
     run(main())
 
 
+FAR = {"c": "there", "d": "there"}
+
+
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+def test_each_byte_leaves_the_trainer_once_for_another_site_whoever_is_lost(buckets) -> None:
+    async def main():
+        world = await World("acdcd", buckets=buckets, far_sites=FAR, timeout_s=60.0).connected()
+        routes = [world.generators[i].route for i in range(5)]
+        assert [route.source for route in routes] == [
+            "trainer", "trainer", "generator-1", "generator-1", "generator-2",
+        ]  # fmt: skip
+        assert [route.transport for route in routes] == ["rdma"] * 3 + ["shared_memory"] * 2
+        await world.publish(0)
+        await asyncio.sleep(10)
+        assert world.versions() == [0] * 5
+        assert world.trainer.num_sent_bytes == 2 * NUM_BYTES, "to its own site, and to the other"
+        world.failures[1, "prepare"] = ReplicaLost("it is gone")
+        await world.publish(1)
+        await asyncio.sleep(10)
+        assert [world.generators[i].version for i in (0, 2, 3, 4)] == [1] * 4
+        assert [world.generators[i].route.source for i in (2, 3, 4)] == [
+            "trainer", "generator-2", "generator-2",
+        ]  # fmt: skip
+        await world.publisher.close()
+
+    run(main())
+
+
+def test_a_publish_does_not_wait_for_another_site_but_brings_the_version_there() -> None:
+    async def main():
+        world = await World("aac", far_sites=FAR, straggler_timeout_s=30.0).connected()
+        world.delay_s = lambda who, step: 3.0 if who == 2 and step == "prepare" else 0.0
+        for version in (0, 1):
+            stats = await world.publish(version)
+            assert stats.seconds < 1
+            assert world.versions() == [version, version, version - 1]
+            await asyncio.sleep(10)
+        assert world.versions() == [1, 1, 1]
+        await world.publisher.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
 @pytest.mark.parametrize("hosts", [("a",) * 3, ("a", "b", "a", "b", "b", "a")])
 def test_each_byte_leaves_the_trainer_once_per_host(hosts, buckets) -> None:

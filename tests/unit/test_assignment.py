@@ -1,12 +1,16 @@
-"""Which source feeds which replica, and who succeeds the head of a host."""
+"""Which source feeds which replica, and who succeeds the head of a host or a site."""
 
 import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.sync.assignment import assign_sources
 
 
-def sources(hosts):
+def sources(hosts, far_sites=None):
     """Of replicas, each with a rank on each of its hosts, in the order they joined."""
     return assign_sources(
         {
@@ -15,7 +19,8 @@ def sources(hosts):
                 for rank, host in enumerate(names)
             ]
             for replica, names in hosts.items()
-        }
+        },
+        far_sites or {},
     )
 
 
@@ -45,3 +50,33 @@ def test_every_host_has_one_head_whichever_replica_joins_or_leaves() -> None:
         for each in hosts.keys() - set(heads):
             assert found[each] in heads
             assert hosts[found[each]] == hosts[each]
+
+
+FAR = {"c": "south", "d": "south", "e": "east", "f": "east"}
+PLACES = st.sampled_from(["a", "b", "ab", "c", "d", "cd", "e", "f", "ef"])
+
+
+def test_the_trainer_feeds_one_replica_of_another_site_and_that_one_the_hosts_there() -> None:
+    hosts = {0: "a", 3: "c", 1: "d", 2: "b", 5: "d", 4: "c"}
+    assert sources(hosts, FAR) == {0: None, 2: None, 3: None, 1: 3, 4: 3, 5: 1}
+    del hosts[3]
+    assert sources(hosts, FAR) == {0: None, 2: None, 1: None, 4: 1, 5: 1}, "the next one succeeds"
+
+
+@given(st.permutations(range(12)), st.lists(PLACES, max_size=12))
+def test_a_version_crosses_each_slow_link_once_and_reaches_every_replica(order, places) -> None:
+    hosts = dict(zip(order, places, strict=False))
+    found = sources(hosts, FAR)
+    assert list(found) == list(hosts)
+    crossed = Counter()
+    for replica, source in found.items():
+        here = FAR.get(hosts[replica][0])
+        if here != (None if source is None else FAR.get(hosts[source][0])):
+            assert source is None, "the trainer alone sends to another site"
+            crossed[here] += 1
+        on_the_way = []
+        while source is not None:  # to the trainer, and not in a circle
+            on_the_way.append(source)
+            assert len(on_the_way) <= 3
+            source = found[source]
+    assert crossed == {FAR[names[0]]: 1 for names in hosts.values() if names[0] in FAR}

@@ -20,7 +20,7 @@ from llamarl.errors import GroupLost
 from llamarl.experience.channel import MAX_FILES, MAX_PACKET_BYTES
 from llamarl.experience.slabs import FULL_BYTES
 from llamarl.experience.store import RecordingStore, Store
-from llamarl.experience.unit import MESSAGE_BYTES, Unit
+from llamarl.experience.unit import Unit
 from llamarl.metrics.span import Spans
 from llamarl.types import REF_LOGPROBS, RESPONSE_IDS, REWARD, SAMPLING, Columns, FinishReason
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
@@ -309,44 +309,6 @@ def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> 
                 await reading
             with pytest.raises(GroupLost, match=text):
                 await client.read([1], NAMES)
-
-    asyncio.run(scenario())
-
-
-def test_clients_elsewhere_call_in_messages_of_a_limited_size(tmp_path: Path) -> None:
-    class Calls:
-        """A unit as another host sees it; remembers what messages weigh."""
-
-        def __init__(self) -> None:
-            self.unit = new_unit(tmp_path)
-            self.sizes: list[int] = []
-
-        async def write(self, row_ids, columns, attempts=None):
-            message = pickle.dumps((row_ids, columns, attempts))
-            self.sizes.append(len(message))
-            await self.unit.write(*pickle.loads(message))
-
-        async def read(self, row_ids, names):
-            message = pickle.dumps(await self.unit.read(row_ids, names))
-            self.sizes.append(len(message))
-            return pickle.loads(message)
-
-    async def scenario() -> None:
-        calls = Calls()
-        store = Store([Unit("storage-0", calls, str(tmp_path / "nowhere" / "0"))])
-        row_ids = list(range(50))
-        await store.write(row_ids, rows(row_ids, 100_000), [0] * 50)
-        assert_same(await store.read(row_ids, NAMES), rows(row_ids, 100_000))
-        assert len(calls.sizes) == 18  # six rows in each
-        assert max(calls.sizes) < 1.01 * MESSAGE_BYTES
-        await store.write([99], rows([99], MESSAGE_BYTES // 8))  # a row is never split
-        assert_same(
-            await store.read([99, 1], NAMES),
-            {
-                name: [*rows([99], MESSAGE_BYTES // 8)[name], *rows([1], 100_000)[name]]
-                for name in NAMES
-            },
-        )
 
     asyncio.run(scenario())
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import Config
-from llamarl.config.rank_assignment import assign, companions
+from llamarl.config import ClusterConfig, Config
+from llamarl.config.rank_assignment import assign, companions, num_storage_units, units_near
 from tests.unit.test_config import MINIMUM, make_config
 
 GPUS = make_config(*MINIMUM, "trainer.device=cuda", "generator.device=cuda", "weights=collective")
@@ -51,3 +51,37 @@ def test_on_two_cpu_hosts_trainer_and_generators_sit_apart_and_storage_on_both()
     config = replace(config, experience=replace(config.experience, units_per_host=2))
     beside = {name: places[0].host for name, places in companions(config).items()}
     assert beside == {"scorer": 0, "storage-0": 0, "storage-1": 1, "storage-2": 0, "storage-3": 1}
+
+
+def at_sites(trainer: int, replicas: int, ranks: int, *sites: str) -> Config:
+    config = with_sizes(CPUS, trainer, replicas, ranks, len(sites))
+    return replace(config, cluster=replace(config.cluster, sites=[*sites]))
+
+
+def test_rollouts_are_stored_at_the_trainers_site_alone() -> None:
+    config = at_sites(2, 4, 1, "here", "here", "there")
+    hosts = {name: places[0].host for name, places in companions(config).items()}
+    assert hosts == {"scorer": 0, "storage-0": 0, "storage-1": 1}
+    assert num_storage_units(config) == 2
+    assert units_near(config) == {0: [1], 1: [1], 2: [0, 1], 3: [0, 1]}
+    assert units_near(at_sites(1, 3, 1, "here", "there")) == {}, "all units are on one host"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            at_sites(1, 1, 1, "here", "there", "moon"),
+            r"every site a generator replica, .* at moon ",
+        ),
+        (at_sites(3, 1, 1, "here", "there"), r"all ranks of trainer at one site, got here, there$"),
+    ],
+)
+def test_sites_that_cannot_work_are_named(config: Config, message: str) -> None:
+    with pytest.raises(ValueError, match="^cluster.sites must .*" + message):
+        assign(config)
+
+
+def test_each_host_needs_a_site() -> None:
+    with pytest.raises(ValueError, match=r"cluster\.sites must name the site of each of 2 hosts"):
+        ClusterConfig(num_hosts=2, sites=["a"])

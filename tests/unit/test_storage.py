@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as nps
 
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.packed_columns import PackedColumns, decode, encode
+from llamarl.experience.packed_columns import CompressedColumns, PackedColumns, decode, encode
 from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
 from llamarl.types import (
@@ -83,7 +83,8 @@ def archive(path: Path) -> list[dict[str, Any]]:
     )
 )
 def test_columns_arrive_as_they_were_sent(columns: Columns) -> None:
-    for arrived in (decode(encode(columns)), pickle.loads(pickle.dumps(PackedColumns(columns)))):
+    sent_as = [pickle.dumps(make(columns)) for make in (PackedColumns, CompressedColumns)]
+    for arrived in (decode(encode(columns)), *map(pickle.loads, sent_as)):
         assert type(arrived) is dict
         assert arrived.keys() == columns.keys()
         for name, cells in columns.items():

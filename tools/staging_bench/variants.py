@@ -63,7 +63,8 @@ def install(variants: set[str]) -> None:
         replicas.ReplicaSync = Blocking
     if "together" in variants:
         publisher.Stagger = Together
-        replicas.assign_sources = dict.fromkeys  # None, the trainer, feeds each
+        # None, the trainer, feeds each.
+        replicas.assign_sources = lambda layouts, far_sites: dict.fromkeys(layouts)
 
 
 if __name__ == "__main__":

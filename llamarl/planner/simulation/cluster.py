@@ -54,7 +54,7 @@ class SimulatedCluster:
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
         self.hosts = {
-            name: tuple(dict.fromkeys(f"host {device.host}" for device in devices))
+            name: tuple(dict.fromkeys(config.cluster.name_host(d.host) for d in devices))
             for name, devices in rank_assignment.assign(config).items()
         }
 

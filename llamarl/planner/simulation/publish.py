@@ -4,10 +4,11 @@ Owns: bytes per rank and per network card, and seconds from them. Does not own: 
 are (`weights/layout/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come
 from real plans; seconds come from bytes and named constants alone.
 
-As in `weights/sync/publisher.py` the trainer feeds the first replica of each host (or each replica
-that spans hosts), and that one, once it has the version, the others of its host. Replicas look
-alike, so one plan serves them all; it is made for one layer, and for what is outside the layers,
-and the first is counted once per layer: copies never join across parameters. (What several ranks
+As in `weights/sync/assignment.py` the trainer feeds the first replica of each host of its site, the
+first of each other site, and each replica that spans hosts of its site; these, once they have the
+version, the others. A link between sites counts as any other. Replicas look alike, so one plan
+serves them all; it is made for one layer, and for what is outside the layers, and the first is
+counted once per layer: copies never join across parameters. (What several ranks
 hold, as the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full
 plan evens out over all layers, so that its busiest rank may send a little less.)
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from llamarl.config import Config
-from llamarl.config.rank_assignment import Device, assign
+from llamarl.config.rank_assignment import Device, assign, far_sites
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY, gpu
@@ -111,7 +112,7 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
         max_card_bytes_out=max(card.out.values(), default=0),
         max_card_bytes_in=max(card.into.values(), default=0),
         num_copies=num_copies,
-        num_groups=len(heads) if TRANSPORTS[config.weights.transport].meets else 0,
+        num_groups=_num_groups(config, devices, len(heads), siblings),
         # The slower of both stages, for a stage may begin before the other has ended.
         lower_bound_s=max(_transfer_s(config, direct), _transfer_s(config, relayed)),
         seconds=_seconds(config, architecture, first, len(heads), direct, relayed),
@@ -138,7 +139,8 @@ def relays(config: Config) -> tuple[list[int], list[tuple[int, int]]]:
     for replica in range(config.generator.num_replicas):
         ranks = enumerate(devices[f"generator-{replica}"])
         layouts[replica] = [rank_layout(rank, device, {}) for rank, device in ranks]
-    sources = assign_sources(layouts)
+    far = {f"host-{host}": site for host, site in far_sites(config).items()}
+    sources = assign_sources(layouts, far)
     heads = [replica for replica, head in sources.items() if head is None]
     return heads, [(head, replica) for replica, head in sources.items() if head is not None]
 
@@ -160,6 +162,21 @@ class Ways:
                 elif here.host == there.host:
                     load = self.link
                 load.add(here, there, int(matrix[row, column]))
+
+
+def _num_groups(
+    config: Config,
+    devices: dict[str, list[Device]],
+    num_heads: int,
+    siblings: list[tuple[int, int]],
+) -> int:
+    """Of ranks that meet: one for each replica that is fed over the transport."""
+    hosts = {name: {device.host for device in places} for name, places in devices.items()}
+    ends = (
+        (hosts[f"generator-{head}"], hosts[f"generator-{replica}"]) for head, replica in siblings
+    )
+    num_between = sum(here != there or len(here) > 1 for here, there in ends)
+    return num_heads + num_between if TRANSPORTS[config.weights.transport].meets else 0
 
 
 def _planned(source: list[RankLayout], target: list[RankLayout], *, is_layer: bool) -> Traffic:

@@ -31,11 +31,12 @@ class Publisher:
     """Publishes versions from `trainer` to `generators` (by replica number).
 
     `rendezvous_folder` is where the ranks of collective routes meet; `generator_device` is cpu or
-    cuda. `on_commit(replica, version)` is called at each commit and `on_lost(replica, why)` for
-    each replica given up, both also between publishes and while other replicas are busy. If
-    `on_lost` returns a future, it ends once the lost replica cannot write into its siblings' memory
-    any more; until then no sibling is connected to another source. `on_hold` gets the replicas that
-    keep their version.
+    cuda. `far_sites`: host -> site, of hosts at other sites than the trainer's.
+    `on_commit(replica, version)` is called at each commit and `on_lost(replica, why)` for each
+    replica given up, both also between publishes and while other replicas are busy. If `on_lost`
+    returns a future, it ends once the lost replica cannot write into its siblings' memory any more;
+    until then no sibling is connected to another source. `on_hold` gets the replicas that keep
+    their version.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Publisher:
         *,
         rendezvous_folder: str,
         generator_device: str,
+        far_sites: Mapping[str, str] | None = None,
         on_commit: Callable[[int, int], None] = lambda replica, version: None,
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None] = lambda replica, why: (
             None
@@ -55,6 +57,7 @@ class Publisher:
     ) -> None:
         self._waiting = dict(generators)
         self._straggler_timeout_s = config.straggler_timeout_s
+        self._far_sites = far_sites or {}
         self._spans, self._on_hold = spans, on_hold
         self._trainer = Source("trainer", trainer)
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
@@ -64,6 +67,7 @@ class Publisher:
             spans,
             timeout_s=config.timeout_s,
             staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],
+            far_sites=self._far_sites,
             on_commit=on_commit,
             on_lost=on_lost,
         )
@@ -106,7 +110,7 @@ class Publisher:
     async def publish(self, version: int) -> PublishStats:
         """Bring `version`, the trainer's present weights, to the connected replicas.
 
-        Returns once each has it, is held, is lost or can no longer get it; or
+        Returns once each at the trainer's site has it, is held, is lost or can no longer get it; or
         `weights.straggler_timeout_s` after the first has it: the others follow on their own. But
         replicas that the trainer sends several buckets are waited for: the trainer must be able to
         write `version` until then.
@@ -174,9 +178,10 @@ class Publisher:
         """Wait as long as a publish lasts."""
         replicas, until = self._replicas, self._replicas.change.until
         syncs = list(replicas.syncs.values())
+        near = [sync for sync in syncs if not self._is_far(sync)] or syncs
 
         def is_over() -> bool:
-            return replicas.error is not None or all(self._is_settled(s, version) for s in syncs)
+            return replicas.error is not None or all(self._is_settled(s, version) for s in near)
 
         def has_committed() -> bool:
             return any(sync.version >= version for sync in syncs)
@@ -195,6 +200,9 @@ class Publisher:
             await self.close()
             raise replicas.error
         self._require_replicas(f"no generator took version {version}")
+
+    def _is_far(self, sync: ReplicaSync) -> bool:
+        return sync.target[0].host in self._far_sites
 
     def _require_replicas(self, requirement: str) -> None:
         if not self._replicas.syncs:

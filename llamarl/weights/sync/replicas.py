@@ -8,7 +8,7 @@ the trainer or a wrong fingerprint ends all tasks.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.errors import ReplicaLost, StaleVersion
@@ -52,6 +52,7 @@ class Replicas:
         *,
         timeout_s: float,
         staggers: Sequence[Stagger],
+        far_sites: Mapping[str, str],
         on_commit: Callable[[int, int], None],
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None],
     ) -> None:
@@ -61,7 +62,7 @@ class Replicas:
         self.stats = PublishStats()
         self.change = Change()
         self._trainer, self._routes, self._spans = trainer, routes, spans
-        self._timeout_s, self._staggers = timeout_s, staggers
+        self._timeout_s, self._staggers, self._far_sites = timeout_s, staggers, far_sites
         self._on_commit, self._on_lost = on_commit, on_lost
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
@@ -121,7 +122,8 @@ class Replicas:
         )
 
     def _assign_sources(self) -> None:
-        heads = assign_sources({sync.replica: sync.target for sync in self.syncs.values()})
+        targets = {sync.replica: sync.target for sync in self.syncs.values()}
+        heads = assign_sources(targets, self._far_sites)
         for replica, head in heads.items():
             self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
         self.change.notify()

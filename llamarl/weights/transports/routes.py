@@ -36,13 +36,14 @@ class Routes:
         *,
         is_relay: bool,
     ) -> Route:
-        """The route to `replica`; a relay is one from another replica of its host.
+        """The route to `replica`; a relay is one from another replica.
 
         ValueError if the layouts do not fit each other or the transport.
         """
-        name = self._relay_transport if is_relay else self._config.transport
+        num_hosts = len(_hosts([*source_layout, *target]))
+        name = self._relay_transport if is_relay and num_hosts == 1 else self._config.transport
         transport = TRANSPORTS[name]
-        if not transport.crosses_hosts and len(_hosts([*source_layout, *target])) > 1:
+        if not transport.crosses_hosts and num_hosts > 1:
             raise ValueError(
                 f"weights.transport must be {named('crosses_hosts')} between hosts, got {name} "
                 f"from {source} on {', '.join(_hosts(source_layout))} to generator {replica} on "

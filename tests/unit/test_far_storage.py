@@ -1,0 +1,74 @@
+"""Storage as clients on other hosts reach it: by calls, over a link that may be slow."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.experience.store import Store
+from llamarl.experience.unit import MESSAGE_BYTES, Unit
+from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, TOKEN_VERSIONS
+from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows
+
+
+class Calls:
+    """A unit as another host sees it; remembers what messages weigh."""
+
+    def __init__(self, folder: Path) -> None:
+        self.unit = new_unit(folder)
+        self.sizes: list[int] = []
+
+    async def write(self, row_ids, columns, attempts=None):
+        message = pickle.dumps((row_ids, columns, attempts))
+        self.sizes.append(len(message))
+        await self.unit.write(*pickle.loads(message))
+
+    async def read(self, row_ids, names):
+        message = pickle.dumps(await self.unit.read(row_ids, names))
+        self.sizes.append(len(message))
+        return pickle.loads(message)
+
+
+def test_clients_elsewhere_call_in_messages_of_a_limited_size(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        calls = Calls(tmp_path)
+        store = Store([Unit("storage-0", calls, str(tmp_path / "nowhere" / "0"))])
+        row_ids = list(range(50))
+        await store.write(row_ids, rows(row_ids, 100_000), [0] * 50)
+        assert_same(await store.read(row_ids, NAMES), rows(row_ids, 100_000))
+        assert len(calls.sizes) == 18  # six rows in each
+        assert max(calls.sizes) < 1.01 * MESSAGE_BYTES
+        await store.write([99], rows([99], MESSAGE_BYTES // 8))  # a row is never split
+        assert_same(
+            await store.read([99, 1], NAMES),
+            {
+                name: [*rows([99], MESSAGE_BYTES // 8)[name], *rows([1], 100_000)[name]]
+                for name in NAMES
+            },
+        )
+
+    asyncio.run(scenario())
+
+
+def test_clients_behind_a_slow_link_write_what_they_write_in_half_the_bytes(tmp_path: Path) -> None:
+    rng, lengths = np.random.default_rng(0), [700, 900, 1100]
+    sent = rows([0, 1, 2])
+    sent[RESPONSE_IDS] = [rng.integers(0, 128_000, n).astype(np.int32) for n in lengths]
+    sent[GENERATOR_LOGPROBS] = [-rng.exponential(0.5, n).astype(np.float32) for n in lengths]
+    sent[TOKEN_VERSIONS] = [np.full(n, 7, np.int32) for n in lengths]
+
+    async def scenario() -> None:
+        sizes = []
+        for is_far in (False, True):
+            calls = Calls(tmp_path)
+            client = pickle.loads(pickle.dumps(Unit("storage-0", None, "nowhere", is_far=is_far)))
+            client._calls = calls
+            await client.write([0, 1, 2], sent, [0] * 3)
+            assert_same(await calls.unit.read([0, 1, 2], NAMES), sent)
+            sizes += calls.sizes
+        assert sizes[1] <= 0.55 * sizes[0]
+
+    asyncio.run(scenario())
