@@ -86,7 +86,7 @@ class ExperienceConfig(Section):
     sampler: str = "admission"
     """Which settled groups the trainer takes next: admission (the oldest ones, in order) |
     group_complete (those of the next step in the order in which they settle; it makes a difference
-    with `trainer.groups_per_part`) | task (`sample` of the recipe's own task.py chooses; only with
+    unless `trainer.parts=batch`) | task (`sample` of the recipe's own task.py chooses; only with
     `staleness.late=mask`)."""
     archive_tokens: bool = False
     """Write the token ids and log-probs of each rollout to the archive too, not only its outcome,

@@ -26,9 +26,12 @@ class TrainerConfig(Section):
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
     """Groups (prompts with all their rollouts) in the batch of one optimizer step (P)."""
+    parts: str = choice("dynamic", "fixed", "batch")
+    """When forward and backward of a step start: dynamic (once enough tokens are ready to keep the
+    trainer busy, which is measured during the run) | fixed (once `groups_per_part` groups are) |
+    batch (once all are). In any case one optimizer step follows from the whole batch."""
     groups_per_part: int = number(0, least=0, most=2**20)
-    """Start forward and backward as soon as this many groups of a step are ready; 0 waits for all
-    of them. Either way one optimizer step follows from the whole batch."""
+    """Groups that `parts=fixed` waits for, and only with it; they divide `groups_per_step`."""
     tokens_per_micro_batch: int = number(4096, least=1, most=2**30)
     """Most tokens packed into one micro-batch; a rollout longer than that gets a micro-batch of its
     own."""
@@ -66,11 +69,15 @@ class TrainerConfig(Section):
 
     def check(self) -> None:
         self.compute_dtype = dtype_for(self.device, self.compute_dtype)
-        self.require(
-            self.groups_per_part == 0 or self.groups_per_step % self.groups_per_part == 0,
-            "groups_per_part",
-            f"be 0 or divide trainer.groups_per_step ({self.groups_per_step})",
-        )
+        if self.parts == "fixed":
+            divides = self.groups_per_part and self.groups_per_step % self.groups_per_part == 0
+            must = (
+                f"divide trainer.groups_per_step ({self.groups_per_step}) with trainer.parts=fixed"
+            )
+            self.require(bool(divides), "groups_per_part", must)
+        else:
+            must = f"be 0 with trainer.parts={self.parts} (it is for parts=fixed)"
+            self.require(self.groups_per_part == 0, "groups_per_part", must)
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         self.require(are_betas, "betas", "be two numbers from 0 to below 1")
         self.require(

@@ -50,7 +50,7 @@ class RunObserver(Protocol):
         stats: StepStats,
         groups: Sequence[Group],
         oldest_version: int,
-        check: dict[str, float],
+        found: dict[str, float],
     ) -> None:
         """The optimizer step that made `stats.version` from `groups` has ended. Tokens older than
-        `oldest_version` had no weight in it. `check`: what the log-prob check found."""
+        `oldest_version` had no weight in it. `found`: of the log-prob check and of its parts."""

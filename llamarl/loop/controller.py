@@ -20,6 +20,7 @@ from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.part_size import PartSize
 from llamarl.loop.saver import Saver
 from llamarl.loop.serving import serve_stage
 from llamarl.types import FinishReason, Group, Kept, Outcome, Purpose
@@ -41,7 +42,11 @@ class Controller:
     evaluator: Evaluator
     saver: Saver
     run_logger: RunObserver
+    part_size: PartSize = field(init=False)
     _evaluating: list[asyncio.Task[None]] = field(default_factory=list)  # one at most
+
+    def __post_init__(self) -> None:
+        self.part_size = PartSize(config=self.config.trainer)
 
     async def run(self) -> None:
         """Train until `num_steps`, or until prompts are solved; evaluate, save and export that."""
@@ -113,8 +118,9 @@ class Controller:
             version = self.saver.version
             async with self.colocation.phase(Phase.TRAIN, self._wait_for_batch):
                 if groups := await self._accumulate(version):
-                    check = await self.logprob_check.check(version)
-                    await self.saver.start_step(self._step(groups, self.gate.consumed, check))
+                    found = self.part_size.take_metrics()
+                    found |= await self.logprob_check.check(version)
+                    await self.saver.start_step(self._step(groups, self.gate.consumed, found))
                 else:  # the prompts are solved: no further step would be whole
                     self.saver.last = version
                 if self.saver.is_due():
@@ -129,22 +135,24 @@ class Controller:
         """Train on the parts of a step as they become ready; [] if it will not be whole."""
         oldest, groups = self.gate.oldest_version(version), list[Group]()
         while missing := self.config.trainer.groups_per_step - len(groups):
-            part_size = min(self.config.trainer.groups_per_part or missing, missing)
-            if not (part := await self.gate.take(part_size, missing)):
+            num_groups, num_tokens = self.part_size.least(missing)
+            if not (part := await self.gate.take(num_groups, missing, num_tokens)):
                 return []
-            await self.roles.trainer.accumulate(self.rules.make_batch(part, version, oldest))
+            batch = self.rules.make_batch(part, version, oldest)
+            with self.part_size.timed(batch):
+                await self.roles.trainer.accumulate(batch)
             groups += part
         return groups
 
     async def _step(
-        self, groups: list[Group], consumed: list[Group], check: dict[str, float]
+        self, groups: list[Group], consumed: list[Group], found: dict[str, float]
     ) -> None:
         """Make a version; log it and retire what it consumed, while the trainer goes on."""
         stats = await self.roles.trainer.step()  # copies under way go on from a snapshot
         self.saver.made(stats.version)
         version = stats.version - 1  # the one that was trained
         oldest = self.gate.oldest_version(version)
-        await self.run_logger.log_step(stats, groups, oldest, check)
+        await self.run_logger.log_step(stats, groups, oldest, found)
         await self._retire(consumed, outcome="trained", version=version, oldest_version=oldest)
 
     async def _wait_for_batch(self) -> None:

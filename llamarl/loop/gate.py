@@ -27,6 +27,8 @@ count as it is. To take one behind it makes the count at most (P - m + 1) + (m -
 both are among the m oldest. A drop only lowers it. A complete step has taken P, so each group with
 a count below P is among them, and for the others the next step begins with P less. So again the
 group is used at a version u <= v + q // P.   QED
+In how many parts a step is taken, and of what sizes, has no place in either proof: all parts of a
+step are used at one version, and together they are the P groups that a single part would be.
 
 With `late="mask"` a group that is not ready is overtaken, so u may exceed v + q // P; its tokens
 older than u - S then get zero loss weight (`BatchRollout.oldest_version`), and the bound holds per
@@ -200,8 +202,9 @@ class Gate:
         async with self._changed:
             await self._changed.wait_for(lambda: self._choose(count, count) or bool(self.solved))
 
-    async def take(self, at_least: int, at_most: int) -> list[Group]:
-        """The next groups to train on, as the sampler chooses; waits until `at_least` may be taken.
+    async def take(self, at_least: int, at_most: int, num_tokens: int = 0) -> list[Group]:
+        """The next groups to train on, as the sampler chooses; waits until `at_least` with
+        `num_tokens` tokens together may be taken, or `at_most`.
 
         By `admission`, in order: `late="wait"` stops at the first group that is not settled,
         `late="mask"` passes over it. An empty list once the prompts are solved and fewer than
@@ -211,7 +214,7 @@ class Gate:
         async with self._changed:
             with self.spans.span("batch", "wait"):
                 await self._changed.wait_for(
-                    lambda: self._choose(at_least, at_most) or bool(self.solved)
+                    lambda: self._choose(at_least, at_most, num_tokens) or bool(self.solved)
                 )
             (taken, consumed), self._chosen = self._chosen or ([], []), None
             if self.solved and len(taken) < at_most:
@@ -270,13 +273,13 @@ class Gate:
         self._waiting[group.group_id] = group
         return group
 
-    def _choose(self, at_least: int, at_most: int) -> bool:
+    def _choose(self, at_least: int, at_most: int, num_tokens: int = 0) -> bool:
         """Whether `take` has something to give: `_chosen`, until it is taken."""
         if self._chosen is not None and len(self._chosen[0]) <= at_most:
             return True
         ready = self._ready(at_most)
         count = min(len(ready), at_most)
-        if count < at_least:
+        if count < at_least or (count < at_most and _num_tokens(ready) < num_tokens):
             return False
         self._chosen = draw(self.sampler, ready, count, at_least=count)
         if self._chosen[0] or count == 0:
@@ -296,6 +299,10 @@ class Gate:
             if self.sampler is admission:
                 ids = takewhile(self._settled.__contains__, ids)
         return [self._settled[group_id] for group_id in ids if group_id in self._settled]
+
+
+def _num_tokens(items: Iterable[ReadyItem]) -> int:
+    return sum(item.num_prompt_tokens + item.num_tokens for item in items)
 
 
 def _ready_item(group: Group) -> ReadyItem:

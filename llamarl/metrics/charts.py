@@ -27,6 +27,7 @@ SECTIONS = {  # by the first word of a tag
     "time": "4_pace",
     "wait": "4_pace",
     "staleness": "4_pace",
+    "parts": "4_pace",
     "logprob_check": "5_checks",
 }
 OTHERS = "6_others"
@@ -90,6 +91,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "staleness/max": "Largest age of a trained token, at most staleness.max_staleness.",
     "staleness/tokens": "Trained tokens by age, in versions.",
     "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
+    "parts/number": "Parts in which the step was trained.",
+    "parts/least_tokens": "Tokens that must be ready before the trainer starts a part, as measured "
+    "by then.",
     "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
     "logprob_check/difference": "Largest difference between log-probs of generators and trainer, "
     "in nats.",

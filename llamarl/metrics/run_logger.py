@@ -69,12 +69,12 @@ class RunLogger:
         self.progress.show_evaluation(evaluated.version, evaluated.accuracy, evaluated.reward)
 
     async def log_step(
-        self, stats: StepStats, groups: Sequence[Group], oldest_version: int, check: Scalars
+        self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars
     ) -> None:
         """The step that made `stats.version` from `groups` has ended.
 
-        Tokens older than `oldest_version` had no weight in it. `check`: what the log-prob check
-        found.
+        Tokens older than `oldest_version` had no weight in it. `found`: what the controller found
+        out about the step: by the log-prob check, and its parts.
         """
         now_ns = time.monotonic_ns()
         self.spans.record("step", self._step_ended_ns, now_ns, "mark", version=stats.version)
@@ -88,7 +88,7 @@ class RunLogger:
         if self.read_completions is not None and self.num_samples:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))
             self._show_sample(groups, completions)
-        stats = replace(stats, scalars=stats.scalars | check)
+        stats = replace(stats, scalars=stats.scalars | found)
         scalars, histograms, texts = step_scalars(
             stats.version,
             groups,

@@ -26,7 +26,6 @@ RECIPE = ROOT / "recipes" / "quickstart"
 
 SMALL = [
     "trainer.groups_per_step=8",
-    "trainer.groups_per_part=4",
     "trainer.lr=5e-4",
     "trainer.warmup_steps=0",
     "evaluation.max_prompts=16",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
 SHORT = [
     *("cluster=inline", "num_steps=8", "sampling.max_tokens=64", "checkpoint.export=false"),
-    *("trainer.groups_per_step=12", "trainer.groups_per_part=0"),
+    "trainer.groups_per_step=12",
     *("trainer.lr=4e-4", "trainer.warmup_steps=0"),
     *("evaluation.every_steps=0", "evaluation.max_prompts=64"),
 ]

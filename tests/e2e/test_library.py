@@ -27,7 +27,6 @@ SMALL = [
     "cluster=inline",
     "num_steps=2",
     "trainer.groups_per_step=4",
-    "trainer.groups_per_part=0",
     "trainer.warmup_steps=0",
     "sampling.max_tokens=24",
 ]

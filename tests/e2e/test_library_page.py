@@ -22,7 +22,6 @@ MOST_LINES = {"synchronous": 60, "asynchronous": 90, "own trainer": 60}
 SMALL = [
     "cluster=inline",
     "trainer.groups_per_step=4",
-    "trainer.groups_per_part=0",
     "sampling.max_tokens=24",
     "evaluation.max_prompts=8",
 ]

@@ -24,7 +24,7 @@ RECIPE = ROOT / "recipes" / "quickstart"
 GROUPS, SIZE, MAX_TOKENS = 4, 8, 96
 SMALL = [
     *("cluster=inline", "experience.archive_tokens=true", "checkpoint.export=false"),
-    *(f"trainer.groups_per_step={GROUPS}", "trainer.groups_per_part=0", "trainer.warmup_steps=0"),
+    *(f"trainer.groups_per_step={GROUPS}", "trainer.warmup_steps=0"),
     *("evaluation.max_prompts=4", "evaluation.every_steps=0"),
 ]
 Line = dict[str, Any]

@@ -175,7 +175,10 @@ class Loop:
     late: str = "wait"
     num_steps: int = 50
     groups_per_step: int = 4
+    parts: str = "dynamic"
     groups_per_part: int = 0
+    """Makes parts fixed."""
+    tokens_per_micro_batch: int = 4096
     rollouts_per_prompt: int = 2
     segment_tokens: int = 0
     max_drops_in_row: int = 2000
@@ -253,7 +256,9 @@ class Loop:
             trainer=TrainerConfig(
                 num_ranks=2,
                 groups_per_step=self.groups_per_step,
+                parts="fixed" if self.groups_per_part else self.parts,
                 groups_per_part=self.groups_per_part,
+                tokens_per_micro_batch=self.tokens_per_micro_batch,
                 warmup_steps=0,
             ),
             placement=PlacementConfig(colocated=self.is_colocated),

@@ -67,9 +67,9 @@ def test_a_sampler_of_the_recipe_s_own_chooses_and_the_mask_keeps_the_bound(
     assert loop.storage.count("trained") == NUM_STEPS * 4 * 2
 
 
-@pytest.mark.parametrize("groups_per_part", [0, 1])
+@pytest.mark.parametrize("parts", ["batch", "fixed", "dynamic"])
 def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
-    groups_per_part: int, tmp_path: Path
+    parts: str, tmp_path: Path
 ) -> None:
     def twice(ready: Sequence[ReadyItem], count: int) -> Sample:
         taken = ready[:count]
@@ -81,7 +81,9 @@ def test_groups_are_trained_on_twice_if_they_are_consumed_only_the_second_time(
         sample=twice,
         late="mask",
         max_staleness=2,
-        groups_per_part=groups_per_part,
+        parts=parts,
+        groups_per_part=1 if parts == "fixed" else 0,
+        tokens_per_micro_batch=8,
         save_every=7,
     )
     run(loop.run(tmp_path))

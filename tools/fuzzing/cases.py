@@ -67,7 +67,7 @@ TEXTS = [
 LISTS = ["[]", "[nan]", "[1e308,-1]", "[[]]", "['']", "null", "x", "[x,x]", "[null]", "[0,1]", "{}"]
 UNTOUCHED = {"run_dir", "recipe_dir", "cluster.backend"}
 SETTINGS = [
-    *("cluster=inline", "num_steps=3", "trainer.groups_per_step=2", "trainer.groups_per_part=0"),
+    *("cluster=inline", "num_steps=3", "trainer.groups_per_step=2"),
     *("trainer.warmup_steps=0", "evaluation.every_steps=0", "evaluation.max_prompts=4"),
     *("sampling.rollouts_per_prompt=2", "sampling.max_tokens=16", "checkpoint.export=false"),
     *("metrics.live=false", "metrics.trackers=[]", "checkpoint.every_steps=1"),

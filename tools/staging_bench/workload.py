@@ -80,6 +80,7 @@ class Workload:
             f"generator.num_replicas={variants.NUM_REPLICAS}",
             "generator.max_num_seqs=4",  # so that generation is the longer side
             "trainer.groups_per_step=4",
+            "trainer.parts=fixed",
             "trainer.groups_per_part=2",
             "trainer.compute_dtype=bfloat16",
             "trainer.lr=1e-6",  # the weights are random: nothing is to be learned

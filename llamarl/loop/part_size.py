@@ -1,0 +1,106 @@
+"""How many tokens must have arrived before the trainer starts a part of a step.
+
+Owns: the measurement of the trainer, and the size that follows from it. Does not own: which groups
+make a part (`gate.py`), or how they are packed (`data/packing.py`). Invariant: sizes change when
+forward and backward begin and never what they compute, since the gradient of a step is a sum over
+its rows; times are those of the event loop's clock, which may be simulated.
+
+A part of n tokens takes about a + b n seconds: calls, reading from storage and micro-batches that
+are not full cost a whatever its size, arithmetic costs b a token. So it runs at the share
+b n / (a + b n) of the trainer's best throughput 1 / b, and the smallest part that saturates the
+trainer has
+
+    n = a / b * (1 - OVERHEAD_SHARE) / OVERHEAD_SHARE
+
+tokens. a and b come from the newest parts: b is the median of the slopes between all pairs of them,
+each pair as heavy as its sizes are apart, and a the median of what is left, so a few parts that
+were held up change neither. (StreamRL, arXiv 2504.15930, starts a micro-batch once enough samples
+have arrived to saturate the trainer.)
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from llamarl.config.trainer import TrainerConfig
+from llamarl.types import Batch
+
+OVERHEAD_SHARE = 0.1  # of a part's time, at most, that its size does not change
+NUM_KEPT = 24  # newest parts that are compared
+LEAST_APART = 1.25  # ratio of the sizes of two parts whose times are compared
+
+
+@dataclass(kw_only=True)
+class PartSize:
+    """The smallest part to train, as `trainer.parts` says; `dynamic` learns it from `timed` parts.
+
+    Example: parts of 1,000 and 10,000 tokens that took 0.2 and 1.1 s give a = 0.1 s and b = 0.1 ms,
+    so a part has at least 9,000 tokens.
+    """
+
+    config: TrainerConfig
+    _parts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    _num_parts: int = 0  # of the step under way
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.config.num_data_ranks * self.config.tokens_per_micro_batch
+        """The smallest dynamic part; before two sizes are measured, one full micro-batch for every
+        data rank."""
+
+    def least(self, missing: int) -> tuple[int, int]:
+        """(groups, tokens) that must be ready for a part of a step that misses `missing` groups;
+        all that are missing are enough in any case."""
+        match self.config.parts:
+            case "batch":
+                return missing, 0
+            case "fixed":
+                return min(self.config.groups_per_part, missing), 0
+        return 1, self.num_tokens
+
+    @contextmanager
+    def timed(self, batch: Batch) -> Iterator[None]:
+        """Around the training of one part."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        yield
+        num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in batch.rows)
+        self._num_parts += 1
+        self.learn(num_tokens, loop.time() - start_s)
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """A part of so many tokens, prompts included, took so long."""
+        self._parts.append((num_tokens, seconds))
+        if line := fit_line(self._parts):
+            start_s, token_s = line
+            share = OVERHEAD_SHARE
+            self.num_tokens = round(start_s / token_s * (1 - share) / share)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the step under way, which ends: its parts, and the smallest size as it is by now."""
+        number, self._num_parts = self._num_parts, 0
+        least = {"parts/least_tokens": float(self.num_tokens)}
+        return {"parts/number": float(number)} | (least if self.config.parts == "dynamic" else {})
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """(a, b) of y = a + b x with a >= 0 and b > 0 through most `points` (x, y); None if no two lie
+    far enough apart, or y does not grow with x."""
+    pairs = [
+        (abs(x - u), (y - v) / (x - u))
+        for (x, y), (u, v) in combinations(points, 2)
+        if max(x, u) >= LEAST_APART * min(x, u) and x != u
+    ]
+    if not pairs:
+        return None
+    weights, slopes = np.array(pairs).T
+    order = np.argsort(slopes)
+    sums = np.cumsum(weights[order])
+    slope = float(slopes[order[np.searchsorted(sums, sums[-1] / 2)]])
+    if slope <= 0:
+        return None
+    return max(0.0, float(np.median([y - slope * x for x, y in points]))), slope
