@@ -241,6 +241,7 @@ def make_gate(
         groups_per_step=config.trainer.groups_per_step,
         rollouts_per_group=config.sampling.rollouts_per_prompt,
         late=config.staleness.late,
+        carry_over_groups=config.staleness.carry_over_groups,
         max_drops_in_row=config.algorithm.max_drops_in_row,
         sampler=make_sampler(config.experience.sampler, inputs.task),
         prompts=make_prompts(config, inputs, state),

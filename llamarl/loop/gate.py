@@ -38,6 +38,15 @@ offered again once the step has made its version, and each use has its own u. Wi
 neither is possible: a group used twice would hold a place in a step that others count on, and
 `Config` refuses a recipe's own sampler there.
 
+With `late="mask"`, `carry_over_groups` C more groups may be open, (S+1)P + C in all: a step finds P
+ready groups while up to C others, the longest ones, are still being written. These stay open, are
+written on under the next version (rollouts in flight go on at a commit), and a later step takes
+them before younger ones. The bound per trained token does not use how many groups are open: a token
+of version w has weight at u only if w >= u - S, whenever its group was admitted. What carrying over
+costs is tokens: a group may start up to C places earlier, on versions from v + max(0, q - C) // P
+- S on, and what it wrote before u - S has no weight. At S = 0 that is all that it wrote before the
+last commit.
+
 S = 0 makes the loop synchronous: no replica starts a group before it serves the version of the
 step before.
 
@@ -76,6 +85,7 @@ class Gate:
     groups_per_step: int
     rollouts_per_group: int
     late: str
+    carry_over_groups: int = 0
     max_drops_in_row: int
     sampler: Sampler = admission
     prompts: PromptStream
@@ -105,8 +115,8 @@ class Gate:
 
     @property
     def capacity(self) -> int:
-        """Most groups open at once: (S+1)P."""
-        return (self.max_staleness + 1) * self.groups_per_step
+        """Most groups open at once: (S+1)P, and those carried over."""
+        return (self.max_staleness + 1) * self.groups_per_step + self.carry_over_groups
 
     def oldest_version(self, version: int) -> int:
         """The oldest version whose tokens trainer version `version` may learn from."""
@@ -260,7 +270,9 @@ class Gate:
         return [group for group in taken if group.group_id not in self._kept]
 
     def _open(self, prompt: Prompt, unit: int | None) -> Group:
-        step = self.version + self._num_open // self.groups_per_step  # used then at the latest
+        # Used then at the latest, if as many of those before it as may be are carried over.
+        num_before = max(0, self._num_open - self.carry_over_groups)
+        step = self.version + num_before // self.groups_per_step
         self._last_step = max(self._last_step, step)
         group = Group(
             group_id=self.next_group_id,

@@ -14,11 +14,14 @@ trainer has
 
 tokens. a and b come from the newest parts: b is the median of the slopes between all pairs of them,
 each pair as heavy as its sizes are apart, and a the median of what is left, so a few parts that
-were held up change neither. (StreamRL, arXiv 2504.15930, starts a micro-batch once enough samples
-have arrived to saturate the trainer.)
+were held up change neither. The very first part is not counted: it is when memory is first touched
+and code first runs. And n is never above half of the step before: a trainer that only saw whole
+steps would have no two sizes to compare, and could not find out that it waits too long. (StreamRL,
+arXiv 2504.15930, starts a micro-batch once enough samples have arrived to saturate the trainer.)
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,12 +48,18 @@ class PartSize:
 
     config: TrainerConfig
     _parts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
-    _num_parts: int = 0  # of the step under way
+    _sizes: list[int] = field(default_factory=list)  # of the parts of the step under way
+    _most: float = math.inf  # half of the step before
+    _is_cold: bool = True
 
     def __post_init__(self) -> None:
-        self.num_tokens = self.config.num_data_ranks * self.config.tokens_per_micro_batch
+        self._saturating = self.config.num_data_ranks * self.config.tokens_per_micro_batch
+
+    @property
+    def num_tokens(self) -> int:
         """The smallest dynamic part; before two sizes are measured, one full micro-batch for every
         data rank."""
+        return round(min(self._saturating, self._most))
 
     def least(self, missing: int) -> tuple[int, int]:
         """(groups, tokens) that must be ready for a part of a step that misses `missing` groups;
@@ -69,8 +78,10 @@ class PartSize:
         start_s = loop.time()
         yield
         num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in batch.rows)
-        self._num_parts += 1
-        self.learn(num_tokens, loop.time() - start_s)
+        self._sizes.append(num_tokens)
+        if not self._is_cold:
+            self.learn(num_tokens, loop.time() - start_s)
+        self._is_cold = False
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """A part of so many tokens, prompts included, took so long."""
@@ -78,13 +89,14 @@ class PartSize:
         if line := fit_line(self._parts):
             start_s, token_s = line
             share = OVERHEAD_SHARE
-            self.num_tokens = round(start_s / token_s * (1 - share) / share)
+            self._saturating = round(start_s / token_s * (1 - share) / share)
 
     def take_metrics(self) -> dict[str, float]:
         """Of the step under way, which ends: its parts, and the smallest size as it is by now."""
-        number, self._num_parts = self._num_parts, 0
+        sizes, self._sizes = self._sizes, []
+        self._most = sum(sizes) / 2
         least = {"parts/least_tokens": float(self.num_tokens)}
-        return {"parts/number": float(number)} | (least if self.config.parts == "dynamic" else {})
+        return {"parts/number": len(sizes)} | (least if self.config.parts == "dynamic" else {})
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

@@ -53,6 +53,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "group.",
     "rollouts/trained": "Rollouts trained in the step.",
     "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
+    "groups/carried_over": "Groups trained in the step of which some tokens were too old for it: "
+    "tokens/masked counts them.",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
     "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy.",
     "dropped/equal_rewards": "Dropped groups whose rewards are all equal: they give no gradient.",

@@ -66,6 +66,7 @@ def step_scalars(
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     num_tokens = sum(row.num_tokens for row in rows)
     scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
+    scalars["groups/carried_over"] = sum(is_older(group, oldest_version) for group in groups)
     scalars |= _scores([score for group in finished for score in group.scores.values()])
     scalars |= _lengths([row for group in finished for row in group.rollouts.values()])
     scalars |= _staleness(staleness, rows)
@@ -109,6 +110,12 @@ def token_staleness(
             if span.version >= oldest_version:
                 counts[version - span.version] += span.num_tokens
     return dict(sorted(counts.items()))
+
+
+def is_older(group: Group, oldest_version: int) -> bool:
+    """True if some of the group was written before `oldest_version`."""
+    spans = (span for row in group.rollouts.values() for span in row.spans)
+    return any(span.version < oldest_version for span in spans)
 
 
 def is_mixed(row: RolloutInfo) -> bool:

@@ -173,6 +173,7 @@ class Loop:
 
     max_staleness: int = 1
     late: str = "wait"
+    carry_over_groups: int = 0
     num_steps: int = 50
     groups_per_step: int = 4
     parts: str = "dynamic"
@@ -271,7 +272,11 @@ class Loop:
                 max_tokens=512,
                 segment_tokens=self.segment_tokens,
             ),
-            staleness=StalenessConfig(max_staleness=self.max_staleness, late=self.late),
+            staleness=StalenessConfig(
+                max_staleness=self.max_staleness,
+                late=self.late,
+                carry_over_groups=self.carry_over_groups,
+            ),
             experience=ExperienceConfig(sampler=self.sampler),
             evaluation=EvaluationConfig(every_steps=self.evaluate_every),
             checkpoint=CheckpointConfig(

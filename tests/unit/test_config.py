@@ -102,6 +102,7 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
         ("trainer.parts=fixed", "trainer.groups_per_part must divide trainer.groups_per_step"),
         ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
         ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
+        ("staleness.carry_over_groups=1", "carry_over_groups must be 0 unless staleness.late=mask"),
         ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
         ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
         ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),
