@@ -36,6 +36,7 @@ from llamarl.algorithms.group_filters import check_names
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require
+from llamarl.config.rank_assignment import assign
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
 from llamarl.experience.samplers import check_sampler
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
@@ -168,6 +169,8 @@ def to_config(composed: DictConfig) -> Config:
     check_names(config.algorithm)
     check_rewards(config.reward)
     check_transport(config)
+    if config.cluster.sites:
+        assign(config)
     check_sampler(config)
     return config
 

@@ -31,8 +31,8 @@ def parameters(buffer):
 class Ends:
     """A writer and a weight buffer that meet in a new file at each `connect`."""
 
-    def __init__(self, folder):
-        self.folder, self.num_routes = folder, 0
+    def __init__(self, folder, is_slow=False):
+        self.folder, self.num_routes, self.is_slow = folder, 0, is_slow
         self.writer = Writer(0, "a", {"w": torch.randn(6, 4)}, parameters("w"), timeout_s=TIMEOUT_S)
         self.weight_buffer = WeightBuffer(
             parameters=parameters("weights"), num_elements=24, dtype=torch.float32, replica=0,
@@ -46,6 +46,7 @@ class Ends:
         return Route(
             source="trainer", replica=0, transport="collective", copies=tuple(copies),
             rendezvous=f"{self.folder}/route-{self.num_routes}", bucket_bytes=40,
+            is_slow=self.is_slow,
         )  # fmt: skip
 
     def connect(self):
@@ -77,6 +78,21 @@ def test_only_loopback_listens(ends) -> None:
     mine = [line.split()[3] for line in lines.splitlines() if f"pid={os.getpid()}," in line]
     assert mine
     assert all(address.startswith("127.0.0.1:") for address in mine), mine
+
+
+def test_over_a_slow_link_the_same_weights_arrive(tmp_path) -> None:
+    ends = Ends(tmp_path, is_slow=True)
+    ends.connect()
+    for version in (1, 2):
+        ends.publish(version)
+        with ends.writer.tensors.reading(version) as tensors:
+            assert torch.equal(ends.weight_buffer.active, tensors["w"].flatten())
+    ends.weight_buffer.prepare(3, 0)
+    ends.weight_buffer.abort(3)
+    ends.connect()
+    ends.publish(4)
+    ends.writer.close()
+    ends.weight_buffer.close()
 
 
 def test_an_end_that_comes_alone_gets_an_error(ends) -> None:

@@ -72,6 +72,7 @@ def test_each_byte_leaves_the_trainer_once_for_another_site_whoever_is_lost(buck
             "trainer", "trainer", "generator-1", "generator-1", "generator-2",
         ]  # fmt: skip
         assert [route.transport for route in routes] == ["rdma"] * 3 + ["shared_memory"] * 2
+        assert [route.is_slow for route in routes] == [False, True, False, False, False]
         await world.publish(0)
         await asyncio.sleep(10)
         assert world.versions() == [0] * 5

@@ -71,6 +71,39 @@ def test_a_step_keeps_a_snapshot_only_for_readers_that_have_not_acknowledged_the
         read(versions, 5)
 
 
+@pytest.mark.parametrize("ending", ["acknowledge", "remove"])
+def test_a_slow_reader_gets_a_version_that_takes_it_longer_than_a_step(ending) -> None:
+    versions = held(1)
+    versions.add_reader(0)
+    versions.add_reader(7, is_slow=True)
+    versions.announce()
+    step(versions, 2)  # it has not begun: version 2 would do as well
+    versions.announce()
+    with versions.reading(2, 7):
+        pass
+    for version in (3, 4, 5):
+        step(versions, version)
+        assert read(versions, 2) == 2, "else it would begin with each version and get none"
+        versions.announce()
+    with pytest.raises(StaleVersion):
+        read(versions, 4)
+    if ending == "acknowledge":
+        versions.acknowledge(7, 2)
+    else:
+        versions.remove_reader(7)
+    step(versions, 6)
+    assert (read(versions, 5), read(versions, 6)) == (5, 6)
+    with pytest.raises(StaleVersion):
+        read(versions, 2)
+    with versions.reading(5, 0):
+        pass
+    step(versions, 7)
+    versions.announce()
+    step(versions, 8)
+    with pytest.raises(StaleVersion):  # no other reader holds a snapshot
+        read(versions, 5)
+
+
 @pytest.mark.parametrize("ending", ["acknowledge", "acknowledge newer", "remove"])
 def test_a_snapshot_that_no_reader_needs_any_more_gives_back_its_memory(ending) -> None:
     versions = held(1)

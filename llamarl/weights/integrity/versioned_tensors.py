@@ -11,7 +11,8 @@ so `invalidate` waits that long and no longer; a write of an invalidated version
 at its next copy.
 
 Readers are the connected replicas. A reader that has not acknowledged the present version is
-pending: a step keeps a snapshot for it.
+pending: a step keeps a snapshot for it. A slow reader, one at another site, may need longer than a
+step: the snapshot that it has begun to read is kept until it has it, and a version between is not.
 """
 
 import threading
@@ -26,12 +27,14 @@ from llamarl.errors import StaleVersion
 
 @dataclass(slots=True)
 class _Set:
-    """Tensors by buffer name; `version` None: not to be read. A snapshot stays for `pending`."""
+    """Tensors by buffer name; `version` None: not to be read. A snapshot stays for `pending`, of
+    which some have `begun`."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: int | None = None
     num_reading: int = 0
     pending: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
 
 
 class VersionedTensors:
@@ -42,6 +45,7 @@ class VersionedTensors:
         self._present = _Set(_detached(tensors))
         self._older = _Set()
         self._readers: set[int] = set()
+        self._slow: set[int] = set()
         self._pending: set[int] = set()
         self._is_announced = False
 
@@ -59,7 +63,7 @@ class VersionedTensors:
         with self._changed:
             if tensors is not None:
                 self._replace(_detached(tensors))
-            self._present.version = version
+            self._present.version, self._present.begun = version, set()
             self._is_announced = False
             self._pending = set(self._readers)
 
@@ -68,10 +72,11 @@ class VersionedTensors:
         with self._changed:
             self._is_announced = True
 
-    def add_reader(self, replica: int) -> None:
+    def add_reader(self, replica: int, *, is_slow: bool = False) -> None:
         """A replica was connected; the present version is pending for it."""
         with self._changed:
             self._readers.add(replica)
+            (self._slow.add if is_slow else self._slow.discard)(replica)
             self._pending.add(replica)
 
     def remove_reader(self, replica: int) -> None:
@@ -94,12 +99,15 @@ class VersionedTensors:
         """Return once the caller may change the present tensors; they have no version then.
 
         Takes a snapshot if a reader is pending and the present version was announced or some write
-        of it has begun. It replaces the snapshot before, in the same memory, and is given back when
-        no reader needs it any more.
+        of it has begun. It replaces the snapshot before, in the same memory, unless a slow reader
+        is amid that one; and is given back when no reader needs it any more.
         """
         with self._changed:
             version = self._present.version
             is_needed = version is not None and self._is_announced and bool(self._pending)
+            older = self._older
+            is_kept = older.version is not None and bool(self._slow & older.pending & older.begun)
+            is_needed = is_needed and not is_kept
             if is_needed:
                 self._close(self._older)
         if is_needed:  # writes go on reading the present tensors meanwhile
@@ -111,6 +119,7 @@ class VersionedTensors:
         with self._changed:
             if is_needed:
                 self._older.version, self._older.pending = version, set(self._pending)
+                self._older.begun = set(self._present.begun)
                 if not self._pending:  # all have acknowledged meanwhile
                     self._older = _Set()
             self._close(self._present)
@@ -129,8 +138,9 @@ class VersionedTensors:
                     self._close(each)
 
     @contextmanager
-    def reading(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors that hold `version`, unchanged as long as the block lasts; StaleVersion."""
+    def reading(self, version: int, replica: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """The tensors that hold `version`, unchanged as long as the block lasts; StaleVersion.
+        `replica` is the reader, if it is one."""
         with self._changed:
             held = next((s for s in (self._present, self._older) if s.version == version), None)
             if held is None:
@@ -139,6 +149,8 @@ class VersionedTensors:
                     f"{self._present.version}"
                 )
             held.num_reading += 1
+            if replica is not None:
+                held.begun.add(replica)
             if held is self._present:
                 self._is_announced = True
         try:

@@ -105,7 +105,8 @@ class Route:
 
     `source` names the executor ("trainer", or "generator-0" that passes on what it received).
     `rendezvous` is where the ranks of a collective route meet: a file path that no other route
-    uses; else "". `bucket_bytes` is the largest message of a packed transport.
+    uses; else "". `bucket_bytes` is the largest message of a packed transport. `is_slow`: it leads
+    to another site.
     """
 
     source: str
@@ -114,6 +115,7 @@ class Route:
     copies: tuple[Copy, ...]
     rendezvous: str = ""
     bucket_bytes: int = 1 << 25
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,12 @@ class Publisher:
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
         self._replicas = Replicas(
             self._trainer,
-            Routes(config, rendezvous_folder=rendezvous_folder, generator_device=generator_device),
+            Routes(
+                config,
+                rendezvous_folder=rendezvous_folder,
+                generator_device=generator_device,
+                far_sites=self._far_sites,
+            ),
             spans,
             timeout_s=config.timeout_s,
             staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],

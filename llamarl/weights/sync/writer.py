@@ -72,7 +72,7 @@ class Writer:
         if route is None:
             return self.tensors.remove_reader(replica)
         self._routes[replica] = mine, make_sender(route, self._end) if mine else None
-        self.tensors.add_reader(replica)
+        self.tensors.add_reader(replica, is_slow=route.is_slow)
 
     def close(self) -> None:
         """Drop all routes."""
@@ -98,7 +98,7 @@ class Writer:
         totals: dict[str, int] = defaultdict(int)
 
         def copy_cast(copy: Copy, target: Tensor) -> None:
-            with self.tensors.reading(version) as tensors:
+            with self.tensors.reading(version, replica) as tensors:
                 tensor = tensors[copy.source_buffer]
                 offset = tensor.storage_offset() + copy.source_offset
                 source = tensor.as_strided(copy.shape, copy.source_strides, offset)

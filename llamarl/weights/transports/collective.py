@@ -28,6 +28,7 @@ from torch import Tensor
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, formed_to_fail_alone, meet
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.transports.exponents import expand, longest, squeeze
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
@@ -57,6 +58,7 @@ class RouteGroup:
         members += [("target", rank) for rank in target_ranks(route)]
         self._index = {member: index for index, member in enumerate(members)}
         self._timeout = timedelta(seconds=end.timeout_s)
+        self._itemsize = getattr(torch, route.copies[0].target_dtype).itemsize
         self._is_given_up = False
         index, size = self._index[side, end.rank], len(members)
         store = meet(route.rendezvous, index, size, self._timeout)
@@ -66,6 +68,7 @@ class RouteGroup:
         devices = [store.get(f"device-{each}").decode() for each in range(size)]
         self.device = device if all(devices) and len(set(devices)) == size else torch.device("cpu")
         self._group: Any = self._form(store, index, size)
+        self._is_squeezed = route.is_slow and self.device.type == "cpu"
 
     def _form(self, store: dist.Store, index: int, size: int) -> Any:
         if self.device.type == "cpu":
@@ -80,6 +83,8 @@ class RouteGroup:
         peer = self._index["target", rank]
         if self.device.type == "cuda":
             return [self._group.send([memory], peer, tag)]
+        if self._is_squeezed:
+            memory = squeeze(memory, self._itemsize)
         receipt = self._group.recv([torch.empty(1)], peer, tag)
         sending = (self._group.send([each], peer, tag) for each in (memory, torch.empty(1)))
         return [receipt, *sending]
@@ -87,12 +92,17 @@ class RouteGroup:
     def receive(self, memory: Tensor, rank: int, tag: int) -> None:
         """Fill `memory` with a message of source `rank`. RuntimeError if the group broke."""
         peer = self._index["source", rank]
-        message = self._group.recv([memory], peer, tag)
+        arrived = memory
+        if self._is_squeezed:  # gloo takes a message that is shorter than its memory
+            arrived = torch.empty(longest(memory.numel()), dtype=torch.uint8)
+        message = self._group.recv([arrived], peer, tag)
         if self.device.type == "cuda":
             return self.finish([message])
         end = self._group.recv([torch.empty(1)], peer, tag)
         self.finish([end, message])
         self.finish([self._group.send([torch.empty(1)], peer, tag)])
+        if self._is_squeezed:
+            expand(arrived, memory, self._itemsize)
 
     def finish(self, works: Sequence[Any]) -> None:
         """Wait for a message. RuntimeError if the other end is gone or takes too long."""

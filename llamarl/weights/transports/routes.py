@@ -8,6 +8,7 @@ CUDA IPC never leave a host, and no two routes meet at the same path.
 import os
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from itertools import chain
 
 from llamarl.config import WeightsConfig
@@ -17,12 +18,18 @@ from llamarl.weights.transports.table import TRANSPORTS, mapped_on, named
 
 
 class Routes:
-    """Makes routes for one run; `rendezvous_folder` is created when a route needs it."""
+    """Makes routes for one run; `rendezvous_folder` is created when a route needs it. `far_sites`
+    are as in `assignment.py`: only the trainer sends to another site."""
 
     def __init__(
-        self, config: WeightsConfig, *, rendezvous_folder: str, generator_device: str
+        self,
+        config: WeightsConfig,
+        *,
+        rendezvous_folder: str,
+        generator_device: str,
+        far_sites: Mapping[str, str] | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._far_sites = config, far_sites or {}
         self._rendezvous_folder = rendezvous_folder
         self._relay_transport = mapped_on(generator_device)
         self._planned: dict[bool, tuple[object, list[Copy]]] = {}  # by is_relay
@@ -66,6 +73,7 @@ class Routes:
             copies=tuple(copies),
             rendezvous=rendezvous,
             bucket_bytes=self._config.bucket_bytes,
+            is_slow=not is_relay and target[0].host in self._far_sites,
         )
 
 
