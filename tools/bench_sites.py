@@ -13,8 +13,8 @@ but those that met the break. Headers of packets, 4.6 %, and all other traffic a
 `models_received_per_version`: of the whole training, so with the requests to both far replicas.
 `far_publish_s` is the median time of such a publish, `near_publish_s` that of the near replica's.
 `standstill_s`: the longest that one commit held up decoding, per replica; `trainer_wait_s`: the
-trainer's longest wait for a publish. `sent_share`: bytes that the far site sent in all, over those
-of the rollouts it wrote. `num_lost`: rollouts that started again because a replica was lost.
+trainer's longest wait for a publish. `sent_share`: bytes that the far site sent in all, calls and
+acknowledgements of the weights too, over those of the rollouts it wrote. `num_lost`: rollouts that started again because a replica was lost.
 """
 
 from __future__ import annotations

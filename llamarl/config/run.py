@@ -83,8 +83,8 @@ class ExperienceConfig(Section):
     """Storage: the processes that keep the arrays of rollouts between the stages."""
 
     units_per_host: int = number(1, least=1, most=256)
-    """Storage processes on each host. A rollout is kept on the host whose generator writes it, if
-    that has one."""
+    """Storage processes on each host of the trainer's site. A rollout is kept on the host whose
+    generator writes it, if that has one."""
     max_bytes: int = number(4 * 1024**3, least=0, most=2**50)
     """Memory that rollouts may take on each host; 0: no limit. Beyond it the oldest complete ones
     go to files under run_dir/spill until they are trained. 4 GiB hold 250 million response tokens,

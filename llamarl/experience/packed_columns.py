@@ -12,8 +12,6 @@ import numpy as np
 
 from llamarl.types import Columns
 
-LEVEL = 1  # of zlib, the fastest: higher ones take longer and save next to nothing more
-
 Message = dict[str, tuple[np.ndarray, np.ndarray]]
 """Column name -> (the rows' values one after the other, the rows' lengths)."""
 
@@ -54,7 +52,7 @@ class PackedColumns(dict[str, list[np.ndarray]]):
 
 
 class CompressedColumns(PackedColumns):
-    """The same for a slow link. Making one compresses, which takes a core a second per 100 MB."""
+    """The same for a slow link. Making one compresses: a core takes a second for 90 MB."""
 
     def __init__(self, columns: Columns) -> None:
         super().__init__(columns)
@@ -68,7 +66,8 @@ class CompressedColumns(PackedColumns):
 def _compress(values: np.ndarray) -> tuple[str, bytes]:
     """The first bytes of all numbers, then the second ones, and so on: most of them are alike."""
     planes = values.view(np.uint8).reshape(len(values), values.itemsize).T
-    return values.dtype.str, zlib.compress(planes.tobytes(), LEVEL)
+    coder = zlib.compressobj(strategy=zlib.Z_RLE)  # twice as fast as others, and as short here
+    return values.dtype.str, coder.compress(planes.tobytes()) + coder.flush()
 
 
 def _expand(dtype: str, data: bytes) -> np.ndarray:
