@@ -14,7 +14,8 @@ but those that met the break. Headers of packets, 4.6 %, and all other traffic a
 `far_publish_s` is the median time of such a publish, `near_publish_s` that of the near replica's.
 `standstill_s`: the longest that one commit held up decoding, per replica; `trainer_wait_s`: the
 trainer's longest wait for a publish. `sent_share`: bytes that the far site sent in all, calls and
-acknowledgements of the weights too, over those of the rollouts it wrote. `num_lost`: rollouts that started again because a replica was lost.
+acknowledgements of the weights too, over those of the rollouts it wrote. `num_lost`: rollouts that
+started again because a replica was lost.
 """
 
 from __future__ import annotations
