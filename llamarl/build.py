@@ -26,6 +26,7 @@ from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.placement import Neighbours
+from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.metrics.span import Spans
@@ -75,8 +76,8 @@ def build_controller(
         seed=config.seed,
         mode=config.weights.logprob_check,
     )
-    publisher = make_publisher(
-        config, executors, dispatch, spans, run_dir, on_commit=logprob_check.committed
+    replica_set, publisher = _replica_set(
+        config, executors, dispatch, spans, run_dir, logprob_check.committed
     )
     saver = Saver(
         config=config.checkpoint,
@@ -96,6 +97,7 @@ def build_controller(
         gate=gate,
         ledger=ledger,
         publisher=publisher,
+        replica_set=replica_set,
         logprob_check=logprob_check,
         colocation=colocation,
         evaluator=evaluator,
@@ -105,15 +107,28 @@ def build_controller(
     return controller, publisher, dispatch
 
 
+def _replica_set(
+    config: Config,
+    executors: Executors,
+    dispatch: Dispatch,
+    spans: Spans,
+    run_dir: str,
+    on_commit: Callable[[int, int], None],
+) -> tuple[ReplicaSet, Publisher]:
+    # Colocated, a replica could start only in a phase of its own.
+    max_restarts = 0 if config.placement.colocated else config.generator.max_restarts
+    options: dict[str, Any] = {"on_commit": on_commit, "may_come": max_restarts > 0}
+    publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
+    groups, start = executors.generators, executors.start_generator
+    return ReplicaSet(groups, start, publisher, dispatch, max_restarts=max_restarts), publisher
+
+
 def make_dispatch(config: Config, executors: Executors) -> Dispatch:
     """One Generator of all replicas."""
-    groups = executors.generators.items()
     return Dispatch(
-        {index: group.call_one for index, group in groups},
+        executors.generators,
         executors.storage,
         collectors=[group.call_one for group in executors.collectors],
-        watches={index: group.watch for index, group in groups},
-        stops={index: group.stop for index, group in groups},
         neighbours=Neighbours(units_near(config), num_storage_units(config)),
     )
 
@@ -162,9 +177,11 @@ def make_publisher(
     *,
     source: WeightSource | None = None,
     on_commit: Callable[[int, int], None] = lambda replica, version: None,
+    may_come: bool = False,
 ) -> Publisher:
     """Brings versions to all replicas: the trainer's, or those of another `source`, which may
-    change its tensors as soon as a publish has returned."""
+    change its tensors as soon as a publish has returned. Replicas `may_come` while the run goes
+    on."""
     weights = config.weights
     if config.placement.colocated or source is not None:  # no write may outlast its publish
         weights = replace(weights, straggler_timeout_s=weights.timeout_s)
@@ -174,9 +191,10 @@ def make_publisher(
         on_commit(replica, version)
 
     def lost(replica: int, why: Exception) -> asyncio.Future[None]:
+        group = executors.generators[replica]
         dispatch.lost(replica, why)
         # A replica that was only silent must not wake up and write into its siblings' memory.
-        return asyncio.ensure_future(executors.generators[replica].stop())
+        return asyncio.ensure_future(group.stop())
 
     if source is None:
         assert executors.trainer is not None
@@ -194,6 +212,7 @@ def make_publisher(
         on_commit=committed,
         on_lost=lost,
         on_hold=dispatch.hold,
+        may_come=may_come,
     )
 
 

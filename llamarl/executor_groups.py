@@ -6,13 +6,15 @@ for settle, which the controller runs.
 """
 
 import asyncio
+import logging
 import os
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamarl.cluster import Cluster, ExecutorGroup, make_cluster, make_rdma
 from llamarl.config import Config
@@ -23,6 +25,7 @@ from llamarl.config.rank_assignment import (
     far_sites,
     home_hosts,
     num_storage_units,
+    place_generator,
 )
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.executors.specs import (
@@ -53,12 +56,18 @@ from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
 from llamarl.weights.transports.table import TRANSPORTS
 
+if TYPE_CHECKING:
+    from llamarl.weights.transports.protocol import Rdma
+
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Executors:
     """The executors of a run, started; without one of the `vital` ones it cannot go on.
 
-    `stages` are those between generate and settle, by the stage that each runs.
+    `stages` are those between generate and settle, by the stage that each runs. `start_generator`
+    starts the generator of an index that has no processes.
     """
 
     vital: list[ExecutorGroup]
@@ -66,6 +75,7 @@ class Executors:
     generators: dict[int, ExecutorGroup]
     stages: dict[Stage, ExecutorGroup]
     trainer: ExecutorGroup | None
+    start_generator: Callable[[int], Awaitable[ExecutorGroup]]
     collectors: list[ExecutorGroup] = field(default_factory=list)
 
 
@@ -114,6 +124,37 @@ def place_executors(config: Config, graph: Graph) -> dict[str, list[Device]]:
     return places
 
 
+@dataclass(frozen=True)
+class Starter:
+    """Starts executors in processes of `cluster`, each of their ranks where `places` has it."""
+
+    cluster: Cluster
+    places: dict[str, list[Device]]
+
+    async def spawn(self, name: str, spec: Spec) -> ExecutorGroup:
+        """Only the processes."""
+        places = self.places[name]
+        return await self.cluster.spawn(name, spec.executor, spec, len(places), places)
+
+    async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
+        """Spawn the executor and let it load what it needs; if it cannot, its processes end."""
+        report(name, "starting")
+        group = await self.spawn(name, spec)
+        report(name, "loading")
+        try:
+            await group.call_all.start()
+        except BaseException:
+            await group.stop()
+            raise
+        report(name, "ready")
+        return group
+
+
+def log_state(name: str, state: str) -> None:
+    """Report what becomes of an executor that is started while the run goes on."""
+    log.info("%s: %s", name, state)
+
+
 async def spawn_executors(
     config: Config,
     inputs: Inputs,
@@ -130,28 +171,26 @@ async def spawn_executors(
     """
     if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
         await try_loading(config.reward, inputs.task_source)
-    places = place_executors(config, inputs.graph)
+    starter = Starter(cluster, place_executors(config, inputs.graph))
 
-    async def spawn(name: str, spec: Spec) -> ExecutorGroup:
-        return await cluster.spawn(name, spec.executor, spec, len(places[name]), places[name])
-
-    async def start(name: str, spec: Spec) -> ExecutorGroup:
-        """Spawn the executor and let it load what it needs."""
-        report(name, "starting")
-        group = await spawn(name, spec)
-        report(name, "loading")
-        await group.call_all.start()
-        report(name, "ready")
-        return group
+    async def start_generator(replica: int) -> ExecutorGroup:
+        name = f"generator-{replica}"
+        starter.places.setdefault(name, place_generator(config, replica))
+        spec = _generator_spec(config, inputs, storage, far_storage, run_dir, parts, replica)
+        return await starter.start(name, spec, log_state)
 
     storage_specs = _storage_specs(config, run_dir)
-    units = await asyncio.gather(*(start(f"storage-{s.unit}", s) for s in storage_specs))
+    units = await asyncio.gather(
+        *(starter.start(f"storage-{each.unit}", each, report) for each in storage_specs)
+    )
     storage, far_storage = (_store(units, storage_specs, is_far) for is_far in (False, True))
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
     specs = _specs(config, inputs, storage, far_storage, run_dir, parts)
     for stage in stages:
         specs[name_executor(stage)] = _stage_spec(stage, config, inputs, storage, run_dir)
-    started = await asyncio.gather(*(start(name, spec) for name, spec in specs.items()))
+    started = await asyncio.gather(
+        *(starter.start(name, spec, report) for name, spec in specs.items())
+    )
     groups = dict(zip(specs, started, strict=True))
     generators = {
         spec.replica: groups.pop(name)
@@ -160,7 +199,7 @@ async def spawn_executors(
     }
     shares = collector_specs(config, generators) if EXECUTORS[TRAIN] in parts else []
     collectors = await asyncio.gather(
-        *(spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
+        *(starter.spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
     )
     return Executors(
         vital=[*units, *groups.values(), *collectors],
@@ -169,6 +208,7 @@ async def spawn_executors(
         collectors=collectors,
         stages={stage: groups[name_executor(stage)] for stage in stages},
         trainer=groups.get("trainer"),
+        start_generator=start_generator,
     )
 
 
@@ -206,32 +246,16 @@ def _specs(
     parts: Collection[str],
 ) -> dict[str, Spec]:
     """By name, of the executors that use the store; `far_storage` is for those at other sites."""
-    places, far = assign(config), far_sites(config)
-    session = uuid.uuid4().hex[:8]  # names files that no earlier session of the run used
-    rdma = make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
     specs: dict[str, Spec] = {}
-    trains = EXECUTORS[TRAIN] in parts
     for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
-        name = f"generator-{replica}"
-        specs[name] = GeneratorSpec(
-            replica=replica,
-            checkpoint=inputs.checkpoint,
-            load_weights=not trains,
-            tokenizer=inputs.tokenizer_folder,
-            config=config.generator,
-            weights=config.weights,
-            placement=config.placement,
-            storage=far_storage if places[name][0].host in far else storage,
-            run_dir=run_dir,
-            run_id=session,
-            rdma=rdma,
-        )
-    if trains:
+        spec = _generator_spec(config, inputs, storage, far_storage, run_dir, parts, replica)
+        specs[f"generator-{replica}"] = spec
+    if EXECUTORS[TRAIN] in parts:
         specs["trainer"] = TrainerSpec(
             checkpoint=inputs.checkpoint,
             tokenizer=inputs.tokenizer_folder,
             task_source=inputs.task_source,
-            rendezvous=f"{run_dir}/.rendezvous-trainer-{session}",
+            rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
             config=config.trainer,
             algorithm=config.algorithm,
             sampling=config.sampling,
@@ -241,9 +265,43 @@ def _specs(
             run_dir=run_dir,
             num_steps=config.num_steps,
             seed=config.seed,
-            rdma=rdma,
+            rdma=_rdma(config),
         )
     return specs
+
+
+def _generator_spec(
+    config: Config,
+    inputs: Inputs,
+    storage: Store,
+    far_storage: Store,
+    run_dir: str,
+    parts: Collection[str],
+    replica: int,
+) -> GeneratorSpec:
+    is_far = place_generator(config, replica)[0].host in far_sites(config)
+    return GeneratorSpec(
+        replica=replica,
+        checkpoint=inputs.checkpoint,
+        load_weights=EXECUTORS[TRAIN] not in parts,
+        tokenizer=inputs.tokenizer_folder,
+        config=config.generator,
+        weights=config.weights,
+        placement=config.placement,
+        storage=far_storage if is_far else storage,
+        run_dir=run_dir,
+        run_id=_new_id(),
+        rdma=_rdma(config),
+    )
+
+
+def _new_id() -> str:
+    """Names files that no earlier processes of the run used."""
+    return uuid.uuid4().hex[:8]
+
+
+def _rdma(config: Config) -> "Rdma | None":
+    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
 
 
 def _stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run_dir: str) -> Spec:
@@ -251,7 +309,7 @@ def _stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, ru
         return ReferenceSpec(
             checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
             column=stage.writes[0].name,
-            rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{uuid.uuid4().hex[:8]}",
+            rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{_new_id()}",
             config=config.trainer,
             sampling=config.sampling,
             storage=storage,

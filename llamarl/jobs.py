@@ -121,6 +121,7 @@ async def _train(
                 signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
                 await _until_end(controller, executors, signals, progress)
             finally:
+                await controller.replica_set.close()
                 await dispatch.close()
                 await publisher.close()
                 spans.close()

@@ -56,6 +56,9 @@ class Collector(Protocol):
         exception that its `collect` raised, after which the replica is not asked again. Waits for
         at least one."""
 
+    async def follow(self, replica: int, generator: Generator) -> None:
+        """Collect from this replica too, which may have the number of one that was lost."""
+
 
 class Checkpointed(Protocol):
     """Has a state that checkpoints hold."""
@@ -114,6 +117,9 @@ class Storage(Protocol):
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these rows that a generator has written, as it reports them when they stop."""
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome (trained at which version, dropped and why, ...)

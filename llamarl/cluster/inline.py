@@ -33,8 +33,8 @@ class InlineCluster:
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
-        if name in self._groups:
-            raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
+        if name in self._groups and not self._groups[name].is_stopped:
+            raise ValueError(f"executor name must not be in use in its cluster, got {name!r}")
         group = InlineGroup(name)
         self._groups[name] = group
         for rank in range(num_ranks):
@@ -62,6 +62,11 @@ class InlineGroup:
         self.call_one = Calls(self._run, is_first=True)
         self.call_all = Calls(self._run, is_first=False)
         self._stopped = asyncio.Event()
+
+    @property
+    def is_stopped(self) -> bool:
+        """`stop` was called."""
+        return self._stopped.is_set()
 
     async def watch(self) -> None:
         await self._stopped.wait()

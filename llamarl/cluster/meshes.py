@@ -119,9 +119,15 @@ class MonarchGroup:
     ) -> HostRanks:
         common = environment(self.mark, config.threads_per_process) | host.environment
         environments = [common | gpu_environment(device, config) for device in devices]
-        processes = host.spawn(f"{self.name}-{first}", environments)
-        actors = processes.spawn(f"{self.name}-{first}", ExecutorActor)
+        mesh_name = f"{self.name}-{first}-{uuid.uuid4().hex[:8]}"  # an earlier group had this name
+        processes = host.spawn(mesh_name, environments)
+        actors = processes.spawn(mesh_name, ExecutorActor)
         return HostRanks(host, first, len(devices), processes, actors)
+
+    @property
+    def is_stopped(self) -> bool:
+        """`stop` has ended all processes."""
+        return self._stopping is not None and self._stopping.done()
 
     async def watch(self) -> None:
         await asyncio.wait({self._lost})
@@ -254,8 +260,8 @@ class MonarchCluster:
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
     ) -> ExecutorGroup:
-        if name in self._groups:
-            raise ValueError(f"executor name must be new in its cluster, got {name!r} again")
+        if name in self._groups and not self._groups[name].is_stopped:
+            raise ValueError(f"executor name must not be in use in its cluster, got {name!r}")
         if self._is_stopped:
             raise RuntimeError("the cluster was stopped")
         mark = f"{self._id}/{name}"

@@ -63,6 +63,10 @@ class GeneratorConfig(Section):
     num_collectors: int = number(0, least=0, most=65536)
     """Processes that collect from the replicas which rollouts stopped, and report them to the
     controller together; use one for hundreds of replicas. 0: the controller asks each replica."""
+    max_restarts: int = number(10, least=0, most=10**6)
+    """A replica that is lost is started again, while training goes on, but not more often than this
+    within an hour: then the run ends. 0: never, the other replicas go on without it. With
+    placement=colocated replicas are never started again."""
     heartbeat_s: float = number(30.0, least=0.001, most=DAY_S)
     """Longest time until a replica reports which rollouts have stopped, if any; when all rollouts
     of a prompt have stopped it reports them at once."""

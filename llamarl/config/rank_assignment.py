@@ -12,7 +12,7 @@ over the hosts needs.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamarl.config import Config
 
@@ -53,6 +53,21 @@ def assign(config: Config) -> dict[str, list[Device]]:
     }
     _check_sites(config, devices)
     return devices | {"reference": devices["trainer"]}
+
+
+def place_generator(config: Config, replica: int) -> list[Device]:
+    """The device of each rank of a replica that may be more than those of the recipe.
+
+    On GPUs it takes the devices that the recipe leaves free; ValueError, with the numbers, if there
+    are too few. Else it runs on the host that its index names in turn.
+    """
+    if f"generator-{replica}" in (places := assign(config)):
+        return places[f"generator-{replica}"]
+    if config.generator.device == "cpu":
+        host = Device(host=replica % config.cluster.size, gpu=None)
+        return [host] * config.generator.num_ranks
+    more = replace(config, generator=replace(config.generator, num_replicas=replica + 1))
+    return assign(more)[f"generator-{replica}"]
 
 
 def companions(config: Config) -> dict[str, list[Device]]:

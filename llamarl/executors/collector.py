@@ -5,6 +5,7 @@ import asyncio
 
 from llamarl.executors.specs import CollectorSpec
 from llamarl.metrics.span import Spans
+from llamarl.protocols import Generator
 from llamarl.types import RolloutInfo
 
 MERGE_S = 0.1  # reports of hundreds of replicas go to the controller in one message
@@ -14,7 +15,7 @@ class CollectorExecutor:
     """Keeps one `collect` pending at each replica, from its own first `collect` on."""
 
     def __init__(self, spec: CollectorSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
-        self._generators = spec.generators
+        self._generators = dict(spec.generators)
         self._reports: list[tuple[int, list[RolloutInfo] | Exception]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._has_reports = asyncio.Event()
@@ -33,6 +34,12 @@ class CollectorExecutor:
         self._has_reports.clear()
         reports, self._reports = self._reports, []
         return reports
+
+    async def follow(self, replica: int, generator: Generator) -> None:
+        """See `protocols.Collector`."""
+        self._generators[replica] = generator
+        if self._tasks:
+            self._tasks.append(asyncio.create_task(self._ask(replica)))
 
     async def _ask(self, replica: int) -> None:
         try:

@@ -58,17 +58,19 @@ class EngineOutput:
         if any(is_ready):
             self._loop.call_soon_threadsafe(self._is_ready.set)
 
-    async def take(self, limit_s: float) -> list[RequestOutput]:
-        """The rollouts that stopped; waits until all of some prefix group have, or one was cut, and
-        then `GATHER_S` for more, but at most `limit_s`. Raises the engine's error."""
+    async def take(self, limit_s: float) -> tuple[list[RequestOutput], bool]:
+        """The rollouts that stopped, and whether all of some prefix group have, or one was cut;
+        waits for that, and then `GATHER_S` for more, but at most `limit_s`. Raises the engine's
+        error."""
         self.check()
         if not self._is_kept:
-            return []
+            return [], True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_ready.wait(), limit_s)
             await asyncio.sleep(GATHER_S)
         self.check()
         with self._lock:
             finished, self._finished = self._finished, []
+            is_ready = self._is_ready.is_set()
             self._is_ready.clear()
-        return finished
+        return finished, is_ready

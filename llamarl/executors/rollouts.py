@@ -12,6 +12,8 @@ from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
 from llamarl.types import Request, RolloutInfo
 
+STORE_S = 1.0
+
 
 class RolloutPart:
     """protocols.Generator for one rank; ranks other than 0 return no rollouts."""
@@ -39,13 +41,19 @@ class RolloutPart:
     async def collect(self) -> list[RolloutInfo]:
         """Rollouts that stopped, their columns stored; after `heartbeat_s` whatever there is.
 
-        The trainer needs whole groups, so it waits for one, and a little longer for more. An
+        The trainer needs whole groups, so it waits for one, and a little longer for more. What
+        stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
         exception of the engine is raised here, with its own traceback.
         """
-        finished = await self._output.take(self._spec.config.heartbeat_s)
-        if finished:
-            await write_finished(self._storage, finished)
-        return [rollout_info(item, self._spec.replica) for item in finished]
+        clock = asyncio.get_running_loop().time
+        rows: list[RolloutInfo] = []
+        end_s, is_ready = clock() + self._spec.config.heartbeat_s, False
+        while not is_ready and (left_s := end_s - clock()) > 0:
+            finished, is_ready = await self._output.take(min(left_s, STORE_S))
+            if finished:
+                await write_finished(self._storage, finished)
+                rows += [rollout_info(item, self._spec.replica) for item in finished]
+        return rows
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each comes out of `collect`, marked ABORTED."""

@@ -27,7 +27,16 @@ from llamarl.experience.table import Table
 from llamarl.experience.unit import MESSAGE_BYTES
 from llamarl.experience.wire import Written, found_message, read_ids, write_message
 from llamarl.metrics.span import Spans
-from llamarl.types import Columns, Outcome
+from llamarl.types import (
+    PROMPT_IDS,
+    SAMPLING,
+    TOKEN_VERSIONS,
+    Columns,
+    Outcome,
+    RolloutInfo,
+    finish_reason,
+    version_spans,
+)
 from llamarl.weights.transports.available import available_bytes
 
 log = logging.getLogger(__name__)
@@ -93,6 +102,28 @@ class StorageExecutor:
             found, memory = self._slabs.copy(cells)
             columns = found.views([memory])
             return PackedColumns({name: columns[name] for name in names})
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these rows that a generator has written, as it reports them when they stop."""
+        written = [PROMPT_IDS, TOKEN_VERSIONS, SAMPLING]
+        groups = self._table.groups(row_ids)
+        found = [i for rows, names in groups if {*written} <= {*names} for i in rows]
+        if not found:
+            return []
+        cells, memory = self._slabs.copy(self._table.locate(found, written))
+        columns = cells.views([memory])
+        return [
+            RolloutInfo(
+                row_id=row_id,
+                num_prompt_tokens=len(prompt),
+                num_tokens=len(versions),
+                spans=version_spans(versions),
+                finish_reason=finish_reason(sampling),
+            )
+            for row_id, prompt, versions, sampling in zip(
+                found, *(columns[name] for name in written), strict=True
+            )
+        ]
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with `outcome` (its key "outcome" says what became of them), free

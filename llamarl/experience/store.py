@@ -13,7 +13,7 @@ import numpy as np
 
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Storage
-from llamarl.types import Columns, Outcome
+from llamarl.types import Columns, Outcome, RolloutInfo
 
 T = TypeVar("T")
 
@@ -66,6 +66,12 @@ class Store:
                     columns[name][place] = cell
         return columns
 
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these rows that a generator has written, as it reports them when they stop."""
+        shares = self._places(row_ids).items()
+        calls = (self._units[unit].find(_choose(row_ids, places)) for unit, places in shares)
+        return [row for rows in await asyncio.gather(*calls) for row in rows]
+
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome and free them."""
         await asyncio.gather(
@@ -114,6 +120,10 @@ class RecordingStore:
         columns = await self._storage.read(row_ids, names)
         self._record("get", start_ns, len(row_ids), columns)
         return columns
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """See `protocols.Storage`."""
+        return await self._storage.find(row_ids)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """See `protocols.Storage`."""

@@ -20,7 +20,7 @@ from llamarl.experience.connection import Connection
 from llamarl.experience.packed_columns import CompressedColumns, PackedColumns
 from llamarl.experience.wire import Message, ints, read_found, write_message
 from llamarl.protocols import Storage
-from llamarl.types import Columns, Outcome
+from llamarl.types import Columns, Outcome, RolloutInfo
 
 MESSAGE_BYTES = 8 * 1024 * 1024  # of a call between processes, which are meant for metadata
 REASON_LIMIT_S = 2.0  # for calls to say why a unit has ended
@@ -68,6 +68,10 @@ class Unit:
         question: Message = {"ask": "read", "names": names}, [ints(row_ids)]
         connection, packet = await self._ask(question)
         return read_found(packet, connection.done.append)
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """See `protocols.Storage`."""
+        return await self._calls.find(row_ids)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """See `protocols.Storage`."""

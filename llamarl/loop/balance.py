@@ -7,6 +7,7 @@ its prefill.
 """
 
 import heapq
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -60,6 +61,8 @@ class Balance:
         self.replicas: dict[int, Replica] = {}
         self.keepers: set[int] = set()
         """Replicas that keep their version for an evaluation, which goes to them alone."""
+        self.draining: set[int] = set()
+        """Replicas that get no more requests."""
         self._neighbours = neighbours or Neighbours({}, 1)
         self._group_load = 1  # of the last group that was spread
 
@@ -75,7 +78,7 @@ class Balance:
         for _, run in groupby(requests, key=lambda r: (r.prompt_ids, r.purpose)):
             group = list(run)
             is_evaluation = group[0].purpose is Purpose.EVALUATE
-            if not (self.keepers & self.replicas.keys() if is_evaluation else self.replicas):
+            if not (self.keepers & self.replicas.keys() if is_evaluation else self._open):
                 left += group
                 continue
             index = self._choose(queues, group)
@@ -83,6 +86,12 @@ class Balance:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
         return shares, left
+
+    @property
+    def _open(self) -> Set[int]:
+        """Replicas that get requests: not those that are being drained, unless all are."""
+        replicas = self.replicas.keys()
+        return (replicas - self.draining or replicas) if self.draining else replicas
 
     def plan_units(self, num_groups: int) -> list[int | None]:
         """The storage unit for each of the groups that are submitted next: one on the host of the
@@ -128,7 +137,7 @@ class Balance:
         min_version, is_evaluation = kind
         queue = queues.get((*kind, id(near)))
         if queue is None:
-            candidates = self.keepers if is_evaluation else self.replicas.keys()
+            candidates = self.keepers if is_evaluation else self._open
             some = candidates & (
                 self.replicas.keys() if near is None else near & self.replicas.keys()
             )

@@ -21,6 +21,7 @@ from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.part_size import PartSize
+from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.saver import Saver
 from llamarl.loop.serving import serve_stage
 from llamarl.types import FinishReason, Group, Kept, Outcome, Purpose
@@ -37,6 +38,7 @@ class Controller:
     gate: Gate
     ledger: Ledger
     publisher: Publisher
+    replica_set: ReplicaSet
     logprob_check: LogprobCheck
     colocation: Colocation
     evaluator: Evaluator
@@ -56,7 +58,8 @@ class Controller:
         async with self.saver.saving(), asyncio.TaskGroup() as tasks:
             self._evaluate_if_due(self.gate.version, tasks)
             admitting = tasks.create_task(self._admit_stage())
-            own = (self._collect_stage(), self._settle_stage(), self.publisher.watch())
+            watches = self.publisher.watch(), self.replica_set.watch()
+            own = self._collect_stage(), self._settle_stage(), *watches
             pairs = self.roles.stages.items()
             between = (serve_stage(stage, executor, self.ledger) for stage, executor in pairs)
             serving = [tasks.create_task(work) for work in (*own, *between)]

@@ -2,10 +2,10 @@
 
 Owns: the calls to replicas, and what becomes of a lost one's work. Does not own: which replica gets
 which request (`balance.py`), the bound (`gate.py`) or the weights. Invariant: every request
-submitted comes out of `collect` exactly once, or `collect` raises; a lost replica's requests start
-again elsewhere, once its processes have ended, or after STOP_S if they do not end. What the lost
-replica still sends to storage is refused then, because a request that starts again has a higher
-`Request.attempt`.
+submitted comes out of `collect` exactly once, or `collect` raises. Once a lost replica's processes
+have ended, what it had stored counts and the rest starts again elsewhere. If they do not end within
+STOP_S all of it starts again, and what they still send to storage is refused, because a request
+that starts again has a higher `Request.attempt`.
 
 The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
 It is itself a Generator, so the controller sees one however many replicas there are.
@@ -14,8 +14,10 @@ It is itself a Generator, so the controller sees one however many replicas there
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
+from typing import Any, Protocol
 
 from llamarl.errors import GroupLost, NoGenerator
 from llamarl.loop.balance import Balance, Replica
@@ -26,6 +28,19 @@ from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 log = logging.getLogger(__name__)
 
 STOP_S = 10.0  # longest wait for the processes of a lost replica to end
+DRAIN_POLL_S = 0.1
+
+
+class ReplicaGroup(Protocol):
+    """The processes of one replica."""
+
+    call_one: Generator
+
+    async def watch(self) -> None:
+        """Wait until the replica is lost and raise GroupLost; return once it was stopped."""
+
+    async def stop(self) -> None:
+        """End the processes; never raises, may be repeated."""
 
 
 class Dispatch:
@@ -33,39 +48,44 @@ class Dispatch:
 
     def __init__(
         self,
-        generators: dict[int, Generator],
+        groups: Mapping[int, ReplicaGroup],
         storage: Storage,
         collectors: Sequence[Collector] = (),
-        watches: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
-        stops: Mapping[int, Callable[[], Awaitable[None]]] | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
-        """If there are `collectors`, they collect from all `generators`, and `watches` raise once a
-        replica is lost. `stops` end a replica's processes. Without `neighbours` all is on one
-        host."""
+        """If there are `collectors`, they collect from all replicas; collector i from those whose
+        index modulo their number is i. Without `neighbours` all is on one host."""
         self.balance = Balance(neighbours)
         self.replicas = self.balance.replicas
-        self.replicas |= {index: Replica(generator) for index, generator in generators.items()}
+        self.replicas |= {index: Replica(group.call_one) for index, group in groups.items()}
+        self.on_lost: Callable[[int, Exception], None] | None = None
+        """Gets each replica that is lost. With it others may come, so requests wait for them if
+        there are none."""
+        self._groups = dict(groups)
         self._storage = storage
         self._collectors = collectors
-        self._watches = watches or {}
-        self._stops = stops or {}
         self._rows: asyncio.Queue[list[RolloutInfo] | BaseException] = asyncio.Queue()
         self._collecting: dict[int, asyncio.Task[None]] = {}  # by replica
         self._collector_tasks: list[asyncio.Task[None]] = []
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # what replicas that come or go cause
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
+        self._waiting: dict[int, Request] = {}  # for a replica
+        self._joining: dict[int, tuple[ReplicaGroup, Callable[[int], None]]] = {}
+        self._may_hold_more = False
         self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
         self._last_loss: Exception | None = None
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests, each run of equal prompts on the replica that suits it best. Those of an
         evaluation go to replicas that keep their version; once those are lost, nowhere: they come
-        out of `collect` marked ABORTED."""
+        out of `collect` marked ABORTED. NoGenerator if no replica is left and none may come."""
         shares, left = self.balance.spread([self._renewed(request) for request in requests])
-        if left and left[0].purpose is not Purpose.EVALUATE:
+        is_late = [each.purpose is Purpose.EVALUATE and not self._may_hold_more for each in left]
+        self._give_up([*compress(left, is_late)])
+        waiting = {each.row_id: each for each, late in zip(left, is_late, strict=True) if not late}
+        if waiting and self.on_lost is None:
             raise NoGenerator("every generator replica is lost") from self._last_loss
-        self._give_up(left)
+        self._waiting |= waiting
         calls = (self._send(self.replicas[i], i, share) for i, share in shares.items())
         await asyncio.gather(*calls)
 
@@ -125,16 +145,39 @@ class Dispatch:
             if those
         )
         await asyncio.gather(*calls)
-        self._give_up([self._unplaced.pop(i) for i in sorted(wanted & self._unplaced.keys())])
+        for idle in (self._unplaced, self._waiting):
+            self._give_up([idle.pop(row_id) for row_id in sorted(wanted & idle.keys())])
 
     def committed(self, replica: int, version: int) -> None:
         """`replica` has committed `version`."""
         if replica in self.replicas:
             self.replicas[replica].version = version
+        elif replica in self._joining:
+            self._groups[replica], serves = self._joining.pop(replica)
+            self.replicas[replica] = Replica(self._groups[replica].call_one, version)
+            serves(replica)
+            self._start(self._join(replica))
 
-    def hold(self, replicas: set[int]) -> None:
-        """These replicas, and no others, keep their version."""
-        self.balance.keepers = replicas
+    def expect(self, index: int, group: ReplicaGroup, serves: Callable[[int], None]) -> None:
+        """Once this replica has committed its first version it gets requests, and `serves` is
+        called."""
+        self._joining[index] = group, serves
+
+    async def drain(self, index: int) -> None:
+        """Give no more requests to this replica; returns when it has stopped those that it has."""
+        self.balance.draining.add(index)
+        while index in self.replicas and self.replicas[index].running:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def remove(self, index: int) -> None:
+        """Forget this replica; what it holds starts again elsewhere."""
+        self._joining.pop(index, None)
+        self._let_go(index)
+        self.balance.draining.discard(index)
+
+    def hold(self, replicas: set[int], may_be_more: bool = False) -> None:
+        """These replicas, and no others, keep their version; `may_be_more` may do so later."""
+        self.balance.keepers, self._may_hold_more = replicas, may_be_more
 
     def lost(self, index: int, why: Exception) -> None:
         """`index` is given up, by a publish or because it died: once its processes have ended its
@@ -143,21 +186,17 @@ class Dispatch:
         if isinstance(why, GroupLost) and not why.group.startswith("generator"):
             self._rows.put_nowait(why)
             return
-        replica = self.replicas.pop(index, None)
-        if replica is None:
-            return
-        self._last_loss = why
-        task = self._collecting.pop(index, None)
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-        now = "start again elsewhere" if self.replicas else "are lost too: it was the last one"
-        log.warning("generator %d: its %d rollouts %s: %s", index, len(replica.running), now, why)
-        self._unplaced |= replica.running
-        self._restarts.add(asyncio.create_task(self._restart(index, list(replica.running))))
+        if (num_running := self._let_go(index)) is not None:
+            self._last_loss = why
+            is_last = not self.replicas and self.on_lost is None
+            now = "are lost too: it was the last one" if is_last else "start again elsewhere"
+            log.warning("generator %d: its %d rollouts %s: %s", index, num_running, now, why)
+        if self.on_lost is not None:
+            self.on_lost(index, why)
 
     async def close(self) -> None:
         """Stop collecting."""
-        tasks = [*self._collecting.values(), *self._collector_tasks, *self._restarts]
+        tasks = [*self._collecting.values(), *self._collector_tasks, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -167,7 +206,7 @@ class Dispatch:
         replica = self.replicas[index]
         try:
             if self._collectors:
-                await self._watches[index]()
+                await self._groups[index].watch()
             while not self._collectors:
                 self._release(index, await replica.generator.collect())
         except GroupLost as error:
@@ -179,12 +218,12 @@ class Dispatch:
         try:
             while True:
                 for index, report in await collector.collect():
-                    if isinstance(report, GroupLost):
-                        self.lost(index, report)
-                    elif not isinstance(report, Exception):
+                    if isinstance(report, GroupLost) and report.group.startswith("generator"):
+                        continue  # `_follow` finds it too, and belongs to the processes of now
+                    if not isinstance(report, Exception):
                         self._release(index, report)
-                    elif index in self.replicas:  # else it was being stopped
-                        raise report
+                    elif isinstance(report, GroupLost) or index in self.replicas:
+                        raise report  # else the replica was being stopped
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
@@ -196,21 +235,62 @@ class Dispatch:
         if known:
             self._rows.put_nowait(known)
 
-    async def _restart(self, index: int, row_ids: list[int]) -> None:
+    def _let_go(self, index: int) -> int | None:
+        """Give this replica nothing more, and what it holds to others; returns how many rollouts
+        that are, None if the replica is gone already."""
+        replica = self.replicas.pop(index, None)
+        if replica is None:
+            return None
+        task = self._collecting.pop(index, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._unplaced |= replica.running
+        self._start(self._restart(index, self._groups.pop(index), list(replica.running)))
+        return len(replica.running)
+
+    async def _join(self, index: int) -> None:
+        """What waited for a replica need wait no longer."""
+        if self._collectors:
+            collector = self._collectors[index % len(self._collectors)]
+            await collector.follow(index, self._groups[index].call_one)
+        requests, self._waiting = list(self._waiting.values()), {}
+        await self.submit(requests)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin what goes on by itself; its error is raised in `collect`."""
+        task = asyncio.create_task(self._run(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            if index in self._stops:
-                stopping = asyncio.ensure_future(self._stops[index]())
-                await asyncio.wait({stopping}, timeout=STOP_S)
-                if not stopping.done():
-                    log.warning("generator %d does not end: storage takes nothing from it", index)
-            lost = [row_id for row_id in row_ids if row_id in self._unplaced]
-            # What the lost replica stored but never announced must not meet the new arrays.
-            await self._storage.retire(lost, {"outcome": "lost", "replica": index})
-            self._attempts.update(lost)
-            requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
-            await self.submit([replace(request, resume=False) for request in requests])
+            await work
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
             self._rows.put_nowait(failure)
+
+    async def _restart(self, index: int, group: ReplicaGroup, row_ids: list[int]) -> None:
+        """Start again what a lost replica held, but for what is in storage."""
+        stopping = asyncio.ensure_future(group.stop())
+        await asyncio.wait({stopping}, timeout=STOP_S)
+        if stopping.done():
+            await self._find(index, row_ids)
+        else:
+            log.warning("generator %d does not end: storage takes nothing from it", index)
+        lost = [row_id for row_id in row_ids if row_id in self._unplaced]
+        # What a replica that goes on has stored must not meet the new arrays.
+        await self._storage.retire(lost, {"outcome": "lost", "replica": index})
+        self._attempts.update(lost)
+        requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
+        await self.submit([replace(request, resume=False) for request in requests])
+
+    async def _find(self, index: int, row_ids: list[int]) -> None:
+        """Pass on those rows that a lost replica has stored, whether it had reported them or not.
+        What was cut goes on from there."""
+        rows = await self._storage.find(row_ids)
+        found = [row for row in rows if self._unplaced.pop(row.row_id, None)]
+        if found:
+            log.info("generator %d had stored %d rollouts", index, len(found))
+            self._rows.put_nowait([replace(row, replica=index) for row in found])
 
     def _give_up(self, requests: list[Request]) -> None:
         """Let `collect` return these as ABORTED: they will not be written."""

@@ -68,15 +68,22 @@ class ProcessCalls:
 
 
 class FaultyCluster(SimulatedCluster):
-    """Processes with `faults`, by executor name."""
+    """Processes with `faults`, by executor name; "generator-0 2" is what takes the place of
+    "generator-0"."""
 
     def __init__(self, config: Config, costs: Costs, faults: Mapping[str, Faults]) -> None:
         super().__init__(config, costs)
         self._faults = faults
+        self._num_spawned = Counter[str]()
+        self.spawned: dict[str, FaultyProcess] = {}
 
     def spawn(self, name: str, make: Callable[[Costs, Cores], Any]) -> SimulatedProcess:
-        faults, cores = self._faults.get(name, Faults()), FreezableCores()
-        return FaultyProcess(name, make(faults.costs or self.costs, cores), faults, cores)
+        self._num_spawned[name] += 1
+        again = f" {self._num_spawned[name]}" if self._num_spawned[name] > 1 else ""
+        faults, cores = self._faults.get(name + again, Faults()), FreezableCores()
+        process = FaultyProcess(name, make(faults.costs or self.costs, cores), faults, cores)
+        self.spawned[name + again] = process
+        return process
 
 
 class FreezableCores(Cores):

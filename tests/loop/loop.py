@@ -194,6 +194,7 @@ class Loop:
     num_hosts: int = 1
     num_replicas: int = 1
     num_collectors: int = 0
+    max_restarts: int = 0
     max_num_seqs: int = 64
     is_colocated: bool = False
     length: Callable[[Request], int] = heavy_tail
@@ -225,8 +226,10 @@ class Loop:
         self.timeline = setting.timeline
         self.run_logger = WatchedRunLogger(self.timeline)
         graph = make_graph(self.config, self.stages)
-        cluster = FaultyCluster(self.config, self.costs, self.faults)
-        self.executors = make_executors(setting, cluster, graph, lambda costs, cores: self.storage)
+        self.cluster = FaultyCluster(self.config, self.costs, self.faults)
+        self.executors = make_executors(
+            setting, self.cluster, graph, lambda costs, cores: self.storage
+        )
         rollouts.storage = self.executors.storage
         assert self.executors.trainer is not None
         self.trainer = self.executors.trainer.executor
@@ -251,6 +254,7 @@ class Loop:
             generator=EmbeddedConfig(
                 num_replicas=self.num_replicas,
                 num_collectors=self.num_collectors,
+                max_restarts=self.max_restarts,
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=1024,
             ),
@@ -302,7 +306,7 @@ class Loop:
             run_logger=self.run_logger,
             spans=Spans("controller", None),
         )
-        self.gate = controller.gate
+        self.gate, self.replica_set = controller.gate, controller.replica_set
         make_requests, make_batch = controller.rules.make_requests, controller.rules.make_batch
 
         def note_requests(group: Group) -> list[Request]:
@@ -326,6 +330,7 @@ class Loop:
             await controller.saver.rescue()
             raise
         finally:
+            await controller.replica_set.close()
             await dispatch.close()
             await publisher.close()
 

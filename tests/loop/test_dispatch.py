@@ -243,6 +243,7 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
         await dispatch.submit([ask(i, 5, Purpose.EVALUATE) for i in range(4, 8)])
         held = {index: sorted(each.running) for index, each in dispatch.replicas.items()}
         assert held == {0: [4, 5, 6, 7], 1: [0, 1, 2, 3]}
+        loop.process("generator-0").freeze()  # before it has written any
         dispatch.lost(0, TimeoutError("a commit took too long"))
         given_up: list[RolloutInfo] = []
         while len(given_up) < 4:  # on the other one another version may write them

@@ -157,7 +157,9 @@ def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
     inputs: Inputs,
 ) -> None:
     nothing: Any = None
-    executors = Executors(vital=[], storage=nothing, generators={}, stages={}, trainer=None)
+    executors = Executors(
+        vital=[], storage=nothing, generators={}, stages={}, trainer=None, start_generator=nothing
+    )
     parts: Any = (resume(), inputs, executors, nothing, nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
         evaluator = build_evaluator(*parts, evaluated)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -129,6 +130,7 @@ async def replay(
             },
             stages={graph.stages[SCORE]: await spawn("scorer", SleepingScorer)},
             trainer=await spawn("trainer", SleepingTrainer),
+            start_generator=partial(spawn, "generator", SleepingReplica),
         )
         message_s = await _time_call(storage.call_one)
         timeline = SimulatedTimeline()

@@ -6,7 +6,7 @@ simulation pays nothing for messages that cost nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,10 +53,18 @@ class SimulatedCluster:
         self._shared = Cores(costs.num_cores, costs.shared_speed) if costs.num_cores else None
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
+        self._config = config
         self.hosts = {
-            name: tuple(dict.fromkeys(config.cluster.name_host(d.host) for d in devices))
+            name: self._name_hosts(devices)
             for name, devices in rank_assignment.assign(config).items()
         }
+
+    def hosts_of(self, replica: int) -> tuple[str, ...]:
+        """The hosts of a replica that may be more than those of the recipe."""
+        return self._name_hosts(rank_assignment.place_generator(self._config, replica))
+
+    def _name_hosts(self, devices: Sequence[rank_assignment.Device]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._config.cluster.name_host(d.host) for d in devices))
 
     def spawn(self, name: str, make: Callable[[Costs, Cores], Any]) -> SimulatedProcess:
         """A process around what `make` returns for its costs and processors."""
@@ -76,6 +84,10 @@ def make_executors(
     def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
         return cluster.spawn(name, partial(kind, setting, **options))
 
+    def spawn_generator(index: int) -> SimulatedProcess:
+        place = cluster.hosts_of(index)
+        return spawn(f"generator-{index}", SimulatedReplica, index=index, hosts=place)
+
     def spawn_stage(stage: Stage) -> SimulatedProcess:
         if stage.name == SCORE:
             return spawn(name_executor(stage), SimulatedScorer)
@@ -84,16 +96,19 @@ def make_executors(
         return spawn(name_executor(stage), SimulatedStage, stage=stage)
 
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
-    generators = {
-        i: spawn(f"generator-{i}", SimulatedReplica, index=i, hosts=hosts[f"generator-{i}"])
-        for i in range(config.generator.num_replicas)
-    }
+
+    async def start_generator(index: int) -> SimulatedProcess:
+        await asyncio.sleep(cluster.costs.start_s)
+        return spawn_generator(index)
+
+    generators = {i: spawn_generator(i) for i in range(config.generator.num_replicas)}
     return Executors(
         vital=[],
         storage=Store([storage.call_one]),
         generators={**generators},
         collectors=[*_collectors(config, generators)],
         stages={stage: spawn_stage(stage) for stage in graph.between},
+        start_generator=start_generator,
         trainer=spawn("trainer", SimulatedTrainer, hosts=hosts["trainer"][:1], device=device),
     )
 

@@ -29,7 +29,8 @@ class Costs:
     host, `relay_s` on to each other one, `check_s` is spent on it there. `moves_s` (by executor and
     kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
     passes between an optimizer step and the next passes beside messages and storage; `row_s` is
-    what each rollout costs in processes that are not simulated. `save_s` is a checkpoint.
+    what each rollout costs in processes that are not simulated. `save_s` is a checkpoint,
+    `start_s` the start of a replica while the run goes on.
     """
 
     decode_step_s: float = 0.0
@@ -50,6 +51,7 @@ class Costs:
     optimizer_s: float = 0.0
     snapshot_s: float = 0.0
     save_s: float = 0.0
+    start_s: float = 0.0
     write_s: float = 0.0
     relay_s: float = 0.0
     check_s: float = 0.0

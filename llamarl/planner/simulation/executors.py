@@ -22,6 +22,7 @@ from llamarl.types import (
     Evaluation,
     Group,
     Outcome,
+    RolloutInfo,
     Score,
     StageItem,
     StageResult,
@@ -42,6 +43,10 @@ class SimulatedStorage(SimulatedExecutor):
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         await self._serve("read_rows", row_ids)
         return {name: [] for name in names}
+
+    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        await self._travel()
+        return self._rollouts.find(row_ids)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         await self._serve("retire_rows", row_ids)

@@ -40,6 +40,10 @@ class Rollouts:
         rows = [self._rows[row_id] for row_id in row_ids]
         return [Rollout(r.num_prompt_tokens, r.num_tokens, r.spans, DIFFERENCE) for r in rows]
 
+    def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these that are kept."""
+        return [self._rows[row_id] for row_id in row_ids if row_id in self._rows]
+
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         """What these resumed rollouts have written so far."""
         return {each.row_id: tokens_of(self._rows[each.row_id].spans) for each in requests}

@@ -113,6 +113,7 @@ async def drive(
         try:
             await controller.run()
         finally:
+            await controller.replica_set.close()
             await dispatch.close()
             await publisher.close()
 

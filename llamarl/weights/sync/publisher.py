@@ -36,7 +36,8 @@ class Publisher:
     replica given up, both also between publishes and while other replicas are busy. If `on_lost`
     returns a future, it ends once the lost replica cannot write into its siblings' memory any more;
     until then no sibling is connected to another source. `on_hold` gets the replicas that keep
-    their version.
+    their version, and whether others that commit it will too. If replicas `may_come` later, a
+    publish needs none.
     """
 
     def __init__(
@@ -53,12 +54,15 @@ class Publisher:
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None] = lambda replica, why: (
             None
         ),
-        on_hold: Callable[[set[int]], None] = lambda replicas: None,
+        on_hold: Callable[[set[int], bool], None] = lambda replicas, may_be_more: None,
+        may_come: bool = False,
     ) -> None:
         self._waiting = dict(generators)
         self._straggler_timeout_s = config.straggler_timeout_s
         self._far_sites = far_sites or {}
-        self._spans, self._on_hold = spans, on_hold
+        self._spans, self._on_commit, self._on_hold = spans, on_commit, on_hold
+        self._may_come = may_come
+        self._held_by_all = -1  # the version that every replica keeps
         self._trainer = Source("trainer", trainer)
         num_turns = math.ceil(len(generators) / TURN_REPLICAS) or 1
         self._replicas = Replicas(
@@ -73,7 +77,7 @@ class Publisher:
             timeout_s=config.timeout_s,
             staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],
             far_sites=self._far_sites,
-            on_commit=on_commit,
+            on_commit=self._committed,
             on_lost=on_lost,
         )
 
@@ -121,7 +125,7 @@ class Publisher:
         write `version` until then.
 
         RuntimeError if it is not newer than the last one, a publish is running, or no replica is
-        left; and the error that ended the replicas' tasks (see `watch`).
+        left and none may come; and the error that ended the replicas' tasks (see `watch`).
         """
         if self._replicas.error is not None:
             raise self._replicas.error
@@ -147,8 +151,9 @@ class Publisher:
         """Let some replicas keep `version`, the last one published, while the block runs.
 
         `at_most` of them, and at most half so that the others go on; None: all that have it.
-        Replicas that feed no other are chosen first. RuntimeError if a newer version is under way,
-        because then none is sure to keep it.
+        Replicas that feed no other are chosen first. With None those that commit it while the block
+        runs keep it too. RuntimeError if a newer version is under way, because then none is sure to
+        keep it.
         """
         if version != self.version:
             raise RuntimeError(f"version {version} must be the one published last: {self.version}")
@@ -158,14 +163,15 @@ class Publisher:
             sources = {sync.source for sync in syncs}
             held.sort(key=lambda sync: sync in sources)
             del held[max(1, min(at_most, len(syncs) // 2)) :]
-        replicas = {sync.replica for sync in held}
-        self._replicas.held |= replicas
-        self._on_hold(replicas)
+        self._held_by_all = version if at_most is None else -1
+        self._replicas.held |= {sync.replica for sync in held}
+        self._on_hold({*self._replicas.held}, at_most is None)
         try:
             yield
         finally:
-            self._replicas.held -= replicas
-            self._on_hold(set())
+            self._held_by_all = -1
+            self._replicas.held.clear()
+            self._on_hold(set(), False)
             self._replicas.change.notify()
 
     async def watch(self) -> None:
@@ -209,8 +215,14 @@ class Publisher:
     def _is_far(self, sync: ReplicaSync) -> bool:
         return sync.target[0].host in self._far_sites
 
+    def _committed(self, replica: int, version: int) -> None:
+        if version == self._held_by_all:
+            self._replicas.held.add(replica)
+            self._on_hold({*self._replicas.held}, True)
+        self._on_commit(replica, version)
+
     def _require_replicas(self, requirement: str) -> None:
-        if not self._replicas.syncs:
+        if not self._replicas.syncs and not self._may_come:
             why = next(iter(self._replicas.stats.lost.values()), None)
             raise NoGenerator(requirement) from why
 

@@ -1,0 +1,200 @@
+"""How many replicas there are, and starting those that are missing.
+
+Owns: when a replica is started, started again, stopped or given up. Does not own: its processes
+(`start` makes them), its requests (`dispatch.py`) or its weights (`weights/sync/`). Invariant: a
+replica that is started while the run goes on gets requests only after its first commit, so after
+the weights in its memory were compared with what the trainer sent; whatever it says of itself does
+not matter.
+
+    missing -> starting -> joining (gets the newest version) -> serving -> lost, drained or stopped
+"""
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from llamarl.cluster import ExecutorGroup
+from llamarl.errors import NoGenerator
+from llamarl.loop.dispatch import Dispatch
+from llamarl.weights.sync.replica_sync import PeerRelay
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 3600.0  # over which restarts are counted
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a restart; doubled after each that fails
+STOP_LIMIT_S = 30.0  # for the processes of a lost replica to end, before another takes their place
+
+
+class Joins(Protocol):
+    """What brings versions to replicas (`Publisher`)."""
+
+    async def connect_replica(self, replica: int, generator: PeerRelay) -> None:
+        """Bring the newest version to this replica too; raises whatever it fails with."""
+
+    async def drop(self, replica: int) -> None:
+        """Bring no more versions to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """What a replica does. `version` is -1 before its first commit; `num_running` counts the
+    rollouts that it holds, `load` the tokens that they may still take; `num_restarts` those within
+    an hour."""
+
+    replica: int
+    state: str
+    version: int
+    num_running: int
+    load: int
+    num_restarts: int
+
+
+class ReplicaSet:
+    """The replicas of a run. `groups`, which is kept up to date, holds those that were started;
+    `start` starts the one of an index. A replica may be started again `max_restarts` times within
+    an hour; 0: never, and the others go on without it."""
+
+    def __init__(
+        self,
+        groups: dict[int, ExecutorGroup],
+        start: Callable[[int], Awaitable[ExecutorGroup]],
+        publisher: Joins,
+        dispatch: Dispatch,
+        *,
+        max_restarts: int,
+    ) -> None:
+        self._groups, self._start = groups, start
+        self._publisher, self._dispatch = publisher, dispatch
+        self._max_restarts = max_restarts
+        self._restarts: dict[int, deque[float]] = defaultdict(deque)  # when, by replica
+        self._num_failed: dict[int, int] = defaultdict(int)  # in a row
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] | None = None
+        if max_restarts:
+            dispatch.on_lost = self._lost
+
+    async def watch(self) -> None:
+        """Wait until a replica was lost too often, or could not be removed, and raise that."""
+        await self._failure()
+
+    def status(self) -> list[ReplicaStatus]:
+        """Of all replicas, by index."""
+        return [self._status(index) for index in sorted({*self._groups, *self._starting})]
+
+    async def scale(self, num_replicas: int, *, drains: bool = True) -> None:
+        """Start or stop replicas until there are so many: missing indices are started, the highest
+        ones stopped. Returns once those that are to be stopped have ended; others may still start.
+
+        With `drains` a replica writes what it holds first; else that goes on elsewhere.
+        """
+        wanted = sorted({*self._groups, *self._starting} - self._leaving.keys())
+        missing = (i for i in range(num_replicas) if i not in wanted and i not in self._leaving)
+        while len(wanted) < num_replicas:
+            index = next(missing)
+            log.info("generator %d is started", index)
+            self._begin(index)
+            wanted.append(index)
+        extra = sorted(wanted)[num_replicas:]
+        for index in extra:
+            self._leaving[index] = asyncio.create_task(self._remove(index, drains=drains))
+        await asyncio.gather(*(self._leaving[index] for index in extra))
+
+    async def close(self) -> None:
+        """Start and stop no more; what has started is in `groups`."""
+        tasks = [*self._starting.values(), *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _status(self, index: int) -> ReplicaStatus:
+        serving = self._dispatch.replicas.get(index)
+        if index in self._leaving:
+            state = "draining"
+        elif serving is not None:
+            state = "serving"
+        else:
+            state = "starting" if index in self._starting else "joining"
+        return ReplicaStatus(
+            replica=index,
+            state=state,
+            version=-1 if serving is None else serving.version,
+            num_running=0 if serving is None else len(serving.running),
+            load=0 if serving is None else serving.load,
+            num_restarts=len(self._restarts[index]),
+        )
+
+    def _lost(self, index: int, why: Exception) -> None:
+        """A replica is lost: its processes are stopped, and others take their place."""
+        if index in self._starting or index in self._leaving:
+            return
+        now_s = asyncio.get_running_loop().time()
+        restarts = self._restarts[index]
+        while restarts and restarts[0] < now_s - WINDOW_S:
+            restarts.popleft()
+        if len(restarts) == self._max_restarts:
+            return self._fail(
+                NoGenerator(
+                    f"generator {index} must not be lost more often than generator.max_restarts="
+                    f"{self._max_restarts} times within an hour"
+                ),
+                why,
+            )
+        restarts.append(now_s)
+        self._begin(index, LONGEST_PAUSE_S / FIRST_PAUSE_S)
+
+    def _begin(self, index: int, most_pause: float = 0.0) -> None:
+        """Start a replica, after a pause that grows with each time it failed in a row."""
+        pause_s = FIRST_PAUSE_S * min(2.0 ** self._num_failed[index], most_pause)
+        self._num_failed[index] += 1
+        self._starting[index] = asyncio.create_task(self._replace(index, pause_s))
+
+    async def _replace(self, index: int, pause_s: float) -> None:
+        try:
+            if (lost := self._groups.get(index)) is not None:
+                await asyncio.wait({asyncio.ensure_future(lost.stop())}, timeout=STOP_LIMIT_S)
+            await asyncio.sleep(pause_s)
+            group = self._groups[index] = await self._start(index)
+            self._dispatch.expect(index, group, self._served)
+            await self._publisher.connect_replica(index, group.call_all)
+        except Exception as why:  # noqa: BLE001 - counts as one more loss, whatever it is
+            del self._starting[index]
+            log.warning("generator %d did not start: %s", index, why)
+            return self._lost(index, why) if self._max_restarts else self._fail(why, why)
+        del self._starting[index]
+
+    def _served(self, index: int) -> None:
+        """The replica has its first version."""
+        log.info("generator %d takes requests", index)
+        self._num_failed[index] = 0
+
+    async def _remove(self, index: int, *, drains: bool) -> None:
+        try:
+            if (starting := self._starting.pop(index, None)) is not None:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+            if drains:
+                await self._dispatch.drain(index)
+            await self._publisher.drop(index)
+            self._dispatch.remove(index)
+            if (group := self._groups.pop(index, None)) is not None:
+                await group.stop()
+            log.info("generator %d is stopped", index)
+        except Exception as error:  # noqa: BLE001 - raised again in `watch`
+            self._fail(error, error)
+        finally:
+            del self._leaving[index]
+
+    def _failure(self) -> asyncio.Future[None]:
+        if self._failed is None:
+            self._failed = asyncio.get_running_loop().create_future()
+        return self._failed
+
+    def _fail(self, error: Exception, cause: Exception) -> None:
+        if error is not cause:
+            error.__cause__ = cause
+        if not self._failure().done():
+            self._failure().set_exception(error)

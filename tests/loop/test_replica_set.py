@@ -1,0 +1,134 @@
+"""Replicas that are lost and started again, or added and removed, while the loop runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.errors import NoGenerator
+from llamarl.planner.simulation.clock import run
+from tests.loop.faults import Faults
+from tests.loop.loop import COSTS, Loop, slower
+from tests.loop.test_loop import first_error
+
+RESTART_COSTS = replace(COSTS, start_s=1.0)
+
+
+def dying(*times_s: float, replica: int = 0) -> dict[str, Faults]:
+    """Processes of one replica that die at these times, one after another."""
+    names = [
+        f"generator-{replica}" + (f" {i}" if i > 1 else "") for i in range(1, len(times_s) + 1)
+    ]
+    return {name: Faults(dies_at_s=time_s) for name, time_s in zip(names, times_s, strict=True)}
+
+
+def check_trained(loop: Loop, max_staleness: int = 1) -> None:
+    """Every rollout was trained once, within the bound, and the last version was made."""
+    rows = loop.trained_rows()
+    assert len(rows) == len(set(rows)) == loop.num_steps * 4 * 2
+    assert max(loop.staleness()) <= max_staleness
+    assert loop.trainer.version == loop.num_steps
+
+
+@pytest.mark.parametrize("num_collectors", [0, 1])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_replica_that_dies_again_and_again_is_started_again_and_takes_work(
+    tmp_path: Path, num_replicas: int, max_staleness: int, num_collectors: int
+) -> None:
+    loop = Loop(
+        num_replicas=num_replicas,
+        num_collectors=num_collectors,
+        max_staleness=max_staleness,
+        max_restarts=5,
+        costs=RESTART_COSTS,
+        faults=dying(1.0, 5.0, 11.0),
+    )
+    run(loop.run(tmp_path))
+    check_trained(loop, max_staleness)
+    again = loop.process("generator-0")
+    assert again.num_calls["submit"] > 0, "it must get requests"
+    assert again.num_calls["commit"] > 0, "it must have committed first"
+
+
+def test_what_a_lost_replica_had_stored_is_not_written_again(tmp_path: Path) -> None:
+    loop = Loop(
+        num_steps=2,
+        max_staleness=0,
+        max_restarts=1,
+        length=lambda request: 300,
+        segment_tokens=50,
+        faults=dying(1.2),
+    )
+    run(loop.run(tmp_path))
+    check_trained(loop, 0)
+    assert loop.cluster.spawned["generator-0"].num_calls["submit"] > 2, "it was cut before"
+    assert max(loop.storage.num_writes.values()) == 300 // 50
+
+
+def test_training_goes_on_with_the_other_replicas_meanwhile(tmp_path: Path) -> None:
+    loop = Loop(
+        num_replicas=2, max_restarts=1, costs=replace(COSTS, start_s=30.0), faults=dying(2.0)
+    )
+    run(loop.run(tmp_path))
+    check_trained(loop)
+    assert loop.timeline.step_ends_s[-1] < 30.0
+
+
+def test_a_replica_that_dies_each_time_it_starts_ends_the_run_with_the_key_to_raise(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(max_restarts=3, faults=dying(1.0, 1.0, 1.0, 1.0))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop.run(tmp_path))
+    error = first_error(caught.value)
+    assert isinstance(error, NoGenerator)
+    assert "generator.max_restarts=3 times within an hour" in str(error)
+    assert all(loop.cluster.spawned[f"generator-0 {i}"].is_stopped for i in (2, 3))
+
+
+def test_a_replica_that_never_gets_its_weights_gets_no_request(tmp_path: Path) -> None:
+    """It answers every call but cannot commit; the one that replaces it can."""
+    broken = Faults(errors={"commit": (1, RuntimeError("says it is well"))})
+    loop = Loop(num_replicas=2, max_restarts=3, faults=dying(1.0) | {"generator-0 2": broken})
+    run(loop.run(tmp_path))
+    check_trained(loop)
+    assert loop.cluster.spawned["generator-0 2"].num_calls["commit"] == 1
+    assert loop.cluster.spawned["generator-0 2"].num_calls["submit"] == 0
+    assert loop.cluster.spawned["generator-0 3"].num_calls["submit"] > 0
+
+
+def test_a_slow_start_of_the_only_replica_holds_requests_until_it_serves(tmp_path: Path) -> None:
+    loop = Loop(max_restarts=1, costs=RESTART_COSTS, faults=dying(2.0), num_held_out=3)
+    run(loop.run(tmp_path))
+    check_trained(loop)
+    assert [each.version for each in loop.run_logger.evaluations] == [0, loop.num_steps]
+    assert all(each.num_prompts == 3 for each in loop.run_logger.evaluations)
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_replicas_are_added_and_removed_while_the_loop_runs(tmp_path: Path, drains: bool) -> None:
+    async def main() -> list[list[str]]:
+        loop = Loop(max_restarts=1, costs=slower(start_s=1.0).costs or COSTS)
+        found = []
+
+        async def scale() -> None:
+            await asyncio.sleep(2.0)
+            await loop.replica_set.scale(3)
+            found.append([each.state for each in loop.replica_set.status()])
+            await asyncio.sleep(4.0)
+            found.append([each.state for each in loop.replica_set.status()])
+            await loop.replica_set.scale(1, drains=drains)
+            found.append([each.state for each in loop.replica_set.status()])
+
+        scaling = asyncio.create_task(scale())
+        await loop.run(tmp_path)
+        await scaling
+        check_trained(loop)
+        return found
+
+    serving = ["serving"] * 3
+    assert run(main()) == [["serving", "starting", "starting"], serving, ["serving"]]
