@@ -128,7 +128,8 @@ class Controller:
                     self.saver.last = version
                 if self.saver.is_due():
                     await self.saver.save(tasks)
-            await asyncio.gather(*publishing)
+            with self.gate.spans.span("last_publish", "wait"):
+                await asyncio.gather(*publishing)
             if not self.saver.has_last:  # else no step needs more groups
                 await self.gate.advance(self.saver.version)
             publishing = [tasks.create_task(self._publish(self.saver.version, tasks))]

@@ -28,6 +28,7 @@ SECTIONS = {  # by the first word of a tag
     "wait": "4_pace",
     "staleness": "4_pace",
     "parts": "4_pace",
+    "publish": "4_pace",
     "logprob_check": "5_checks",
 }
 OTHERS = "6_others"
@@ -93,6 +94,14 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "staleness/max": "Largest age of a trained token, at most staleness.max_staleness.",
     "staleness/tokens": "Trained tokens by age, in versions.",
     "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
+    "publish/exposed_s": "Seconds per publish that are not hidden behind work: the sum of "
+    "publish/trainer_s, publish/commit_s and publish/starved_s. All of a publish's seconds: "
+    "time/publish_s.",
+    "publish/trainer_s": "Seconds per publish that the trainer kept its weights for it before its "
+    "next step, or its next batch had to wait for it.",
+    "publish/commit_s": "Seconds per publish that a replica stood still to commit, on average.",
+    "publish/starved_s": "Seconds per publish that a replica had nothing to decode while the "
+    "version was on its way, on average.",
     "parts/number": "Parts in which the step was trained.",
     "parts/least_tokens": "Tokens that must be ready before the trainer starts a part, as measured "
     "by then.",

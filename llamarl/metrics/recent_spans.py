@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.metrics.aggregate import Shares, by_executor, executor_of, shares_of, tracks_of
+from llamarl.metrics.exposure import Exposure
 from llamarl.metrics.intervals import union
 from llamarl.metrics.span_file import Span, SpanReader, span_files
 
@@ -38,6 +39,7 @@ class RecentSpans:
         self._seen: set[str] = set()
         self._spans: dict[str, list[Span]] = defaultdict(list)  # by process
         self._waited_ns: dict[str, int] = {}
+        self._exposure = Exposure()
         self._lock = threading.Lock()
 
     def shares(self) -> dict[str, Shares]:
@@ -63,8 +65,18 @@ class RecentSpans:
                 self._waited_ns[process] = 0
         return {executor: sum(waits) / len(waits) for executor, waits in members.items()}
 
+    def take_exposure(self) -> dict[str, float]:
+        """Seconds per publish that generators and trainer stood still for it, by kind, in spans
+        read since the last call (see `Exposure.take`)."""
+        with self._lock:
+            self._read()
+            return self._exposure.take()
+
     def _read(self) -> None:
         for process, span in self._new_spans():
+            self._exposure.add(process, span)
+            if span.cat == "publish":
+                continue
             self._spans[process].append(span)
             waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
             self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
@@ -73,11 +85,11 @@ class RecentSpans:
             spans[:] = [span for span in spans if span.end_ns > start_ns]
 
     def _new_spans(self) -> Iterator[tuple[str, Span]]:
-        """(process, span) of each busy or wait span that was not read yet."""
+        """(process, span) of each busy, wait or publish span that was not read yet."""
         self._open_new_files()
         for process, reader in self._readers.items():
             for span in reader.read():
-                if span.end_ns >= self._since_ns and span.cat in ("busy", "wait"):
+                if span.end_ns >= self._since_ns and span.cat in ("busy", "wait", "publish"):
                     yield process, span
 
     def _open_new_files(self) -> None:

@@ -84,6 +84,8 @@ class RunLogger:
         if self.recent_spans is not None:  # reads many lines, so not on the loop's thread
             waits_s = await asyncio.to_thread(self.recent_spans.take_waits_s)
             seconds |= {f"wait/{name}": wait_s for name, wait_s in waits_s.items()}
+            exposure = await asyncio.to_thread(self.recent_spans.take_exposure)
+            seconds |= {f"publish/{name}": each_s for name, each_s in exposure.items()}
         completions: dict[int, str] = {}
         if self.read_completions is not None and self.num_samples:
             completions = await self.read_completions(sample_rows(groups, self.num_samples))

@@ -58,8 +58,8 @@ def step_scalars(
     one by one. Rewards, accuracy and lengths are over trained and dropped
     groups together: groups with equal rewards are dropped, so the accuracy of the trained ones
     stays near a half, however good the policy. `seconds`: `step` (since the last step ended),
-    `publish`, and `wait/<executor>` where known. `completions`: decoded text of the rows chosen by
-    `sample_rows`, shown beside the answer in `answer_field` of the prompt's row.
+    `publish`, `wait/<executor>` and `publish/<kind>` where known. `completions`: decoded text of
+    the rows chosen by `sample_rows`, shown beside the answer in `answer_field` of the prompt's row.
     """
     finished = [*groups, *(group for members in dropped.values() for group in members)]
     rows = [row for group in groups for row in group.rollouts.values()]
@@ -73,7 +73,7 @@ def step_scalars(
     for name, value in stats.scalars.items():
         scalars[name if "/" in name else TRAINER_TAGS.get(name, f"trainer/{name}")] = value
     for name, value in seconds.items():
-        scalars[name if name.startswith("wait/") else f"time/{name}_s"] = value
+        scalars[name if "/" in name else f"time/{name}_s"] = value
     if seconds.get("step"):
         scalars["tokens/per_s"] = num_tokens / seconds["step"]
     scalars["dropped/groups"] = len(finished) - len(groups)
