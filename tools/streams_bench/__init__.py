@@ -1,0 +1,1 @@
+"""The simulated part of bench_streams.py."""
