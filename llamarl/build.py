@@ -21,6 +21,7 @@ from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
+from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
@@ -98,6 +99,7 @@ def build_controller(
         ledger=ledger,
         publisher=publisher,
         replica_set=replica_set,
+        elasticity=_elasticity(config, gate, dispatch, replica_set),
         logprob_check=logprob_check,
         colocation=colocation,
         evaluator=evaluator,
@@ -121,6 +123,14 @@ def _replica_set(
     publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
     groups, start = executors.generators, executors.start_generator
     return ReplicaSet(groups, start, publisher, dispatch, max_restarts=max_restarts), publisher
+
+
+def _elasticity(
+    config: Config, gate: Gate, dispatch: Dispatch, replica_set: ReplicaSet
+) -> Elasticity | None:
+    if not (limits := config.generator.elastic):
+        return None
+    return Elasticity(limits=limits, gate=gate, dispatch=dispatch, replica_set=replica_set)
 
 
 def make_dispatch(config: Config, executors: Executors) -> Dispatch:

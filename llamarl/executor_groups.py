@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,13 @@ class Executors:
     stages: dict[Stage, ExecutorGroup]
     trainer: ExecutorGroup | None
     start_generator: Callable[[int], Awaitable[ExecutorGroup]]
+    places: Mapping[str, Sequence[Device]] = field(default_factory=dict)
+    """By executor name, the device of each rank."""
     collectors: list[ExecutorGroup] = field(default_factory=list)
+
+    def hosts_of(self, name: str) -> list[int]:
+        """The host of each rank of an executor."""
+        return [device.host for device in self.places.get(name, ())]
 
 
 def name_parts(graph: Graph) -> set[str]:
@@ -209,6 +215,7 @@ async def spawn_executors(
         stages={stage: groups[name_executor(stage)] for stage in stages},
         trainer=groups.get("trainer"),
         start_generator=start_generator,
+        places=starter.places,
     )
 
 

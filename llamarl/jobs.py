@@ -25,6 +25,7 @@ from llamarl.checkpoints import checkpoint, records
 from llamarl.cluster import ExecutorGroup, GroupLost
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.control import RunControl, listening
 from llamarl.data.tokenizer import TextDecoder
 from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
@@ -119,7 +120,9 @@ async def _train(
                 gc.set_threshold(*GC_THRESHOLDS)
                 run_logger.start(state.get("version", 0))
                 signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-                await _until_end(controller, executors, signals, progress)
+                control = RunControl(config=config, controller=controller, executors=executors)
+                async with listening(run_dir, control.answer):
+                    await _until_end(controller, executors, signals, progress)
             finally:
                 await controller.replica_set.close()
                 await dispatch.close()

@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.logging import RichHandler
 
-from llamarl import __version__, jobs, reports
+from llamarl import __version__, control, jobs, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
@@ -55,6 +55,8 @@ COMMANDS = {
     "graph": "print a recipe's dataflow: its stages, where they run, what goes between them",
     "launch": "print what starts a recipe on cluster.scheduler",
     "config": "list the keys of a recipe with their meanings; with KEY or a section, describe it",
+    "status": "say what a run at work does: versions, load, faults (status --help)",
+    "scale": "add generator replicas to a run at work, or remove some (scale --help)",
     "worker": "serve one host of a run that is started elsewhere (worker --help)",
 }
 
@@ -111,6 +113,10 @@ def _main(command: str, *arguments: str) -> None:
         from llamarl.cluster import worker
 
         return worker.main(list(arguments))
+    if command in control.USAGE:
+        asks_help = {"--help", "-h"} & set(arguments)
+        words = {"status": control.status, "scale": control.scale}[command]
+        return _show(control.USAGE[command] if asks_help else words(list(arguments)))
     if {"--help", "-h"} & set(arguments):
         return _show(_help(command))
     if command == "config":

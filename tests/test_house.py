@@ -33,6 +33,7 @@ FLOORS: list[set[str]] = [
     {"executor_groups"},
     {"build"},
     {"planner"},
+    {"control"},
     {"jobs", "reports"},
     {"library"},
     {"main"},

@@ -67,12 +67,28 @@ class GeneratorConfig(Section):
     """A replica that is lost is started again, while training goes on, but not more often than this
     within an hour: then the run ends. 0: never, the other replicas go on without it. With
     placement=colocated replicas are never started again."""
+    elastic: list[int] = field(default_factory=list)
+    """[fewest, most] replicas, such as [1, 4]: their number changes by itself between these. One is
+    added when generation takes longer than training by at least what one more saves, and one
+    removed when training takes longer by at least what one less costs, each after three such steps
+    in a row. []: it does not change by itself."""
     heartbeat_s: float = number(30.0, least=0.001, most=DAY_S)
     """Longest time until a replica reports which rollouts have stopped, if any; when all rollouts
     of a prompt have stopped it reports them at once."""
 
     def check(self) -> None:
         self.dtype = dtype_for(self.device, self.dtype)
+        self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        if not self.elastic:
+            return
+        must = "be [] or [fewest, most] with 1 <= fewest <= most"
+        self.require(len(self.elastic) == 2, "elastic", must)
+        fewest, most = self.elastic
+        self.require(1 <= fewest <= most, "elastic", must)
+        must = f"be from {fewest} to {most} with generator.elastic={self.elastic}"
+        self.require(fewest <= self.num_replicas <= most, "num_replicas", must)
 
     def require_quantization(self, engine: str, **by_device: tuple[str, ...]) -> None:
         """ValueError unless `engine` has the quantization, which depends on the device."""

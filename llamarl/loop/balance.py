@@ -35,6 +35,11 @@ class Replica:
         self.running[request.row_id] = request
         self.load += request.sampling.max_tokens
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether some request that it holds need not wait for a version."""
+        return any(each.min_version <= self.version for each in self.running.values())
+
     def release(self, row_id: int) -> bool:
         """True if the request was held here."""
         request = self.running.pop(row_id, None)
@@ -86,6 +91,12 @@ class Balance:
                 self.replicas[index].hold(request)
             shares.setdefault(index, []).extend(group)
         return shares, left
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the replicas that hold a rollout which they may write."""
+        replicas = self.replicas.values()
+        return sum(each.is_busy for each in replicas) / len(replicas) if replicas else 1.0
 
     @property
     def _open(self) -> Set[int]:

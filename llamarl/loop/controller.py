@@ -16,6 +16,7 @@ from llamarl.config import Config
 from llamarl.experience.graph import SETTLE
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocation, Phase
+from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
@@ -39,6 +40,7 @@ class Controller:
     ledger: Ledger
     publisher: Publisher
     replica_set: ReplicaSet
+    elasticity: Elasticity | None
     logprob_check: LogprobCheck
     colocation: Colocation
     evaluator: Evaluator
@@ -58,7 +60,8 @@ class Controller:
         async with self.saver.saving(), asyncio.TaskGroup() as tasks:
             self._evaluate_if_due(self.gate.version, tasks)
             admitting = tasks.create_task(self._admit_stage())
-            watches = self.publisher.watch(), self.replica_set.watch()
+            watches = [self.publisher.watch(), self.replica_set.watch()]
+            watches += [self.elasticity.watch()] if self.elasticity is not None else []
             own = self._collect_stage(), self._settle_stage(), *watches
             pairs = self.roles.stages.items()
             between = (serve_stage(stage, executor, self.ledger) for stage, executor in pairs)

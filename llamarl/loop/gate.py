@@ -99,6 +99,8 @@ class Gate:
     """Which storage unit each of so many groups goes to, as `allocate_rows` takes them."""
     has_room: Callable[[], Awaitable[bool]] | None = None
     """Whether storage takes more groups than those of one step, which it must take."""
+    is_waited_for: bool = False
+    """The trainer has nothing to do until more groups are ready."""
     solved: str = ""
     """Which groups show that nothing is left to learn."""
     _waiting: dict[int, Group] = field(default_factory=dict)  # admitted, not consumed, in order
@@ -153,11 +155,11 @@ class Gate:
             with self.spans.span("gate", "wait"):
                 async with self._changed:
                     await self._changed.wait_for(
-                        lambda: self._num_open < self.capacity and not self.solved
+                        lambda: self.num_open < self.capacity and not self.solved
                     )
                 has_room = self.has_room is None or await self.has_room()
             limit = self.capacity if has_room else min(self.capacity, self.groups_per_step)
-            num_free = limit - self._num_open
+            num_free = limit - self.num_open
             if num_free > 0 and not self.solved:
                 units = self.plan_units(num_free) if self.plan_units else [None] * num_free
                 return [self._open(next(self.prompts), unit) for unit in units]
@@ -223,9 +225,13 @@ class Gate:
         """
         async with self._changed:
             with self.spans.span("batch", "wait"):
-                await self._changed.wait_for(
-                    lambda: self._choose(at_least, at_most, num_tokens) or bool(self.solved)
-                )
+                self.is_waited_for = True
+                try:
+                    await self._changed.wait_for(
+                        lambda: self._choose(at_least, at_most, num_tokens) or bool(self.solved)
+                    )
+                finally:
+                    self.is_waited_for = False
             (taken, consumed), self._chosen = self._chosen or ([], []), None
             if self.solved and len(taken) < at_most:
                 return []
@@ -263,7 +269,8 @@ class Gate:
             self._changed.notify_all()
 
     @property
-    def _num_open(self) -> int:
+    def num_open(self) -> int:
+        """Groups that were admitted and are neither consumed nor dropped."""
         return len(self._waiting) + len(self._taken) - len(self._kept)
 
     def _consumed(self, taken: list[Group]) -> list[Group]:
@@ -271,7 +278,7 @@ class Gate:
 
     def _open(self, prompt: Prompt, unit: int | None) -> Group:
         # Used then at the latest, if as many of those before it as may be are carried over.
-        num_before = max(0, self._num_open - self.carry_over_groups)
+        num_before = max(0, self.num_open - self.carry_over_groups)
         step = self.version + num_before // self.groups_per_step
         self._last_step = max(self._last_step, step)
         group = Group(
@@ -298,7 +305,7 @@ class Gate:
             return True
         self._chosen = None
         is_all = len(ready) == len(self._waiting) - len(self._kept)
-        if is_all and self._num_open == self.capacity and not self.solved:
+        if is_all and self.num_open == self.capacity and not self.solved:
             must = f"take {count} groups once all that may be open are ready"
             raise TaskError(f"what sample of {FILE} returns must {must} ({len(ready)}), got none")
         return False

@@ -96,6 +96,7 @@ WANTED = {
     "str|null": "text or null",
     "list[str]": "a list of texts",
     "list[float]": "a list of numbers",
+    "list[int]": "a list of whole numbers",
 }
 """What a value of each type is called in an error."""
 WIDTH = 100

@@ -1,0 +1,202 @@
+"""A run's control socket: `llamarl status RUN` and `llamarl scale RUN generators=N`.
+
+Owns: the socket in the run's folder, its messages, and both commands. Does not own: what scaling
+does (`loop/replica_set.py`). Invariant: only processes of the run's own user get an answer, and the
+file is gone once the run has ended.
+
+A message is one line of JSON each way: {"ask": "status"}, or {"ask": "scale", "generators": 3,
+"drains": true}; the answer has "error" if it could not be done.
+"""
+
+import asyncio
+import json
+import os
+import pwd
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.cluster import ExecutorGroup
+from llamarl.config import Config
+from llamarl.config.rank_assignment import place_generator
+from llamarl.executor_groups import Executors
+from llamarl.experience.server import short_path
+from llamarl.loop.controller import Controller
+
+SOCKET = ".control"
+MAX_REPLICAS = 65536
+COLUMNS = "executor", "state", "version", "rollouts", "tokens left", "restarts", "host", "pids"
+LINE_BYTES = 1 << 20
+USAGE = {
+    "status": "usage: llamarl status RUN\n\nRUN is the folder of a run that is at work.\n",
+    "scale": (
+        "usage: llamarl scale RUN generators=N [--now]\n\nRUN is the folder of a run that is at "
+        "work. A replica that is removed first\nwrites what it holds; with --now its rollouts "
+        "go on elsewhere.\n"
+    ),
+}
+Message = dict[str, Any]
+Answerer = Callable[[Message], Awaitable[Message]]
+
+
+@asynccontextmanager
+async def listening(run_dir: str, answer: Answerer) -> AsyncIterator[None]:
+    """Answer clients while the block runs; ValueErrors of `answer` go to the client. Where the
+    folder's file system has no sockets there is none."""
+    path = Path(run_dir, SOCKET)
+    path.unlink(missing_ok=True)  # a killed session's
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(OSError), short_path(path) as address:
+            listener.bind(address)
+            path.chmod(0o600)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await _serve(reader, writer, answer)
+
+        server = await asyncio.start_unix_server(serve, sock=listener, limit=LINE_BYTES)
+        async with server:
+            yield
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+async def _serve(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answerer
+) -> None:
+    with suppress(ConnectionError):
+        try:
+            peer = writer.get_extra_info("socket")
+            if user_of(peer) == os.getuid():
+                reply = await answer(json.loads(await reader.readline()))
+            else:
+                reply = {"error": "the run belongs to another user"}
+        except ValueError as error:
+            reply = {"error": str(error)}
+        writer.write(json.dumps(reply).encode() + b"\n")
+        await writer.drain()
+    writer.close()
+
+
+def user_of(peer: socket.socket) -> int:
+    """The user id of the process at the other end."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+def ask(run_dir: str, message: Message) -> Message:
+    """What the run in this folder answers. ValueError if no run is at work there, or it refuses."""
+    path = Path(run_dir, SOCKET)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            with short_path(path) as address:
+                connection.connect(address)
+        except PermissionError:
+            owner = pwd.getpwuid(path.parent.stat().st_uid).pw_name
+            raise ValueError(f"RUN must be a run of yours, got {run_dir}, of {owner}") from None
+        except OSError:
+            raise ValueError(
+                f"RUN must be the folder of a run that is at work, got {run_dir}, where none is"
+            ) from None
+        connection.sendall(json.dumps(message).encode() + b"\n")
+        with connection.makefile("rb") as answer:
+            line = answer.readline()
+    if not line:
+        raise ValueError(f"RUN must be at work until it has answered, got {run_dir}, which ended")
+    reply: Message = json.loads(line)
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    return reply
+
+
+def status(arguments: list[str]) -> str:
+    """What `llamarl status RUN` prints."""
+    if len(arguments) != 1:
+        raise ValueError(f"status must get one folder, RUN, got {' '.join(arguments) or 'none'}")
+    found = ask(arguments[0], {"ask": "status"})
+    rows = [[*COLUMNS]]
+    for each in found["executors"]:
+        rows.append(["" if each[name] is None else str(each[name]) for name in each])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    head = f"version {found['version']} of {found['num_steps']}, {found['num_open']} groups open"
+    return "\n".join([head, *lines]) + "\n"
+
+
+def scale(arguments: list[str]) -> str:
+    """What `llamarl scale RUN generators=N` prints, once it is done."""
+    words = [word for word in arguments if word != "--now"]
+    name, _, value = words[1].partition("=") if len(words) == 2 else ("", "", "")
+    if name != "generators" or not value.isdecimal():
+        got = " ".join(arguments) or "nothing"
+        raise ValueError(f"scale must get RUN generators=N [--now], got {got}")
+    message = {"ask": "scale", "generators": int(value), "drains": "--now" not in arguments}
+    return f"{ask(words[0], message)['text']}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunControl:
+    """Answers for a run at work."""
+
+    config: Config
+    controller: Controller
+    executors: Executors
+
+    async def answer(self, message: Message) -> Message:
+        """See the module's docstring. ValueError for what cannot be done."""
+        if message.get("ask") == "status":
+            return self._status()
+        if message.get("ask") == "scale":
+            return await self._scale(int(message["generators"]), bool(message["drains"]))
+        raise ValueError(f"a message must ask status or scale, got {message.get('ask')}")
+
+    def _status(self) -> Message:
+        replica_set, groups = self.controller.replica_set, self.executors.generators
+        rows = [
+            [
+                f"generator-{each.replica}",
+                each.state,
+                each.version,
+                each.num_running,
+                each.load,
+                each.num_restarts,
+                *self._place(f"generator-{each.replica}", groups.get(each.replica)),
+            ]
+            for each in replica_set.status()
+        ]
+        version = self.controller.saver.version
+        for group in self.executors.vital:
+            at = version if group is self.executors.trainer else None
+            place = self._place(group.name, group)
+            rows.append([group.name, "running", at, None, None, None, *place])
+        return {
+            "version": version,
+            "num_steps": self.config.num_steps,
+            "num_open": self.controller.gate.num_open,
+            "executors": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
+        }
+
+    def _place(self, name: str, group: ExecutorGroup | None) -> tuple[str, str]:
+        """The hosts and pids of an executor's processes."""
+        names = [self.config.cluster.name_host(host) for host in self.executors.hosts_of(name)]
+        pids = getattr(group, "pids", [])
+        return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
+
+    async def _scale(self, num_replicas: int, drains: bool) -> Message:
+        replica_set, config = self.controller.replica_set, self.config.generator
+        most = config.elastic[1] if config.elastic else MAX_REPLICAS
+        fewest = config.elastic[0] if config.elastic else 1
+        if not fewest <= num_replicas <= most:
+            raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
+        if self.config.placement.colocated:
+            raise ValueError("placement must be disaggregated to scale generators, got colocated")
+        place_generator(self.config, num_replicas - 1)  # ValueError if the hosts have no room
+        before = len(replica_set.status())
+        await replica_set.scale(num_replicas, drains=drains)
+        return {"text": f"generators: {before} -> {num_replicas}"}

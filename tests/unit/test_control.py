@@ -1,0 +1,91 @@
+"""A run's control socket, with both ends in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from llamarl import control
+from llamarl.control import Message, ask, listening, scale, status
+
+
+async def answer(message: Message) -> Message:
+    if message["ask"] == "scale":
+        if message["generators"] == 0:
+            raise ValueError("generators must be from 1 to 9, got 0")
+        return {"text": f"{message['generators']} {message['drains']}"}
+    row = dict.fromkeys(control.COLUMNS) | {"executor": "trainer", "version": 7}
+    return {"version": 7, "num_steps": 9, "num_open": 3, "executors": [row]}
+
+
+def talk(run_dir: Path, *calls) -> list[str]:
+    """What each call returns or raises while a run listens."""
+
+    def attempt(call) -> str:
+        try:
+            return call()
+        except ValueError as error:
+            return str(error)
+
+    async def main() -> list[str]:
+        async with listening(str(run_dir), answer):
+            return [await asyncio.to_thread(attempt, call) for call in calls]
+
+    return asyncio.run(main())
+
+
+def test_both_commands_show_what_the_run_answers(tmp_path: Path) -> None:
+    run = str(tmp_path)
+    shown = talk(
+        tmp_path,
+        lambda: status([run]),
+        lambda: scale([run, "generators=3"]),
+        lambda: scale([run, "generators=2", "--now"]),
+        lambda: scale([run, "generators=0"]),
+    )
+    assert shown[0].startswith("version 7 of 9, 3 groups open\nexecutor  state  version")
+    assert "trainer          7" in shown[0]
+    assert shown[1:] == ["3 True\n", "2 False\n", "generators must be from 1 to 9, got 0"]
+    assert list(tmp_path.iterdir()) == [], "the socket's file is gone"
+
+
+def test_only_the_user_can_connect_in_a_folder_with_a_long_name(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+
+    async def main() -> int:
+        async with listening(str(folder), answer):
+            return stat.S_IMODE((folder / control.SOCKET).stat().st_mode)
+
+    assert asyncio.run(main()) == 0o600
+
+
+def test_another_users_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "user_of", lambda peer: os.getuid() + 1)
+    assert talk(tmp_path, lambda: status([str(tmp_path)])) == ["the run belongs to another user"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["run"], ["run", "generators"], ["run", "replicas=2"], ["run", "generators=-1"]],
+)
+def test_scale_names_what_it_must_get(arguments: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"scale must get RUN generators=N \[--now\], got "):
+        scale(arguments)
+
+
+def test_a_folder_without_a_run_at_work_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match=f"a run that is at work, got {folder}, where none is"):
+            ask(str(folder), {"ask": "status"})
+
+
+def test_the_socket_of_a_killed_run_is_no_run_and_gives_way_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / control.SOCKET).touch()
+    with pytest.raises(ValueError, match="where none is"):
+        status([str(tmp_path)])
+    assert talk(tmp_path, lambda: scale([str(tmp_path), "generators=1"])) == ["1 True\n"]
