@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster import ExecutorGroup
-from llamarl.config import Config
 from llamarl.config.rank_assignment import place_generator
 from llamarl.executor_groups import Executors
 from llamarl.experience.server import short_path
@@ -140,11 +139,10 @@ def scale(arguments: list[str]) -> str:
     return f"{ask(words[0], message)['text']}\n"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunControl:
     """Answers for a run at work."""
 
-    config: Config
     controller: Controller
     executors: Executors
 
@@ -177,26 +175,26 @@ class RunControl:
             rows.append([group.name, "running", at, None, None, None, *place])
         return {
             "version": version,
-            "num_steps": self.config.num_steps,
+            "num_steps": self.controller.config.num_steps,
             "num_open": self.controller.gate.num_open,
             "executors": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
         }
 
     def _place(self, name: str, group: ExecutorGroup | None) -> tuple[str, str]:
         """The hosts and pids of an executor's processes."""
-        names = [self.config.cluster.name_host(host) for host in self.executors.hosts_of(name)]
+        cluster = self.controller.config.cluster
+        names = [cluster.name_host(host) for host in self.executors.hosts_of(name)]
         pids = getattr(group, "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
     async def _scale(self, num_replicas: int, drains: bool) -> Message:
-        replica_set, config = self.controller.replica_set, self.config.generator
-        most = config.elastic[1] if config.elastic else MAX_REPLICAS
-        fewest = config.elastic[0] if config.elastic else 1
+        replica_set, config = self.controller.replica_set, self.controller.config
+        fewest, most = config.generator.elastic or (1, MAX_REPLICAS)
         if not fewest <= num_replicas <= most:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
-        if self.config.placement.colocated:
+        if config.placement.colocated:
             raise ValueError("placement must be disaggregated to scale generators, got colocated")
-        place_generator(self.config, num_replicas - 1)  # ValueError if the hosts have no room
+        place_generator(config, num_replicas - 1)  # ValueError if the hosts have no room
         before = len(replica_set.status())
         await replica_set.scale(num_replicas, drains=drains)
         return {"text": f"generators: {before} -> {num_replicas}"}

@@ -120,9 +120,7 @@ async def _train(
                 gc.set_threshold(*GC_THRESHOLDS)
                 run_logger.start(state.get("version", 0))
                 signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-                control = RunControl(config=config, controller=controller, executors=executors)
-                async with listening(run_dir, control.answer):
-                    await _until_end(controller, executors, signals, progress)
+                await _until_end(controller, executors, signals, progress)
             finally:
                 await controller.replica_set.close()
                 await dispatch.close()
@@ -141,7 +139,8 @@ async def _until_end(
 ) -> None:
     """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
     try:
-        await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
+        async with listening(controller.saver.run_dir, RunControl(controller, executors).answer):
+            await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
     except BaseException:
         signals.hold()
         progress.show_phase("saving what was learnt")

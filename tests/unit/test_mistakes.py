@@ -97,7 +97,7 @@ def test_a_wrong_argument_is_one_line(argument: str, line: str) -> None:
             ":14: trainers must be a known key, got a new one (did you mean t",
         ),
         ("num_steps: 30", "num_steps: ten", ":3: num_steps must be a whole number, got 'ten'"),
-        ("  lr: 2.0e-4", "  lr: null", ":18: trainer.lr must be a number, got None"),
+        ("  lr: 2.0e-4", "  lr: null", ":17: trainer.lr must be a number, got None"),
         ("sampling: {", "sampling: {{", ":11: must be YAML, got a mistake at column 1: expected"),
         ("trainer:\n", "trainer: 3\nmetrics:\n", ":14: trainer must be a section, got 3"),
         ("aipo}", "aippo}", ":1: algorithm must be one of aipo, "),
