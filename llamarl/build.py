@@ -5,6 +5,7 @@ nothing here computes; it only says who gets what.
 """
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,7 +39,16 @@ from llamarl.weights.sync.publisher import Publisher
 
 if TYPE_CHECKING:  # mypy compares the methods of each class with those that are asked of it
     from llamarl import protocols
-    from llamarl.executors import collector, offload, reference, rollouts, scorer, storage, trainer
+    from llamarl.executors import (
+        collector,
+        generator,
+        offload,
+        reference,
+        rollouts,
+        scorer,
+        storage,
+        trainer,
+    )
 
     Generator: type[protocols.Generator] = rollouts.RolloutPart
     Collector: type[protocols.Collector] = collector.CollectorExecutor
@@ -46,6 +56,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Scorer: type[protocols.Processor] = scorer.ScorerExecutor
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
     Storage: type[protocols.Storage] = storage.StorageExecutor
+    Resettable: type[protocols.Resettable] = generator.GeneratorExecutor
     Offloadable: type[protocols.Offloadable] = offload.OffloadPart
 
 
@@ -214,7 +225,7 @@ def make_publisher(
         {index: group.call_all for index, group in executors.generators.items()},
         spans,
         weights,
-        rendezvous_folder=f"{run_dir}/.rendezvous-routes",
+        rendezvous_folder=f"{run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
         generator_device=config.generator.device,
         far_sites={
             config.cluster.name_host(host): site for host, site in far_sites(config).items()

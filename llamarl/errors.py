@@ -26,6 +26,11 @@ class GroupLost(RuntimeError):  # noqa: N818 - what happened, as in the log line
         self.rank = rank
         self.reason = reason
 
+    @property
+    def has_host(self) -> bool:
+        """False if the host is lost: nothing can be started there."""
+        return not self.reason.startswith("host ")
+
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" rank {self.rank}"
         reason = f": {self.reason}" if self.reason else ""

@@ -155,6 +155,20 @@ class Starter:
         report(name, "ready")
         return group
 
+    async def go_on(
+        self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, ExecutorGroup]
+    ) -> ExecutorGroup:
+        """Give the generator of `spec`, if it was `kept`, its storage; what was not is started."""
+        group = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
+        if group is not None and isinstance(spec, GeneratorSpec):
+            try:
+                await group.call_one.use(spec.storage)
+                return group
+            except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
+                log.warning("%s is started again: %s", name, error)
+                await group.stop()
+        return await self.start(name, spec, report)
+
 
 def log_state(name: str, state: str) -> None:
     """Report what becomes of an executor that is started while the run goes on."""
@@ -169,11 +183,13 @@ async def spawn_executors(
     *,
     parts: Collection[str],
     report: ReportState,
+    kept: Mapping[int, ExecutorGroup] | None = None,
 ) -> Executors:
     """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
     generators load the checkpoint's weights as version 0.
 
-    A task.py that does not load ends this before any of them starts.
+    Generators of an earlier session that are `kept`, and were reset, go on. A task.py that does not
+    load ends this before any other executor starts.
     """
     if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
         await try_loading(config.reward, inputs.task_source)
@@ -195,7 +211,7 @@ async def spawn_executors(
     for stage in stages:
         specs[name_executor(stage)] = _stage_spec(stage, config, inputs, storage, run_dir)
     started = await asyncio.gather(
-        *(starter.start(name, spec, report) for name, spec in specs.items())
+        *(starter.go_on(name, spec, report, kept or {}) for name, spec in specs.items())
     )
     groups = dict(zip(specs, started, strict=True))
     generators = {

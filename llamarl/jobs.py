@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import fcntl
 import gc
+import logging
 import math
 import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +24,7 @@ from rich.console import Console
 
 from llamarl.build import build_controller, build_evaluator, make_dispatch
 from llamarl.checkpoints import checkpoint, records
-from llamarl.cluster import ExecutorGroup, GroupLost
+from llamarl.cluster import Cluster, ExecutorGroup, GroupLost
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.control import RunControl, listening
@@ -48,7 +50,10 @@ from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.recipe.starting_point import starting_point
+from llamarl.sessions import Restarts, SessionLost, Start, describe, find_losses, next_start
 from llamarl.types import RESPONSE_IDS, Evaluation
+
+log = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
 CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
@@ -78,75 +83,134 @@ async def _train(
     inputs: Inputs,
     run_dir: str,
     console: Console,
-    start: tuple[dict[str, Any], str | None],
+    start: Start,
 ) -> dict[str, Any]:
-    state, folder = start
     spans_folder = f"{run_dir}/spans"
     recent_spans = RecentSpans(spans_folder)
     live = config.metrics.live
     progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    first_step = state["version"] + 1 if state else 0
-    trackers = open_trackers(config.metrics.trackers, Path(run_dir), flatten(config), first_step)
-    metrics = MetricsLog(run_dir, trackers)
-    with progress:
-        parts = name_parts(inputs.graph)
-        async with _started(config, inputs, run_dir, progress, parts) as (executors, signals):
-            assert executors.trainer is not None
-            if folder is not None:
-                progress.show_phase("reading the checkpoint")
-                await executors.trainer.call_one.restore(folder)
-            run_logger = RunLogger(
-                log=metrics,
-                progress=progress,
-                spans=spans,
-                recent_spans=recent_spans,
-                read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
-                num_samples=config.metrics.sample_rollouts,
-                answer_field=config.reward.answer_field,
-            )
-            controller, publisher, dispatch = build_controller(
-                config,
-                inputs,
-                executors,
-                run_dir=run_dir,
-                state=state,
-                run_logger=run_logger,
-                spans=spans,
-            )
-            progress.show_phase("connecting trainer and generators")
-            await publisher.connect()
-            try:
-                gc.set_threshold(*GC_THRESHOLDS)
-                run_logger.start(state.get("version", 0))
-                signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-                await _until_end(controller, executors, signals, progress)
-            finally:
-                await controller.replica_set.close()
-                await dispatch.close()
-                await publisher.close()
-                spans.close()
+    session = Session(
+        config=config,
+        inputs=inputs,
+        run_dir=run_dir,
+        progress=progress,
+        spans=spans,
+        recent_spans=recent_spans,
+        restarts=Restarts(0 if _has_consumers(inputs) else config.cluster.max_restarts),
+    )
+    parts, first = name_parts(inputs.graph), start
+    with progress, contextlib.closing(spans):
+        async with _started(config, inputs, run_dir, progress, parts) as (cluster, begun, signals):
+            executors: Executors = begun
+            while True:
+                try:
+                    controller = await session.run(executors, signals, start)
+                    break
+                except SessionLost as lost:
+                    progress.show_phase("starting again all but the generators")
+                    start, kept = await next_start(config, inputs, run_dir, executors, first)
+                    log.warning(describe(lost, start))
+                with progress.startup() as report:
+                    executors = await spawn_executors(
+                        config, inputs, cluster, run_dir, parts=parts, report=report, kept=kept
+                    )
             progress.show_phase("stopping the executors")
     summary = summarize(run_dir)
-    metrics.close()
     end = {"version": controller.saver.version, "solved": controller.gate.solved}
     show_end(config, run_dir, summary, end, console)
     return summary
 
 
-async def _until_end(
-    controller: Controller, executors: Executors, signals: Signals, progress: Progress
-) -> None:
-    """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
-    try:
-        async with listening(controller.saver.run_dir, RunControl(controller, executors).answer):
-            await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
-    except BaseException:
-        signals.hold()
-        progress.show_phase("saving what was learnt")
-        # As a task of its own: else exceptions in it would name this one as their context.
-        await asyncio.create_task(controller.saver.rescue())
-        raise
+def _has_consumers(inputs: Inputs) -> bool:
+    """Whether processes outside hold rollouts, which would be repeated."""
+    return any(stage.is_external for stage in inputs.graph.between)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """What the sessions of a run share: one lasts from a checkpoint to the run's end, or until an
+    executor is lost."""
+
+    config: Config
+    inputs: Inputs
+    run_dir: str
+    progress: Progress
+    spans: Spans
+    recent_spans: RecentSpans
+    restarts: Restarts
+
+    async def run(self, executors: Executors, signals: Signals, start: Start) -> Controller:
+        """Drive these executors from `start` to the run's end; SessionLost if some were lost, and
+        others may take their place."""
+        state, folder = start
+        config, run_dir = self.config, Path(self.run_dir)
+        assert executors.trainer is not None
+        first_step = state["version"] + 1 if state else 0
+        trackers = open_trackers(config.metrics.trackers, run_dir, flatten(config), first_step)
+        metrics = MetricsLog(run_dir, trackers)
+        try:
+            if folder is not None:
+                self.progress.show_phase("reading the checkpoint")
+                await executors.trainer.call_one.restore(folder)
+            run_logger = self._run_logger(metrics, executors)
+            controller, publisher, dispatch = build_controller(
+                config,
+                self.inputs,
+                executors,
+                run_dir=self.run_dir,
+                state=state,
+                run_logger=run_logger,
+                spans=self.spans,
+            )
+            self.progress.show_phase("connecting trainer and generators")
+            await publisher.connect()
+            try:
+                gc.set_threshold(*GC_THRESHOLDS)
+                run_logger.start(state.get("version", 0))
+                signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
+                await self._until_end(controller, executors, signals)
+            finally:
+                await controller.replica_set.close()
+                await dispatch.close()
+                await publisher.close()
+        finally:
+            metrics.close()
+        return controller
+
+    def _run_logger(self, metrics: MetricsLog, executors: Executors) -> RunLogger:
+        return RunLogger(
+            log=metrics,
+            progress=self.progress,
+            spans=self.spans,
+            recent_spans=self.recent_spans,
+            read_completions=partial(_read_completions, executors.storage, self.inputs.tokenizer),
+            num_samples=self.config.metrics.sample_rollouts,
+            answer_field=self.config.reward.answer_field,
+        )
+
+    async def _until_end(
+        self, controller: Controller, executors: Executors, signals: Signals
+    ) -> None:
+        """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
+        try:
+            control = RunControl(controller, executors)
+            async with listening(self.run_dir, control.answer):
+                await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
+        except BaseException as error:
+            is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
+            losses = [] if is_stopped else await find_losses(executors)
+            may_return = losses and all(loss.has_host for loss in losses)
+            if may_return and self.restarts.take():
+                names = {loss.group for loss in losses}
+                if not any(name.startswith(("trainer", "storage")) for name in names):
+                    await asyncio.create_task(controller.saver.rescue())
+                raise SessionLost(losses, controller.saver.version) from error
+            signals.hold()
+            self.progress.show_phase("saving what was learnt")
+            # As a task of its own: else exceptions in it would name this one as their context.
+            await asyncio.create_task(controller.saver.rescue())
+            raise
 
 
 async def _read_completions(
@@ -172,7 +236,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
             parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
-            async with _started(config, inputs, run_dir, progress, parts) as (executors, _):
+            async with _started(config, inputs, run_dir, progress, parts) as (_, executors, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 result = await _until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
@@ -238,8 +302,8 @@ def _is_locked(lock: TextIO) -> bool:
 @contextlib.asynccontextmanager
 async def _started(
     config: Config, inputs: Inputs, run_dir: str, progress: Progress, parts: Collection[str]
-) -> AsyncIterator[tuple[Executors, Signals]]:
-    """These executors of a run, and the signals that may end it early, with `Stopped`."""
+) -> AsyncIterator[tuple[Cluster, Executors, Signals]]:
+    """The cluster, these executors of a run, and the signals that may end it early (`Stopped`)."""
     with Signals() as signals:
         try:
             async with running_cluster(config, run_dir) as cluster:
@@ -248,7 +312,7 @@ async def _started(
                         executors = await spawn_executors(
                             config, inputs, cluster, run_dir, parts=parts, report=report
                         )
-                    yield executors, signals
+                    yield cluster, executors, signals
                 finally:
                     signals.hold()
         except BaseException as error:

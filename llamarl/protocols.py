@@ -48,6 +48,17 @@ class Generator(Protocol):
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
 
 
+class Resettable(Protocol):
+    """A generator that outlives a session of its run."""
+
+    async def reset(self) -> None:
+        """Forget every rollout, version and route: nothing starts before the next commit. Returns
+        once no call to storage or trainer is under way; raises if that takes too long."""
+
+    async def use(self, storage: Storage) -> None:
+        """Write to `storage` from now on, in the next session."""
+
+
 class Collector(Protocol):
     """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
 

@@ -33,7 +33,7 @@ FLOORS: list[set[str]] = [
     {"executor_groups"},
     {"build"},
     {"planner"},
-    {"control"},
+    {"control", "sessions"},
     {"jobs", "reports"},
     {"library"},
     {"main"},

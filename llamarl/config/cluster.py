@@ -49,6 +49,11 @@ class ClusterConfig(Section):
     """A process whose event loop answers nothing for this long counts as lost (monarch only); not
     while it starts. With several `sites` a link between them may be broken for as long."""
 
+    max_restarts: int = number(10, least=0, most=10**6)
+    """When the trainer, a storage unit or a stage's executor is lost, all but the generators are
+    started again from the newest checkpoint, in the same run, but not more often than this within
+    an hour: then the run ends. 0: never. A run with consumers outside ends, too (monarch only)."""
+
     def check(self) -> None:
         self.require(
             self.num_hosts in (0, len(self.hosts)) or not self.hosts,

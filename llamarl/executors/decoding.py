@@ -45,6 +45,7 @@ class Decoding:
         self._spans = spans
         self._output = output
         self._thread = thread
+        self._rows: set[int] = set()  # that have not stopped
         self._standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")
         )
@@ -79,13 +80,35 @@ class Decoding:
         if num_tokens:
             self._record("decode", start_ns, num_tokens)
         if finished:
+            self._rows.difference_update(item.request.row_id for item in finished)
             self._output.put(finished)
         return True
 
-    def submit(self, requests: Sequence[Request], written: dict[int, PartialOutput]) -> None:
-        """Queue rollouts; ValueError as the engine says."""
+    def submit(
+        self, requests: Sequence[Request], written: dict[int, PartialOutput], session: int
+    ) -> None:
+        """Queue rollouts, unless their session has ended; ValueError as the engine says."""
+        if session != self._output.session:
+            return
         for request in requests:
+            self._rows.add(request.row_id)
             self.engine.submit(request, written.get(request.row_id))
+
+    def reset(self) -> None:
+        """Forget all rollouts, prompts and versions, with all memory on the device: nothing decodes
+        before the next commit."""
+        for tag in self.tags:
+            self.onload(tag)
+        self._standstill.end()
+        self.engine.abort_requests([*self._rows])
+        while self.engine.decode():
+            pass
+        self.engine.forget_prompts()
+        self.engine.version = -1
+        self._weight_buffer.reset()
+        self._standstill.is_mixed = False
+        self._rows.clear()
+        self._output.reset()
 
     def commit(self, version: int, bucket: int, processed: tuple[Tensor, Any] | None) -> int:
         """Take over a bucket, with the last one the version; returns the number of running

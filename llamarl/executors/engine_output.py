@@ -28,6 +28,7 @@ class EngineOutput:
         self._lock = threading.Lock()
         self._finished: list[RequestOutput] = []  # guarded by _lock, as are _open and _error
         self._open = OpenGroups()
+        self.session = 0  # grows at each `reset`
         self._error: BaseException | None = None
         self._is_ready = asyncio.Event()
 
@@ -58,6 +59,13 @@ class EngineOutput:
         if any(is_ready):
             self._loop.call_soon_threadsafe(self._is_ready.set)
 
+    def reset(self) -> None:
+        """Forget what stopped and what will; a `take` that waits returns nothing."""
+        with self._lock:
+            self._finished, self._open = [], OpenGroups()
+            self.session += 1
+        self._loop.call_soon_threadsafe(self._is_ready.set)
+
     async def take(self, limit_s: float) -> tuple[list[RequestOutput], bool]:
         """The rollouts that stopped, and whether all of some prefix group have, or one was cut;
         waits for that, and then `GATHER_S` for more, but at most `limit_s`. Raises the engine's
@@ -65,11 +73,14 @@ class EngineOutput:
         self.check()
         if not self._is_kept:
             return [], True
+        session = self.session
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_ready.wait(), limit_s)
             await asyncio.sleep(GATHER_S)
         self.check()
         with self._lock:
+            if session != self.session:
+                return [], True
             finished, self._finished = self._finished, []
             is_ready = self._is_ready.is_set()
             self._is_ready.clear()

@@ -31,6 +31,7 @@ from llamarl.generation.protocol import Engine
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.process_group import compute_device, use_device
+from llamarl.protocols import Storage
 from llamarl.weights.layout.boxes import BUFFER
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
@@ -71,6 +72,19 @@ class GeneratorExecutor:
             thread = Lockstep(self._name, on_error=output.fail, rank=rank, num_ranks=num_ranks)
         self._thread = thread
         await thread.run(lambda: self._build(thread, output, loop))
+
+    async def reset(self) -> None:
+        """See `protocols.Resettable`."""
+        assert self._parts is not None, "a generator must be started first"
+        rollouts, _, target, _ = self._parts
+        limit_s = self._spec.weights.timeout_s
+        await target.reset(limit_s)
+        await rollouts.beside.drained(limit_s)
+
+    async def use(self, storage: Storage) -> None:
+        """See `protocols.Resettable`."""
+        assert self._parts is not None, "a generator must be started first"
+        self._parts[0].use(storage)
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""

@@ -4,12 +4,15 @@ import asyncio
 from functools import partial
 
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.executors.beside import Beside
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.experience.store import RecordingStore
+from llamarl.generation.protocol import PartialOutput
 from llamarl.metrics.span import Spans
+from llamarl.protocols import Storage
 from llamarl.types import Request, RolloutInfo
 
 STORE_S = 1.0
@@ -22,11 +25,13 @@ class RolloutPart:
         self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
     ) -> None:
         self._spec, self._decoding, self._output = spec, decoding, output
+        self._spans = spans
         self._storage = RecordingStore(spec.storage, spans)
+        self.beside = Beside()  # what has to do with storage
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; resumed ones are read back from storage first."""
-        engine = self._decoding.engine
+        engine, session = self._decoding.engine, self._output.session
         self._decoding.check()
         self._output.expect(requests)
         has_stop_strings = any(request.sampling.stop_strings for request in requests)
@@ -34,9 +39,12 @@ class RolloutPart:
             tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
             engine.decode_text = tokenizer.decode
         resumed = [request for request in requests if request.resume]
-        written = await read_written(self._storage, resumed) if resumed else {}
+        written: dict[int, PartialOutput] = {}
+        if resumed:
+            written = await self.beside.wait_for(read_written(self._storage, resumed))
         key = ("submit", [(request.row_id, request.resume) for request in requests])
-        await self._decoding.run(partial(self._decoding.submit, requests, written), key)
+        submit = partial(self._decoding.submit, requests, written, session)
+        await self._decoding.run(submit, key)
 
     async def collect(self) -> list[RolloutInfo]:
         """Rollouts that stopped, their columns stored; after `heartbeat_s` whatever there is.
@@ -45,15 +53,23 @@ class RolloutPart:
         stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
         exception of the engine is raised here, with its own traceback.
         """
+        return await self.beside.wait_for(self._collect())
+
+    async def _collect(self) -> list[RolloutInfo]:
         clock = asyncio.get_running_loop().time
         rows: list[RolloutInfo] = []
         end_s, is_ready = clock() + self._spec.config.heartbeat_s, False
+        storage = self._storage
         while not is_ready and (left_s := end_s - clock()) > 0:
             finished, is_ready = await self._output.take(min(left_s, STORE_S))
             if finished:
-                await write_finished(self._storage, finished)
+                await write_finished(storage, finished)
                 rows += [rollout_info(item, self._spec.replica) for item in finished]
         return rows
+
+    def use(self, storage: Storage) -> None:
+        """Write there from now on."""
+        self._storage = RecordingStore(storage, self._spans)
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each comes out of `collect`, marked ABORTED."""

@@ -1,12 +1,12 @@
 """The part of an executor that other executors get weights from: a trainer's rank, or a
 generator's, which passes on what it received."""
 
-import asyncio
 from collections.abc import Callable
 
 from torch import Tensor
 
 from llamarl.config import WeightsConfig
+from llamarl.executors.beside import Beside
 from llamarl.metrics.span import Spans
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
@@ -40,6 +40,7 @@ class SourcePart:
         self._spans = spans
         self._check = check
         self._withdrawn: int | None = None
+        self.beside = Beside()
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
@@ -50,13 +51,13 @@ class SourcePart:
         """Keep the copies of `route` that lead from here to `replica` (None: forget the replica);
         waits for the route's other ranks."""
         self._check()
-        await asyncio.to_thread(self._writer.connect, replica, route)
+        await self.beside.run(self._writer.connect, replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
         """Write a bucket of `version` into a replica's staging memory. StaleVersion, TargetLost."""
         self._check()
         with self._spans.span("write", "publish", version=version):
-            return await asyncio.to_thread(self._writer.write, version, handles)
+            return await self.beside.run(self._writer.write, version, handles)
 
     def withdraw(self) -> None:
         """Return once no write reads the tensors, and let none begin until `restore`."""
@@ -70,6 +71,12 @@ class SourcePart:
         if self._withdrawn is not None:
             self.tensors.label(self._withdrawn)
             self._withdrawn = None
+
+    def reset(self) -> None:
+        """Drop all routes; the tensors hold no version before the next `label`."""
+        self.withdraw()
+        self._withdrawn = None
+        self._writer.close()
 
     def close(self) -> None:
         """Drop all routes."""

@@ -34,7 +34,8 @@ def test_a_run_without_its_trainer_ends_with_its_name_and_goes_on(tmp_path: Path
     wait_for_step(command, tmp_path, 3)
     command.process.send_signal(signal.SIGINT)
     first = end(command, [], tmp_path).state
-    command = train(tmp_path, *KEEPING, "num_steps=400", "checkpoint.resume=auto")
+    ending = ["checkpoint.resume=auto", "cluster.max_restarts=0"]
+    command = train(tmp_path, *KEEPING, "num_steps=400", *ending)
     wait_for_step(command, tmp_path, last_due(first) + 2)
     (trainer,) = executors(command, "trainer")
     wait_for_save(command, tmp_path, last_due(first) + 4)

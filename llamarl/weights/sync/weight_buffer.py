@@ -252,6 +252,13 @@ class WeightBuffer:
             )
             self._require_alive()
 
+    def reset(self) -> None:
+        """Forget the version and the route: what is committed next is the first."""
+        self._disconnect()
+        self._prepared, self._death = None, None
+        self.version = self._staging_version = self._committing = -1
+        self._num_committed = 0
+
     def movable(self) -> list[Tensor]:
         """Memory that may leave the device while nothing decodes and nothing is published.
 

@@ -1,0 +1,56 @@
+"""The trainer's side of a run that is lost, and started again while the generators live."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import executors, finish, read_archive, train, wait_for_step
+
+pytestmark = pytest.mark.slow
+NUM_STEPS = 12
+
+
+@pytest.mark.parametrize(
+    ("role", "number", "settings"),
+    [
+        ("trainer", signal.SIGKILL, ["generator.num_replicas=2", "generator.max_num_seqs=16"]),
+        ("trainer", signal.SIGSTOP, ["trainer.num_ranks=2", "weights.staging=bucket"]),
+        ("storage-1", signal.SIGKILL, ["experience.units_per_host=2", "generator.num_ranks=2"]),
+        ("trainer", signal.SIGKILL, ["placement=colocated", "weights.staging=host"]),
+        ("scorer", signal.SIGKILL, ["generator.num_collectors=1"]),
+    ],
+)
+def test_what_is_lost_beside_the_generators_is_started_again(
+    role: str, number: signal.Signals, settings: list[str], tmp_path: Path
+) -> None:
+    command = train(
+        tmp_path,
+        f"num_steps={NUM_STEPS}",
+        "checkpoint.every_steps=2",
+        "cluster.liveness_timeout_s=10",
+        *settings,
+    )
+    wait_for_step(command, tmp_path, 5, 240.0)
+    assert (generators := executors(command, r"generator-\d"))
+    os.kill(executors(command, role)[-1], number)
+    wait_for_step(command, tmp_path, NUM_STEPS, 240.0)
+    assert executors(command, r"generator-\d") == generators
+    code, out, err = finish(command, 240.0)
+    assert code == 0, err + out
+    assert "Traceback" not in err
+    assert "the run goes on from step-000000" in " ".join(out.split())
+    rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
+    assert len(rows) == len({row["row_id"] for row in rows}) == NUM_STEPS * 8 * 8
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = Counter(line["step"] for line in lines if "trainer/loss" in line)
+    assert trained == dict.fromkeys(range(1, NUM_STEPS + 1), 1)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["staleness_max"] <= 1) == (NUM_STEPS, True)
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+    assert command.wait_until_gone(5.0) == []
