@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,3 +133,27 @@ def test_replicas_are_added_and_removed_while_the_loop_runs(tmp_path: Path, drai
 
     serving = ["serving"] * 3
     assert run(main()) == [["serving", "starting", "starting"], serving, ["serving"]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thirty_random_faults_lose_nothing_and_break_no_bound(tmp_path: Path, seed: int) -> None:
+    """Of three replicas one or the other dies, falls silent, pauses or is slow."""
+    rng = random.Random(seed)
+    faults: dict[str, Faults] = {}
+    for replica in range(3):
+        at_s = 0.0
+        for i in range(1, 11):
+            at_s += rng.uniform(1.0, 6.0)
+            kind = rng.choice(["dies", "silent", "pauses", "slow"])
+            name = f"generator-{replica}" + (f" {i}" if i > 1 else "")
+            faults[name] = {
+                "dies": Faults(dies_at_s=at_s),
+                "silent": Faults(silent_s=(at_s, at_s + 100.0)),
+                "pauses": Faults(silent_s=(at_s, at_s + 2.0), dies_at_s=at_s + 3.0),
+                "slow": replace(slower(decode_step_s=0.05), dies_at_s=at_s),
+            }[kind]
+    loop = Loop(num_replicas=3, num_steps=150, max_restarts=20, costs=RESTART_COSTS, faults=faults)
+    run(loop.run(tmp_path))
+    check_trained(loop)
+    num_hit = sum(name in faults for name in loop.cluster.spawned)
+    assert num_hit >= 25, "the run must last long enough for the faults"
