@@ -199,7 +199,8 @@ def test_the_export_answers_in_transformers_as_it_did_in_the_run(finished: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["scorer", "storage-0", "generator-0"])
 def test_a_dead_executor_ends_the_run_with_its_name(role: str, tmp_path: Path) -> None:
-    command = train(tmp_path, "num_steps=400", "cluster.max_restarts=0")
+    never = ["cluster.max_restarts=0", "generator.max_restarts=0"]
+    command = train(tmp_path, "num_steps=400", *never)
     wait_for_step(command, tmp_path, 2)
     os.kill(executors(command, role)[0], signal.SIGKILL)
     code, _, err = finish(command, 30.0)
