@@ -224,7 +224,7 @@ async def spawn_executors(
         *(starter.spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
     )
     return Executors(
-        vital=[*units, *groups.values(), *collectors],
+        vital=[*units, *groups.values(), *collectors, *_vital_generators(config, generators)],
         storage=storage,
         generators=generators,
         collectors=collectors,
@@ -233,6 +233,15 @@ async def spawn_executors(
         start_generator=start_generator,
         places=starter.places,
     )
+
+
+def _vital_generators(
+    config: Config, generators: Mapping[int, ExecutorGroup]
+) -> list[ExecutorGroup]:
+    """Colocated, a generator that starts needs a device that the trainer may have, so it starts
+    with the trainer; disaggregated, it is started again alone."""
+    restarts = config.placement.colocated and config.cluster.max_restarts > 0
+    return list(generators.values()) if restarts else []
 
 
 def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:

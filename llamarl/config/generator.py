@@ -66,7 +66,7 @@ class GeneratorConfig(Section):
     max_restarts: int = number(10, least=0, most=10**6)
     """A replica that is lost is started again, while training goes on, but not more often than this
     within an hour: then the run ends. 0: never, the other replicas go on without it. With
-    placement=colocated replicas are never started again."""
+    placement=colocated cluster.max_restarts counts instead."""
     elastic: list[int] = field(default_factory=list)
     """[fewest, most] replicas, such as [1, 4]: their number changes by itself between these. One is
     added when generation takes longer than training by at least what one more saves, and one
