@@ -12,12 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
-from llamarl.config import Config
+from llamarl.config import Config, VllmConfig
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
 from llamarl.environments.requests import make_requests
 from llamarl.executor_groups import Executors
 from llamarl.experience.samplers import make_sampler
+from llamarl.generation.vllm.limits import kv_tokens
+from llamarl.lengths.split import Limits
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
@@ -31,7 +33,10 @@ from llamarl.loop.placement import Neighbours
 from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
+from llamarl.loop.skew import Skew
+from llamarl.metrics.decode_steps import DecodeSteps
 from llamarl.metrics.span import Spans
+from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.protocols import WeightSource
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
@@ -69,9 +74,11 @@ def build_controller(
     state: dict[str, Any],
     run_logger: RunObserver,
     spans: Spans,
+    skew: Skew | None = None,
 ) -> tuple[Controller, Publisher, Dispatch]:
-    """Assemble the loop around the started executors. `state` is a checkpoint's, or empty."""
-    dispatch = make_dispatch(config, executors)
+    """Assemble the loop around the started executors. `state` is a checkpoint's, or empty. `skew`
+    replaces what the config says of expected lengths."""
+    dispatch = make_dispatch(config, executors, skew or make_skew(config, inputs, run_dir))
     roles = _roles(executors, dispatch)
     ledger = Ledger(inputs.graph)
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
@@ -144,13 +151,23 @@ def _elasticity(
     return Elasticity(limits=limits, gate=gate, dispatch=dispatch, replica_set=replica_set)
 
 
-def make_dispatch(config: Config, executors: Executors) -> Dispatch:
-    """One Generator of all replicas."""
+def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
+    """What the recipe expects of lengths; decode steps are measured from the run's spans."""
+    generator, kv_size = config.generator, 0
+    if isinstance(generator, VllmConfig) and isinstance(inputs.architecture, Architecture):
+        kv_size = kv_tokens(generator, inputs.architecture)
+    limits = Limits(max_num_seqs=generator.max_num_seqs, kv_tokens=kv_size)
+    return Skew(config.dispatch, limits, DecodeSteps(f"{run_dir}/spans").read)
+
+
+def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None) -> Dispatch:
+    """One Generator of all replicas; without `skew` nothing is expected of lengths."""
     return Dispatch(
         executors.generators,
         executors.storage,
         collectors=[group.call_one for group in executors.collectors],
         neighbours=Neighbours(units_near(config), num_storage_units(config)),
+        skew=skew,
     )
 
 

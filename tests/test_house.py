@@ -20,7 +20,7 @@ FLOORS: list[set[str]] = [
     {"json_file", "task_file"},
     {"config"},
     {"checkpoints"},
-    {"algorithms", "data", "models", "metrics"},
+    {"algorithms", "data", "models", "metrics", "lengths"},
     {"user_code"},
     {"environments"},
     {"experience"},

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.check import DAY_S, Section, choice, number, require
 from llamarl.config.cluster import ClusterConfig
+from llamarl.config.dispatch import DispatchConfig
 from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
 from llamarl.config.inputs import DataConfig, ModelConfig
 from llamarl.config.reward import RewardConfig
@@ -204,6 +205,7 @@ class Config(Section):
     cluster: ClusterConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -258,6 +260,11 @@ class Config(Section):
             "staleness.late",
             "be mask with experience.sampler=task (which may take a group later than its step, or "
             "again)",
+        )
+        self.require(
+            self.dispatch.ranker != "oracle" or self.sampling.replay_lengths is not None,
+            "dispatch.ranker",
+            "be none, history or model without sampling.replay_lengths (no length is known)",
         )
         self._check_processes()
         self._check_memory()

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from llamarl.errors import GroupLost, NoGenerator
 from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.placement import Neighbours
+from llamarl.loop.skew import Skew
 from llamarl.protocols import Collector, Generator, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
@@ -52,10 +53,12 @@ class Dispatch:
         storage: Storage,
         collectors: Sequence[Collector] = (),
         neighbours: Neighbours | None = None,
+        skew: Skew | None = None,
     ) -> None:
         """If there are `collectors`, they collect from all replicas; collector i from those whose
-        index modulo their number is i. Without `neighbours` all is on one host."""
-        self.balance = Balance(neighbours)
+        index modulo their number is i. Without `neighbours` all is on one host; without `skew`
+        nothing is expected of lengths."""
+        self.balance = Balance(neighbours, skew)
         self.replicas = self.balance.replicas
         self.replicas |= {index: Replica(group.call_one) for index, group in groups.items()}
         self.on_lost: Callable[[int, Exception], None] | None = None
@@ -230,8 +233,7 @@ class Dispatch:
     def _release(self, index: int, rows: list[RolloutInfo]) -> None:
         """Pass on rows that stopped on a replica. Those that a collector reports late, after the
         replica was given up, are left out: they have started again."""
-        replica = self.replicas.get(index)
-        known = [row for row in rows if replica and replica.release(row.row_id)]
+        known = [row for row in rows if self.balance.release(index, row)]
         if known:
             self._rows.put_nowait(known)
 

@@ -30,6 +30,7 @@ from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.graph import Stage, make_graph
 from llamarl.experience.samplers import Sampler, admission
+from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
@@ -209,6 +210,7 @@ class Loop:
     storage: WatchedStorage = field(default_factory=WatchedStorage)
     stages: Sequence[Stage] = ()
     reward_columns: Sequence[str] = ("reward",)
+    skew: Skew | None = None
 
     def __post_init__(self) -> None:
         workload = self.workload or LoopWorkload(
@@ -305,6 +307,7 @@ class Loop:
             state=self.state,
             run_logger=self.run_logger,
             spans=Spans("controller", None),
+            skew=self.skew,
         )
         self.gate, self.replica_set = controller.gate, controller.replica_set
         make_requests, make_batch = controller.rules.make_requests, controller.rules.make_batch

@@ -8,6 +8,7 @@ controller's process checks the limits before any other process starts.
 import math
 
 from llamarl.config import VllmConfig
+from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
 from llamarl.weights.layout.reshard import DTYPE_BYTES
@@ -37,14 +38,24 @@ def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
             f"(vLLM on CPU), got {a.head_dim}"
         )
     num_blocks = -(-config.max_model_len // config.block_size) + 1  # vLLM keeps one empty
-    kv_heads = max(a.num_kv_heads // num_ranks, 1)
-    token_bytes = 2 * a.num_layers * kv_heads * a.head_dim * DTYPE_BYTES[config.dtype]
-    needed_bytes = num_blocks * config.block_size * token_bytes
+    needed_bytes = num_blocks * config.block_size * _token_bytes(config, a)
     if config.kv_cache_bytes < needed_bytes:
         raise ValueError(
             f"generator.kv_cache_bytes must be at least {needed_bytes}, which hold one rollout of "
             f"{config.max_model_len} tokens, got {config.kv_cache_bytes}"
         )
+
+
+def kv_tokens(config: VllmConfig, architecture: Architecture) -> int:
+    """Tokens that the KV cache of a replica holds."""
+    return config.kv_cache_bytes // _token_bytes(config, architecture)
+
+
+def _token_bytes(config: VllmConfig, architecture: Architecture) -> int:
+    """Keys and values of one token on one rank."""
+    a = architecture
+    num_heads = max(a.num_kv_heads // config.num_ranks, 1)
+    return 2 * a.num_layers * num_heads * a.head_dim * DTYPE_BYTES[config.dtype]
 
 
 def memory_share(config: VllmConfig, architecture: AnyArchitecture, total_bytes: int) -> float:

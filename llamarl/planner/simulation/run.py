@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamarl.build import build_controller
-from llamarl.config import Config
+from llamarl.config import Config, DispatchConfig
 from llamarl.config.run import CheckpointConfig
 from llamarl.executor_groups import Executors
 from llamarl.experience.graph import Graph, make_graph
 from llamarl.experience.samplers import admission
+from llamarl.lengths.ranker import Ranker
+from llamarl.lengths.split import Limits
 from llamarl.loop.collaborators import RunObserver
+from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import StepForecast
@@ -40,23 +43,31 @@ def simulate(
     workload: Workload | None = None,
     num_steps: int | None = None,
     num_skipped: int | None = None,
+    ranker: Ranker | None = None,
 ) -> StepForecast:
     """The steady state of `num_steps` (default: plan.num_steps) steps of `config`, without the
     first `num_skipped` (default: until the gate's run-ahead has passed through).
 
     `workload` defaults to what config.plan assumes. Evaluation, checkpoints and export are left
-    out. Of a large cluster a fraction is simulated (`fraction.py`).
+    out. Of a large cluster a fraction is simulated (`fraction.py`). Without `ranker` no length is
+    expected, for those of most workloads do not depend on the prompt.
     """
     workload = workload or make_workload(config)
     steps = config.plan.num_steps if num_steps is None else num_steps
     k = fraction.divisor(config, costs)
-    timeline = clock.run(run(*fraction.take(config, costs, k), architecture, workload, steps))
+    part = fraction.take(config, costs, k)
+    timeline = clock.run(run(*part, architecture, workload, steps, ranker))
     step = forecast(timeline, num_skipped or settling_steps(config, steps))
     return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s, divisor=k)
 
 
 async def run(
-    config: Config, costs: Costs, architecture: Architecture, workload: Workload, num_steps: int
+    config: Config,
+    costs: Costs,
+    architecture: Architecture,
+    workload: Workload,
+    num_steps: int,
+    ranker: Ranker | None = None,
 ) -> SimulatedTimeline:
     """Run the controller with simulated executors on whatever clock the present loop has."""
     config = _without_own_stages(config)
@@ -66,7 +77,9 @@ async def run(
     executors = make_executors(setting, SimulatedCluster(config, costs), graph)
     run_logger = SimulatedRunLogger(timeline)
     inputs = make_inputs(workload.prompts(), graph, architecture)
-    await drive(config, inputs, executors, num_steps, run_logger)
+    context = workload.prompt_tokens + sum(workload.lengths) // (2 * len(workload.lengths) or 1)
+    skew = make_skew(config, costs, ranker, context) if ranker else None
+    await drive(config, inputs, executors, num_steps, run_logger, skew=skew)
     for group in executors.generators.values():
         group.call_one.end_idle()
     timeline.forget_last_step()
@@ -88,8 +101,10 @@ async def drive(
     num_steps: int,
     run_logger: RunObserver,
     spans: Spans | None = None,
+    skew: Skew | None = None,
 ) -> None:
-    """Run the controller with these executors.
+    """Run the controller with these executors; without `skew` nothing is expected of lengths, which
+    do not depend on a simulation's prompts.
 
     One step more than asked for: the last one ends with a checkpoint, which is really written.
     """
@@ -97,6 +112,7 @@ async def drive(
         config,
         num_steps=num_steps + 1,
         checkpoint=CheckpointConfig(every_steps=0, export=False),
+        dispatch=DispatchConfig(ranker="none"),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
     with tempfile.TemporaryDirectory() as run_dir:
@@ -108,6 +124,7 @@ async def drive(
             state={},
             run_logger=run_logger,
             spans=spans or Spans("controller", None),
+            skew=skew,
         )
         await publisher.connect()
         try:
@@ -116,6 +133,15 @@ async def drive(
             await controller.replica_set.close()
             await dispatch.close()
             await publisher.close()
+
+
+def make_skew(config: Config, costs: Costs, ranker: Ranker, context: int) -> Skew:
+    """What a simulation expects of lengths: by this ranker, with decode steps that take what
+    `costs` say with `context` tokens of each rollout in the KV cache."""
+    most = config.generator.max_num_seqs
+    sizes = {1 << power for power in range(most.bit_length())} | {most}
+    steps = [(size, costs.decode_s(size, size * context)) for size in sorted(sizes)]
+    return Skew(config.dispatch, Limits(max_num_seqs=most), lambda: steps, ranker)
 
 
 def make_inputs(
