@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster import ExecutorGroup
-from llamarl.config.rank_assignment import place_generator
+from llamarl.config.rank_assignment import Device, place_generator
 from llamarl.executor_groups import Executors
 from llamarl.experience.server import short_path
 from llamarl.loop.controller import Controller
+from llamarl.weights.transports.table import TRANSPORTS
 
 SOCKET = ".control"
 MAX_REPLICAS = 65536
@@ -33,9 +34,10 @@ LINE_BYTES = 1 << 20
 USAGE = {
     "status": "usage: llamarl status RUN\n\nRUN is the folder of a run that is at work.\n",
     "scale": (
-        "usage: llamarl scale RUN generators=N [--now]\n\nRUN is the folder of a run that is at "
-        "work. A replica that is removed first\nwrites what it holds; with --now its rollouts "
-        "go on elsewhere.\n"
+        "usage: llamarl scale RUN generators=N [host=ADDRESS] [--now]\n\nRUN is the folder of a "
+        "run that is at work. Replicas that are added run on its hosts, or\non the one of the "
+        "llamarl worker at ADDRESS, which need not have been there before. A\nreplica that is "
+        "removed first writes what it holds; with --now its rollouts go on\nelsewhere.\n"
     ),
 }
 Message = dict[str, Any]
@@ -130,13 +132,14 @@ def status(arguments: list[str]) -> str:
 
 def scale(arguments: list[str]) -> str:
     """What `llamarl scale RUN generators=N` prints, once it is done."""
-    words = [word for word in arguments if word != "--now"]
-    name, _, value = words[1].partition("=") if len(words) == 2 else ("", "", "")
-    if name != "generators" or not value.isdecimal():
+    run, *words = [word for word in arguments if word != "--now"] or [""]
+    values = dict(word.partition("=")[::2] for word in words)
+    number, host = values.pop("generators", ""), values.pop("host", "")
+    if values or not number.isdecimal() or len(words) > 1 + bool(host):
         got = " ".join(arguments) or "nothing"
-        raise ValueError(f"scale must get RUN generators=N [--now], got {got}")
-    message = {"ask": "scale", "generators": int(value), "drains": "--now" not in arguments}
-    return f"{ask(words[0], message)['text']}\n"
+        raise ValueError(f"scale must get RUN generators=N [host=ADDRESS] [--now], got {got}")
+    message = {"ask": "scale", "generators": int(number), "drains": "--now" not in arguments}
+    return f"{ask(run, message | {'host': host})['text']}\n"
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ class RunControl:
         if message.get("ask") == "status":
             return self._status()
         if message.get("ask") == "scale":
-            return await self._scale(int(message["generators"]), bool(message["drains"]))
+            host = str(message.get("host", ""))
+            return await self._scale(int(message["generators"]), bool(message["drains"]), host)
         raise ValueError(f"a message must ask status or scale, got {message.get('ask')}")
 
     def _status(self) -> Message:
@@ -180,6 +184,26 @@ class RunControl:
             "executors": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
         }
 
+    async def _place_on(self, address: str, replicas: range) -> None:
+        """Let these replicas, when they are started, run on the host at `address`."""
+        config, generator = self.controller.config, self.controller.config.generator
+        num_ranks = len(replicas) * generator.num_ranks
+        if not replicas:
+            raise ValueError("generators must be more than before with host=ADDRESS")
+        is_cuda, room = generator.device == "cuda", config.cluster.num_gpus_per_host
+        if is_cuda and num_ranks > room:
+            raise ValueError(f"generators must fit on {address}, got {num_ranks} ranks for {room}")
+        if TRANSPORTS[config.weights.transport].is_mapped:
+            transport = config.weights.transport
+            raise ValueError(f"weights.transport must be collective for a host, got {transport}")
+        assert self.executors.add_host is not None
+        host = await self.executors.add_host(address)
+        devices = [Device(host=host, gpu=i if is_cuda else None) for i in range(num_ranks)]
+        for place, replica in enumerate(replicas):
+            first = place * generator.num_ranks
+            own = devices[first : first + generator.num_ranks]
+            self.executors.places[f"generator-{replica}"] = own
+
     def _place(self, name: str, group: ExecutorGroup | None) -> tuple[str, str]:
         """The hosts and pids of an executor's processes."""
         cluster = self.controller.config.cluster
@@ -187,14 +211,18 @@ class RunControl:
         pids = getattr(group, "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
-    async def _scale(self, num_replicas: int, drains: bool) -> Message:
+    async def _scale(self, num_replicas: int, drains: bool, host: str) -> Message:
+        """With a `host`, replicas that are added run there."""
         replica_set, config = self.controller.replica_set, self.controller.config
         fewest, most = config.generator.elastic or (1, MAX_REPLICAS)
         if not fewest <= num_replicas <= most:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
         if config.placement.colocated:
             raise ValueError("placement must be disaggregated to scale generators, got colocated")
-        place_generator(config, num_replicas - 1)  # ValueError if the hosts have no room
         before = len(replica_set.status())
+        if host:
+            await self._place_on(host, range(before, num_replicas))
+        else:
+            place_generator(config, num_replicas - 1)  # ValueError if the hosts have no room
         await replica_set.scale(num_replicas, drains=drains)
         return {"text": f"generators: {before} -> {num_replicas}"}

@@ -76,8 +76,10 @@ class Executors:
     stages: dict[Stage, ExecutorGroup]
     trainer: ExecutorGroup | None
     start_generator: Callable[[int], Awaitable[ExecutorGroup]]
-    places: Mapping[str, Sequence[Device]] = field(default_factory=dict)
-    """By executor name, the device of each rank."""
+    places: dict[str, list[Device]] = field(default_factory=dict)
+    """By executor name, the device of each rank; also of generators that are yet to be started."""
+    add_host: Callable[[str], Awaitable[int]] | None = None
+    """Attaches the host at an address; its index."""
     collectors: list[ExecutorGroup] = field(default_factory=list)
 
     def hosts_of(self, name: str) -> list[int]:
@@ -198,7 +200,9 @@ async def spawn_executors(
     async def start_generator(replica: int) -> ExecutorGroup:
         name = f"generator-{replica}"
         starter.places.setdefault(name, place_generator(config, replica))
-        spec = _generator_spec(config, inputs, storage, far_storage, run_dir, parts, replica)
+        spec = _generator_spec(
+            config, inputs, storage, far_storage, run_dir, parts, replica, starter.places[name]
+        )
         return await starter.start(name, spec, log_state)
 
     storage_specs = _storage_specs(config, run_dir)
@@ -220,9 +224,8 @@ async def spawn_executors(
         if isinstance(spec, GeneratorSpec)
     }
     shares = collector_specs(config, generators) if EXECUTORS[TRAIN] in parts else []
-    collectors = await asyncio.gather(
-        *(starter.spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
-    )
+    spawning = (starter.spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
+    collectors = await asyncio.gather(*spawning)
     return Executors(
         vital=[*units, *groups.values(), *collectors, *_vital_generators(config, generators)],
         storage=storage,
@@ -232,6 +235,7 @@ async def spawn_executors(
         trainer=groups.get("trainer"),
         start_generator=start_generator,
         places=starter.places,
+        add_host=cluster.add_host,
     )
 
 
@@ -280,7 +284,16 @@ def _specs(
     """By name, of the executors that use the store; `far_storage` is for those at other sites."""
     specs: dict[str, Spec] = {}
     for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
-        spec = _generator_spec(config, inputs, storage, far_storage, run_dir, parts, replica)
+        spec = _generator_spec(
+            config,
+            inputs,
+            storage,
+            far_storage,
+            run_dir,
+            parts,
+            replica,
+            place_generator(config, replica),
+        )
         specs[f"generator-{replica}"] = spec
     if EXECUTORS[TRAIN] in parts:
         specs["trainer"] = TrainerSpec(
@@ -310,8 +323,9 @@ def _generator_spec(
     run_dir: str,
     parts: Collection[str],
     replica: int,
+    places: Sequence[Device],
 ) -> GeneratorSpec:
-    is_far = place_generator(config, replica)[0].host in far_sites(config)
+    is_far = places[0].host in far_sites(config)
     return GeneratorSpec(
         replica=replica,
         checkpoint=inputs.checkpoint,

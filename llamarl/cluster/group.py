@@ -96,6 +96,10 @@ class Cluster(Protocol):
         constructor raises.
         """
 
+    async def add_host(self, address: str) -> int:
+        """Attach the host of one more worker daemon, which the run did not have when it began; its
+        index in `Device`. ValueError for what is wrong with it."""
+
     async def stop(self) -> None:
         """Stop all groups at once; afterwards none of their processes, nor any process started by
         them, is alive. Never hangs, never raises, may be repeated."""

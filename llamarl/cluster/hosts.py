@@ -207,19 +207,41 @@ async def attach(config: ClusterConfig, folder: str) -> list[Host]:
         RemoteHost(config.name_host(index), address, config, credentials)
         for index, address in enumerate(addresses)
     ]
+    await _check(hosts, config, folder)
+    return list(hosts)
+
+
+async def attach_late(config: ClusterConfig, text: str, folder: str, hosts: list[Host]) -> None:
+    """Add the host at the address `text` to those of a run at work, as the last of `hosts`.
+
+    ValueError, in one line, for what is wrong with it.
+    """
+    if not config.hosts:
+        raise ValueError("cluster.hosts must name the hosts of a run that others join, got none")
+    credentials = Credentials(config.ca, config.certificate, config.private_key)
+    address = Address.parse(text, "host")
+    await asyncio.to_thread(connect, address, credentials, 0.0)
+    known = [host.address for host in hosts if isinstance(host, RemoteHost)]
+    check_distinct([*known, address])
+    host = RemoteHost(text, address, config, credentials)
+    await _check([host], config, folder)
+    hosts.append(host)
+
+
+async def _check(hosts: list[RemoteHost], config: ClusterConfig, folder: str) -> None:
+    """Let all of these hosts go, with a ValueError, unless they fit and see `folder`."""
     probe, text = Path(folder, f".hosts-{uuid.uuid4().hex}"), uuid.uuid4().hex
     probe.parent.mkdir(parents=True, exist_ok=True)
     probe.write_text(text)
     try:
         reports = await asyncio.gather(*(host.inspect(str(probe)) for host in hosts))
-        found = dict(zip(config.hosts, reports, strict=True))
+        found = {str(host.address): each for host, each in zip(hosts, reports, strict=True)}
         check_reports(found, (str(probe), text), data_interface(config))
     except BaseException:
         await asyncio.gather(*(host.detach() for host in hosts))
         raise
     finally:
         probe.unlink()
-    return list(hosts)
 
 
 def data_interface(config: ClusterConfig) -> str:

@@ -48,6 +48,9 @@ class InlineCluster:
             group.executors.append(executor)
         return group
 
+    async def add_host(self, address: str) -> int:
+        raise ValueError("cluster.backend must be monarch for a host to join, got inline")
+
     async def stop(self) -> None:
         await asyncio.gather(*(group.stop() for group in self._groups.values()))
 

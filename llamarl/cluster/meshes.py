@@ -27,7 +27,7 @@ from llamarl.cluster.actors import (
 )
 from llamarl.cluster.call_result import describe_failed_close
 from llamarl.cluster.group import Calls, ExecutorGroup, Factory, process_name
-from llamarl.cluster.hosts import Host, attach
+from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
@@ -273,6 +273,13 @@ class MonarchCluster:
         places = devices or [Device(host=0, gpu=None)] * num_ranks
         await group.start(hosts, places, self._config, (factory, spec), self._make_spans)
         return group
+
+    async def add_host(self, address: str) -> int:
+        if self._attaching is None:
+            raise RuntimeError("a host must be added after the first spawn")
+        hosts = await asyncio.shield(self._attaching)
+        await attach_late(self._config, address, self._logs_folder, hosts)
+        return len(hosts) - 1
 
     async def stop(self) -> None:
         self._is_stopped = True

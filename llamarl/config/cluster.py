@@ -73,4 +73,4 @@ class ClusterConfig(Section):
 
     def name_host(self, index: int) -> str:
         """What the executors on a host call it: its address, if that is known."""
-        return self.hosts[index] if self.hosts else f"host-{index}"
+        return self.hosts[index] if index < len(self.hosts) else f"host-{index}"

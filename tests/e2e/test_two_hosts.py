@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.cluster.process import is_alive
+from llamarl.control import ask, scale
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -81,3 +83,37 @@ def test_a_foreign_certificate_ends_a_run_in_one_line_before_it_starts(tmp_path:
     (line,) = done.stderr.splitlines()
     assert line.startswith("llamarl: cluster.ca must have signed the certificate of every host")
     assert host in line
+
+
+def test_a_host_that_joins_late_takes_a_replica(tmp_path: Path) -> None:
+    make_certificates(str(tmp_path), ["127.0.0.1"])
+    run_dir = tmp_path / "run"
+    with worker(tmp_path) as (one, _):
+        run = subprocess.Popen(
+            [*train(tmp_path, [one], run_dir), "num_steps=100"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        assert run.stdout is not None
+        assert any(" step 1/100 " in line for line in run.stdout)
+        with pytest.raises(ValueError, match=r"got no answer from tls://127\.0\.0\.1:1 "):
+            scale([str(run_dir), "generators=2", "host=tls://127.0.0.1:1"])
+        with worker(tmp_path) as (two, second):
+            assert scale([str(run_dir), "generators=2", f"host={two}"]) == "generators: 1 -> 2\n"
+            end_s = time.monotonic() + LIMIT_S
+            while (row := replica(run_dir, "generator-1")) is None or row["version"] < 3:
+                assert time.monotonic() < end_s
+                time.sleep(0.2)
+            assert children(second.pid), "it runs there"
+            assert scale([str(run_dir), "generators=1"]) == "generators: 2 -> 1\n"
+            run.send_signal(signal.SIGTERM)
+            output = run.stdout.read()
+            assert run.wait() == 75, output
+            assert not [pid for pid in children(second.pid) if is_alive(pid)]
+
+
+def replica(run_dir: Path, name: str) -> dict[str, Any] | None:
+    rows = ask(str(run_dir), {"ask": "status"})["executors"]
+    return next((row for row in rows if row["executor"] == name), None)

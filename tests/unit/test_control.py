@@ -74,7 +74,9 @@ def test_another_users_process_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     [[], ["run"], ["run", "generators"], ["run", "replicas=2"], ["run", "generators=-1"]],
 )
 def test_scale_names_what_it_must_get(arguments: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"scale must get RUN generators=N \[--now\], got "):
+    with pytest.raises(
+        ValueError, match=r"scale must get RUN generators=N \[host=ADDRESS\] \[--now\], got "
+    ):
         scale(arguments)
 
 
