@@ -8,11 +8,12 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config, VllmConfig
+from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
 from llamarl.environments.requests import make_requests
@@ -34,12 +35,14 @@ from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
+from llamarl.loop.speeds import Speeds
 from llamarl.metrics.decode_steps import DecodeSteps
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.protocols import WeightSource
 from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
+from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 
 if TYPE_CHECKING:  # mypy compares the methods of each class with those that are asked of it
@@ -79,8 +82,7 @@ def build_controller(
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty. `skew`
     replaces what the config says of expected lengths."""
     dispatch = make_dispatch(config, executors, skew or make_skew(config, inputs, run_dir))
-    roles = _roles(executors, dispatch)
-    ledger = Ledger(inputs.graph)
+    roles, ledger = _roles(executors, dispatch), Ledger(inputs.graph)
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
@@ -94,6 +96,7 @@ def build_controller(
         sampling=train_sampling(config, inputs),
         seed=config.seed,
         mode=config.weights.logprob_check,
+        pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
     )
     replica_set, publisher = _replica_set(
         config, executors, dispatch, spans, run_dir, logprob_check.committed
@@ -168,6 +171,7 @@ def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None
         collectors=[group.call_one for group in executors.collectors],
         neighbours=Neighbours(units_near(config), num_storage_units(config)),
         skew=skew,
+        speeds=Speeds(pools_of(config.generator)),
     )
 
 
@@ -243,7 +247,7 @@ def make_publisher(
         spans,
         weights,
         rendezvous_folder=f"{run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
-        generator_device=config.generator.device,
+        kind_of=cache(partial(weight_kind, config.generator)),
         far_sites={
             config.cluster.name_host(host): site for host, site in far_sites(config).items()
         },
@@ -272,7 +276,7 @@ def build_evaluator(
         storage=executors.storage,
         every_steps=config.evaluation.every_steps,
         version=state.get("evaluated", -1),
-        rows_per_replica=config.generator.max_num_seqs,
+        rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),
     )
 
 

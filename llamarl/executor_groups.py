@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from llamarl.cluster import Cluster, ExecutorGroup, make_cluster, make_rdma
 from llamarl.config import Config
+from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import (
     Device,
     assign,
@@ -331,7 +332,7 @@ def _generator_spec(
         checkpoint=inputs.checkpoint,
         load_weights=EXECUTORS[TRAIN] not in parts,
         tokenizer=inputs.tokenizer_folder,
-        config=config.generator,
+        config=generator_of(config.generator, replica),
         weights=config.weights,
         placement=config.placement,
         storage=far_storage if is_far else storage,

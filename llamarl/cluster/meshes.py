@@ -315,4 +315,6 @@ def parts_of(
 
 def gpu_environment(device: Device, config: ClusterConfig) -> dict[str, str]:
     """Which GPU a process uses, and of what kind that must be."""
-    return {} if device.gpu is None else {"LOCAL_RANK": str(device.gpu), "LLAMARL_GPU": config.gpu}
+    if device.gpu is None:
+        return {}
+    return {"LOCAL_RANK": str(device.gpu), "LLAMARL_GPU": device.gpu_kind or config.gpu}

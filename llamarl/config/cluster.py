@@ -28,7 +28,7 @@ class ClusterConfig(Section):
     """GPUs of each host that the run may use."""
     gpu: str = "H100-80GB"
     """The kind of GPU that the recipe was planned for: H100-80GB | H200-141GB | A100-80GB. A run on
-    CUDA refuses others."""
+    CUDA refuses others; `generator.pools` may name another kind for their own hosts."""
     data_interface: str = ""
     """Network interface of tensor traffic between hosts (gloo, NCCL), which is not encrypted: name
     a trusted one. Empty: loopback, which serves a single host."""

@@ -42,7 +42,8 @@ class GeneratorConfig(Section):
     """Fields that every engine shares."""
 
     num_replicas: int = number(1, least=1, most=65536)
-    """Independent engines, each in processes of its own."""
+    """Independent engines, each in processes of its own. With `pools` it is their sum, and need not
+    be given."""
     num_ranks: int = number(1, least=1, most=1024)
     """Tensor-parallel processes of one replica."""
     device: str = choice("cpu", "cuda")
@@ -60,6 +61,13 @@ class GeneratorConfig(Section):
     kv_after_commit: str = choice("keep", "recompute")
     """What happens to the KV cache of running rollouts when new weights become active: keep |
     recompute (with the new weights)."""
+    pools: list[str] = field(default_factory=list)
+    """Replicas that differ, as one text of KEY=VALUE per pool: ["num_replicas=2",
+    "num_replicas=4 quantization=int8 max_num_seqs=128"]. A pool may set the fields of a replica,
+    `engine` (embedded | vllm), `site` (one of cluster.sites; then every pool names one) and `gpu`
+    (another kind than cluster.gpu); all else is as in `generator`, and a pool has one replica
+    unless it says how many. Requests go to pools by how fast they turn out to be. []: all replicas
+    are alike."""
     num_collectors: int = number(0, least=0, most=65536)
     """Processes that collect from the replicas which rollouts stopped, and report them to the
     controller together; use one for hundreds of replicas. 0: the controller asks each replica."""
@@ -83,6 +91,7 @@ class GeneratorConfig(Section):
     def _check_elastic(self) -> None:
         if not self.elastic:
             return
+        self.require(not self.pools, "elastic", "be [] with generator.pools (of which pool?)")
         must = "be [] or [fewest, most] with 1 <= fewest <= most"
         self.require(len(self.elastic) == 2, "elastic", must)
         fewest, most = self.elastic

@@ -4,17 +4,20 @@ Owns: the assignment, for a run and for a forecast alike. Does not own: starting
 (`cluster/`). Invariant: pure; with disaggregated placement no two ranks share a GPU, except that
 the reference shares the trainer's.
 
-Devices are taken in order: by the trainer first, then by one replica after another. The ranks of a
+Devices are taken in order: by the trainer first, then by one replica after another, at the site of
+its pool if that names one. The ranks of a
 replica are on several hosts only if one host is too small for them. Colocated, the replicas begin
 again at the first device. Without GPUs a host counts as many devices as an even spread of the ranks
 over the hosts needs.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamarl.config import Config
+from llamarl.config.pools import Pool, pool_at, pools_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,34 +28,37 @@ class Device:
     """Index among the run's hosts."""
     gpu: int | None
     """Index among that host's GPUs; None on CPUs."""
+    gpu_kind: str = ""
+    """What GPU it must be; "": a `cluster.gpu`."""
 
 
-def assign(config: Config) -> dict[str, list[Device]]:
+def assign(config: Config, num_replicas: int = 0) -> dict[str, list[Device]]:
     """Executor name ("trainer", "generator-0", "reference") -> the device of each of its ranks.
 
-    ValueError, with the numbers, if the hosts have too few GPUs.
+    `num_replicas` may be more than those of the recipe. ValueError, with the numbers, if the hosts
+    have too few GPUs.
     """
-    per_host = devices_per_host(config)
-    places: dict[str, range] = {"trainer": range(config.trainer.num_ranks)}
-    end = 0 if config.placement.colocated else config.trainer.num_ranks
-    for replica in range(config.generator.num_replicas):
-        start = _align(end, config.generator.num_ranks, per_host)
-        end = start + config.generator.num_ranks
-        places[f"generator-{replica}"] = range(start, end)
-    num_hosts = math.ceil(max(end, config.trainer.num_ranks) / per_host)
-    if num_hosts > config.cluster.size:
-        raise ValueError(
-            f"cluster.num_hosts must be at least {num_hosts} (trainer.num_ranks "
-            f"{config.trainer.num_ranks}, {config.generator.num_replicas} generator replicas of "
-            f"{config.generator.num_ranks}, {per_host} devices a host), got {config.cluster.size}"
-        )
-    kinds = {"trainer": config.trainer.device, "generator": config.generator.device}
-    devices = {
-        name: [_device(i, per_host, kinds[name.partition("-")[0]]) for i in place]
-        for name, place in places.items()
-    }
-    _check_sites(config, devices)
-    return devices | {"reference": devices["trainer"]}
+    pools, per_host = pools_of(config.generator), devices_per_host(config)
+    trainer = [*range(config.trainer.num_ranks)]
+    places = {"trainer": [_device(i, per_host, config.trainer.device) for i in trainer]}
+    home = config.cluster.sites[0] if pools[0].site else ""
+    ends = {home: 0 if config.placement.colocated else len(trainer)}  # by site, in its devices
+    kinds = {home: ""}  # of the GPUs there; those of a host are alike
+    for replica in range(max(pools[-1].replicas.stop, num_replicas)):
+        pool = pool_at(config.generator, replica)
+        num_ranks = pool.generator.num_ranks
+        start = _align(ends.get(pool.site, 0), num_ranks, per_host)
+        if kinds.setdefault(pool.site, pool.gpu) != pool.gpu:
+            start, kinds[pool.site] = math.ceil(start / per_host) * per_host, pool.gpu
+        ends[pool.site] = start + num_ranks
+        hosts = _hosts_at(config, pool.site)
+        places[f"generator-{replica}"] = [
+            replace(_device(i, per_host, pool.generator.device, hosts), gpu_kind=pool.gpu)
+            for i in range(start, ends[pool.site])
+        ]
+    _check_room(config, pools, ends | {home: max(ends[home], len(trainer))}, per_host)
+    _check_sites(config, places)
+    return places | {"reference": places["trainer"]}
 
 
 def place_generator(config: Config, replica: int) -> list[Device]:
@@ -63,11 +69,12 @@ def place_generator(config: Config, replica: int) -> list[Device]:
     """
     if f"generator-{replica}" in (places := assign(config)):
         return places[f"generator-{replica}"]
-    if config.generator.device == "cpu":
-        host = Device(host=replica % config.cluster.size, gpu=None)
-        return [host] * config.generator.num_ranks
-    more = replace(config, generator=replace(config.generator, num_replicas=replica + 1))
-    return assign(more)[f"generator-{replica}"]
+    pool = pool_at(config.generator, replica)
+    if pool.generator.device == "cpu":
+        hosts = _hosts_at(config, pool.site)
+        host = Device(host=hosts[replica % len(hosts)], gpu=None)
+        return [host] * pool.generator.num_ranks
+    return assign(config, replica + 1)[f"generator-{replica}"]
 
 
 def companions(config: Config) -> dict[str, list[Device]]:
@@ -118,17 +125,58 @@ def far_sites(config: Config) -> dict[int, str]:
     return {host: site for host, site in enumerate(sites) if site != sites[0]}
 
 
+def devices_of(config: Config) -> set[str]:
+    """Where trainer and generators compute: cpu, cuda or both."""
+    return {config.trainer.device, *(each.generator.device for each in pools_of(config.generator))}
+
+
 def devices_per_host(config: Config) -> int:
     """Ranks that one host takes."""
-    if "cuda" in (config.trainer.device, config.generator.device):
+    pools = pools_of(config.generator)
+    if "cuda" in devices_of(config):
         return config.cluster.num_gpus_per_host
-    num_generator_ranks = config.generator.num_replicas * config.generator.num_ranks
+    num_ranks: Counter[str] = Counter()  # by site
+    for pool in pools:
+        num_ranks[pool.site] += len(pool.replicas) * pool.generator.num_ranks
+    home = config.cluster.sites[0] if pools[0].site else ""
     if config.placement.colocated:
-        total = max(config.trainer.num_ranks, num_generator_ranks)
+        num_ranks[home] = max(config.trainer.num_ranks, num_ranks[home])
     else:
-        total = config.trainer.num_ranks + num_generator_ranks
-    even = math.ceil(total / config.cluster.size)
-    return math.ceil(even / config.generator.num_ranks) * config.generator.num_ranks
+        num_ranks[home] += config.trainer.num_ranks
+    even = max(math.ceil(n / len(_hosts_at(config, site))) for site, n in num_ranks.items())
+    largest = max(pool.generator.num_ranks for pool in pools)
+    return math.ceil(even / largest) * largest
+
+
+def _hosts_at(config: Config, site: str) -> Sequence[int]:
+    """The hosts of a site, "" for all."""
+    if not site:
+        return range(config.cluster.size)
+    return [host for host, each in enumerate(config.cluster.sites) if each == site]
+
+
+def _check_room(config: Config, pools: list[Pool], ends: dict[str, int], per_host: int) -> None:
+    """ValueError, with the numbers, unless each site has as many devices as ranks sit there."""
+    size, trainer = config.cluster.size, config.trainer.num_ranks
+    for site, end in ends.items():
+        num_hosts, there = math.ceil(end / per_host), len(_hosts_at(config, site))
+        some = [pool for pool in pools if pool.site == site]
+        replicas = " and ".join(
+            f"{len(pool.replicas)} generator replicas of {pool.generator.num_ranks}"
+            for pool in some
+        )
+        if [site] == config.cluster.sites[:1]:
+            replicas = f"trainer.num_ranks {trainer}, {replicas}"
+        if num_hosts > there and site:
+            raise ValueError(
+                f"cluster.sites must name at least {num_hosts} hosts at {site} ({replicas}, "
+                f"{per_host} devices a host), got {there}"
+            )
+        if num_hosts > there:
+            raise ValueError(
+                f"cluster.num_hosts must be at least {num_hosts} (trainer.num_ranks {trainer}, "
+                f"{replicas}, {per_host} devices a host), got {size}"
+            )
 
 
 def _check_sites(config: Config, devices: dict[str, list[Device]]) -> None:
@@ -162,5 +210,9 @@ def _align(end: int, num_ranks: int, per_host: int) -> int:
     return end if num_ranks <= room or room == per_host else end + room
 
 
-def _device(number: int, per_host: int, device: str) -> Device:
-    return Device(host=number // per_host, gpu=number % per_host if device == "cuda" else None)
+def _device(number: int, per_host: int, device: str, hosts: Sequence[int] | None = None) -> Device:
+    """The device of this number on these hosts, or on all. Of too few hosts the last one takes the
+    rest, until `_check_room` finds that."""
+    place, gpu = divmod(number, per_host)
+    host = place if hosts is None else hosts[min(place, len(hosts) - 1)]
+    return Device(host=host, gpu=gpu if device == "cuda" else None)

@@ -12,6 +12,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.config.dispatch import DispatchConfig
 from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
 from llamarl.config.inputs import DataConfig, ModelConfig
+from llamarl.config.pools import alone, pools_of
 from llamarl.config.reward import RewardConfig
 from llamarl.config.trainer import TrainerConfig
 
@@ -213,6 +214,7 @@ class Config(Section):
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     def check(self) -> None:
+        self._check_pools()
         longest = self.sampling.max_tokens
         self.require(
             longest + 1 <= self.generator.max_model_len,
@@ -268,6 +270,25 @@ class Config(Section):
         )
         self._check_processes()
         self._check_memory()
+
+    def _check_pools(self) -> None:
+        """Each pool must go together with the rest of the recipe, as if it were the only one."""
+        if not (texts := self.generator.pools):
+            return
+        pools = pools_of(self.generator)
+        total = pools[-1].replicas.stop
+        must = f"be left out, or the sum of generator.pools ({total})"
+        self.require(self.generator.num_replicas in (1, total), "generator.num_replicas", must)
+        self.generator.num_replicas = total
+        must = "be False with generator.pools (which share no device with the trainer)"
+        self.require(not self.placement.colocated, "placement.colocated", must)
+        for pool, text in zip(pools, texts, strict=True):
+            alone(self, pool)
+            is_placed = bool(pool.site) == bool(pools[0].site)
+            require(is_placed, pool.key, "name a site, as every pool or none does", text)
+            is_known = pool.site in ("", *self.cluster.sites)
+            must = f"be one of cluster.sites ({', '.join(self.cluster.sites) or 'none'})"
+            require(is_known, f"{pool.key}.site", must, pool.site)
 
     def _check_processes(self) -> None:
         """What cannot run with all executors in one process."""

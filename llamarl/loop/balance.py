@@ -21,6 +21,7 @@ from llamarl.config import DispatchConfig
 from llamarl.lengths.split import Limits
 from llamarl.loop.placement import Neighbours
 from llamarl.loop.skew import Skew
+from llamarl.loop.speeds import Speeds
 from llamarl.protocols import Generator
 from llamarl.types import Purpose, Request, RolloutInfo
 
@@ -74,17 +75,25 @@ class Balance:
     to replica 1. A replica that is one version below the group's `min_version` is about to commit:
     it counts as more loaded than it is, by `BEHIND_SHARE`, and holds the group until it does. One
     that is further behind, or keeps its version, is chosen only if all are. Without `neighbours`
-    all is on one host; without `skew` nothing is expected of lengths.
+    all is on one host; without `skew` nothing is expected of lengths. Of replicas that are not
+    equally fast (`speeds`), the one suits best that would have written the next group first.
     """
 
-    def __init__(self, neighbours: Neighbours | None = None, skew: Skew | None = None) -> None:
+    def __init__(
+        self,
+        neighbours: Neighbours | None = None,
+        skew: Skew | None = None,
+        speeds: Speeds | None = None,
+    ) -> None:
         self.replicas: dict[int, Replica] = {}
         self.keepers: set[int] = set()
         """Replicas that keep their version for an evaluation, which goes to them alone."""
         self.draining: set[int] = set()
         """Replicas that get no more requests."""
         self._neighbours = neighbours or Neighbours({}, 1)
+        self._speeds = speeds or Speeds()
         self._group_load = 1  # of the last group that was spread
+        self._next_load = 0  # that counts beside what a replica holds, while requests are spread
         nothing = DispatchConfig(ranker="none"), Limits(max_num_seqs=1)
         self._skew = skew or Skew(*nothing)
         self._for_long = self._for_rest = frozenset[int]()  # replicas; none: all take all
@@ -98,6 +107,7 @@ class Balance:
         shares: dict[int, list[Request]] = {}
         left: list[Request] = []
         queues: Queues = {}
+        self._next_load = self._group_load if self._speeds.is_on else 0
         for group in self._order(self._skew.expect(requests)):
             is_evaluation = group[0].purpose is Purpose.EVALUATE
             if not (self.keepers & self.replicas.keys() if is_evaluation else self._open):
@@ -105,7 +115,7 @@ class Balance:
                 continue
             index = self._choose(queues, group)
             for request in group:
-                self.replicas[index].hold(request)
+                self.hold(index, request)
             shares.setdefault(index, []).extend(group)
         return shares, left
 
@@ -121,11 +131,19 @@ class Balance:
         replicas = self.replicas.keys()
         return (replicas - self.draining or replicas) if self.draining else replicas
 
+    def hold(self, index: int, request: Request) -> None:
+        """This replica gets the request."""
+        self._speeds.note(index, len(self.replicas[index].running))
+        self.replicas[index].hold(request)
+
     def release(self, index: int, row: RolloutInfo) -> bool:
         """True if the rollout, which has stopped, was held by this replica."""
+        if index in self.replicas:
+            self._speeds.note(index, len(self.replicas[index].running))
         request = self.replicas[index].release(row.row_id) if index in self.replicas else None
         if request is not None:
             self._skew.observe(request, row)
+            self._speeds.observe(index, request, row)
         return request is not None
 
     def _order(self, requests: list[Request]) -> Iterator[list[Request]]:
@@ -138,7 +156,8 @@ class Balance:
             is_step = first.purpose is Purpose.TRAIN and len(some) >= max(2, len(self._open))
             if is_step and not first.resume:
                 num_held = sum(len(replica.running) for replica in self.replicas.values())
-                is_idle = num_held <= IDLE_SHARE * sum(map(len, some))
+                # A split is searched for replicas that are alike.
+                is_idle = not self._speeds.is_on and num_held <= IDLE_SHARE * sum(map(len, some))
                 self._skew.plan(some, len(self._open), may_split=is_idle)
                 num_long = self._skew.split.num_long
                 order = sorted(self._open, key=lambda index: (index in self.keepers, index))
@@ -151,13 +170,14 @@ class Balance:
         replica that has least to do then. None where it does not matter."""
         if not self._neighbours or not self.replicas:
             return [None] * num_groups
-        loads = [(replica.load, index) for index, replica in self.replicas.items()]
+        speeds = {index: self._speeds.of(index) for index in self.replicas}
+        loads = [(each.load / speeds[index], index) for index, each in self.replicas.items()]
         heapq.heapify(loads)
         units: list[int | None] = []
         for _ in range(num_groups):
             load, index = loads[0]
             units.append(self._neighbours.unit_of(index))
-            heapq.heapreplace(loads, (load + self._group_load, index))
+            heapq.heapreplace(loads, (load + self._group_load / speeds[index], index))
         return units
 
     def unit_near(self, index: int) -> int | None:
@@ -183,8 +203,9 @@ class Balance:
         near = self._neighbours.near(group[0].row_id)
         if near and best[2] not in near:
             there = self._find_best(queues, kind, frozenset(near & some if some else near))
-            if there and there[0] <= best[0] and there[1] <= best[1] + load:
-                return there[2]
+            if there and there[0] <= best[0]:
+                more = load / self._speeds.of(there[2])
+                return there[2] if there[1] <= best[1] + more else best[2]
         return best[2]
 
     def _side(self, group: list[Request]) -> frozenset[int]:
@@ -215,4 +236,5 @@ class Balance:
         replica = self.replicas[index]
         num_behind = max(0, min_version - replica.version)
         is_far = num_behind > (index not in self.keepers)
-        return is_far, replica.load * (1 + BEHIND_SHARE * num_behind), index
+        load = (replica.load + self._next_load) / self._speeds.of(index)
+        return is_far, load * (1 + BEHIND_SHARE * num_behind), index

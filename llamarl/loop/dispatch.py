@@ -23,6 +23,7 @@ from llamarl.errors import GroupLost, NoGenerator
 from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.placement import Neighbours
 from llamarl.loop.skew import Skew
+from llamarl.loop.speeds import Speeds
 from llamarl.protocols import Collector, Generator, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
@@ -54,11 +55,12 @@ class Dispatch:
         collectors: Sequence[Collector] = (),
         neighbours: Neighbours | None = None,
         skew: Skew | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         """If there are `collectors`, they collect from all replicas; collector i from those whose
         index modulo their number is i. Without `neighbours` all is on one host; without `skew`
-        nothing is expected of lengths."""
-        self.balance = Balance(neighbours, skew)
+        nothing is expected of lengths; without `speeds` all replicas count as equally fast."""
+        self.balance = Balance(neighbours, skew, speeds)
         self.replicas = self.balance.replicas
         self.replicas |= {index: Replica(group.call_one) for index, group in groups.items()}
         self.on_lost: Callable[[int, Exception], None] | None = None
@@ -95,10 +97,9 @@ class Dispatch:
     async def submit_to(self, index: int, requests: list[Request]) -> None:
         """Queue requests on this very replica; nothing happens if it is lost."""
         if index in self.replicas:
-            replica = self.replicas[index]
             for request in requests:
-                replica.hold(request)
-            await self._send(replica, index, requests)
+                self.balance.hold(index, request)
+            await self._send(self.replicas[index], index, requests)
 
     def _renewed(self, request: Request) -> Request:
         """The request under its present attempt."""

@@ -13,7 +13,7 @@ what it writes.
 import asyncio
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -99,7 +99,8 @@ class LogprobCheck:
     The publisher calls `committed` after the dispatcher's. `sampling` is that of
     training: at another temperature, or from a cut distribution, log-probs would differ. `mode` is
     weights.logprob_check: a replica that writes with another policy ends the run (fail) or is
-    warned of (warn); off asks for no rollout.
+    warned of (warn); off asks for no rollout. Replicas of one pool, which `pool_of` names, round
+    alike.
     """
 
     dispatch: Dispatch
@@ -111,8 +112,9 @@ class LogprobCheck:
     sampling: Sampling
     seed: int
     mode: str
-    tolerance: Tolerance = field(default_factory=Tolerance)
-    """Of |log pi - log mu|."""
+    pool_of: Callable[[int], str] = lambda replica: ""
+    tolerances: dict[str, Tolerance] = field(default_factory=lambda: defaultdict(Tolerance))
+    """Of |log pi - log mu|, by pool: what is normal in int8 is no float32's."""
     _num_asked: int = 0
     _warned: set[int] = field(default_factory=set)
     _started: set[int] = field(default_factory=set)
@@ -168,8 +170,9 @@ class LogprobCheck:
         scalars = {"logprob_check_rows": float(len(good))}
         if good:
             scalars["logprob_check_difference"] = max(differences)
-        if good and self.tolerance.value is not None:
-            scalars["logprob_check_tolerance"] = self.tolerance.value
+        known = [each.value for each in self.tolerances.values() if each.value is not None]
+        if good and known:
+            scalars["logprob_check_tolerance"] = max(known)
         outcome: Outcome = {"outcome": "logprob_check", "version": version}
         await self.storage.retire([row.row_id for row in rows], outcome)
         self.ledger.forget([row.row_id for row in rows])
@@ -177,7 +180,8 @@ class LogprobCheck:
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
         """RuntimeError or a warning if this row, after those before it, proves another policy."""
-        exceeded = self.tolerance.find_excess(row.replica, difference)
+        tolerance = self.tolerances[self.pool_of(row.replica)]
+        exceeded = tolerance.find_excess(row.replica, difference)
         if exceeded is None:
             self._warned.discard(row.replica)
         elif self.mode == "fail":

@@ -36,6 +36,7 @@ from llamarl.algorithms.group_filters import check_names
 from llamarl.algorithms.losses import algorithms
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require
+from llamarl.config.pools import alone, named, pools_of
 from llamarl.config.rank_assignment import assign
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
 from llamarl.experience.samplers import check_sampler
@@ -168,8 +169,10 @@ def to_config(composed: DictConfig) -> Config:
                 raise ValueError(_unknown_key(f"{key}.{name}".lstrip("."), type(section).__name__))
     check_names(config.algorithm)
     check_rewards(config.reward)
-    check_transport(config)
-    if config.cluster.sites:
+    for pool in pools_of(config.generator):
+        with named(pool):
+            check_transport(alone(config, pool))
+    if config.cluster.sites or config.generator.pools:
         assign(config)
     check_sampler(config)
     return config

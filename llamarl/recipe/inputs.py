@@ -19,6 +19,7 @@ import numpy as np
 from llamarl.checkpoints import manifest
 from llamarl.config import Config, TransformersConfig, VllmConfig
 from llamarl.config.check import require
+from llamarl.config.pools import alone, named, pools_of
 from llamarl.data.tokenizer import TextDecoder, Tokenizer, check_tokenizer, load_tokenizer
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
@@ -63,7 +64,7 @@ class Inputs:
 def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     """Read and check checkpoint, tokenizer, prompts and task.py; ValueError says what to change."""
     _check_devices(config)
-    if isinstance(config.generator, VllmConfig):
+    if any(isinstance(pool.generator, VllmConfig) for pool in pools_of(config.generator)):
         check_installed()
     check_trackers(config.metrics.trackers)
     _check_allocator(config)
@@ -200,12 +201,12 @@ def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
 def _check_devices(config: Config) -> None:
     """ValueError for a GPU on a machine without a driver; `cluster.hosts` check their own."""
     has_driver = any(map(os.path.exists, GPU_DRIVER_FILES))
-    for section in (config.generator, config.trainer):
-        section.require(
-            section.device == "cpu" or has_driver or bool(config.cluster.hosts),
-            "device",
-            "be cpu on a machine without a GPU",
-        )
+    is_able = has_driver or bool(config.cluster.hosts)
+    must = "be cpu on a machine without a GPU"
+    for pool in pools_of(config.generator):
+        with named(pool):
+            pool.generator.require(is_able or pool.generator.device == "cpu", "device", must)
+    config.trainer.require(is_able or config.trainer.device == "cpu", "device", must)
 
 
 def _check_allocator(config: Config) -> None:
@@ -227,7 +228,8 @@ def _check_allocator(config: Config) -> None:
 def _check_checkpoint(config: Config, checkpoint: str) -> AnyArchitecture:
     """The architecture; of any family if no part of the run has model code of our own."""
     is_ours = not isinstance(config.trainer, TransformersConfig)
-    is_ours = is_ours or not isinstance(config.generator, VllmConfig)
+    pools = pools_of(config.generator)
+    is_ours = is_ours or not all(isinstance(pool.generator, VllmConfig) for pool in pools)
     return check_checkpoint(checkpoint) if is_ours else check_any_checkpoint(checkpoint)
 
 
@@ -250,6 +252,13 @@ def _check_planned(config: Config, architecture: AnyArchitecture) -> None:
 
 def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
     """ValueError if config and architecture do not go together."""
+    for pool in pools_of(config.generator):
+        with named(pool):
+            _check_pool(alone(config, pool), architecture)
+
+
+def _check_pool(config: Config, architecture: AnyArchitecture) -> None:
+    """The same for one pool alone."""
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
         check_limits(config.generator, architecture)
@@ -290,7 +299,7 @@ def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Promp
 
 def check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
     """ValueError unless each prompt and its completion fit into the context."""
-    context = config.generator.max_model_len
+    context = min(pool.generator.max_model_len for pool in pools_of(config.generator))
     for name, some, max_tokens in (
         ("sampling", prompts, config.sampling.max_tokens),
         ("evaluation", held_out, config.evaluation.max_tokens or config.sampling.max_tokens),

@@ -6,6 +6,7 @@ from llamarl.config import WeightsConfig
 from llamarl.errors import StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, StagingHandle
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.layout.reshard import num_bytes
 from llamarl.weights.sync.publisher import Publisher
 
@@ -58,7 +59,7 @@ class World:
                 **{"transport": transport, "straggler_timeout_s": 1.0, "timeout_s": 5.0} | fields
             ),
             rendezvous_folder=str(folder),
-            generator_device=device,
+            kind_of=lambda replica: WeightKind(device=device),
             far_sites=far_sites,
             on_commit=lambda replica, version: self.events.append((replica, version)),
             on_lost=lambda replica, why: self.events.append((replica, str(why))),

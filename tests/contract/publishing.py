@@ -11,6 +11,7 @@ from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
 from llamarl.weights.integrity import fingerprint
 from llamarl.weights.layout.boxes import Box, ParameterLayout
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
@@ -358,7 +359,8 @@ class World:
         )  # fmt: skip
         return Publisher(
             trainer, dict(enumerate(generators)), Spans("controller", None), config,
-            rendezvous_folder=self.folder, generator_device=self.device, **hooks,
+            rendezvous_folder=self.folder, **hooks,
+            kind_of=lambda replica: WeightKind(device=self.device),
         )  # fmt: skip
 
     def train(self):

@@ -194,6 +194,8 @@ class Loop:
     num_held_out: int = 0
     num_hosts: int = 1
     num_replicas: int = 1
+    pools: Sequence[str] = ()
+    """As `generator.pools`; their number of replicas counts then."""
     num_collectors: int = 0
     max_restarts: int = 0
     max_num_seqs: int = 64
@@ -244,6 +246,7 @@ class Loop:
         self.batches: list[Batch] = []
         self.part_starts: dict[int, list[float]] = defaultdict(list)
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
+        self.replica_of: dict[int, int] = {}  # by trained row
 
     def _config(self) -> Config:
         return make_recipe(
@@ -254,7 +257,8 @@ class Loop:
                 reward_column_weights=[1.0] * len(self.reward_columns),
             ),
             generator=EmbeddedConfig(
-                num_replicas=self.num_replicas,
+                num_replicas=1 if self.pools else self.num_replicas,
+                pools=[*self.pools],
                 num_collectors=self.num_collectors,
                 max_restarts=self.max_restarts,
                 max_num_seqs=self.max_num_seqs,
@@ -320,6 +324,10 @@ class Loop:
         def note_batch(groups: Sequence[Group], version: int, oldest: int) -> Batch:
             batch = make_batch(groups, version, oldest)
             self.batches.append(batch)
+            for row in batch.rows:
+                rollout = controller.ledger.entries[row.row_id].rollout
+                assert rollout is not None
+                self.replica_of[row.row_id] = rollout.replica
             self.part_starts[version].append(asyncio.get_running_loop().time())
             return batch
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.sync.assignment import assign_sources
 
 
@@ -50,6 +51,15 @@ def test_every_host_has_one_head_whichever_replica_joins_or_leaves() -> None:
         for each in hosts.keys() - set(heads):
             assert found[each] in heads
             assert hosts[found[each]] == hosts[each]
+
+
+def test_a_replica_feeds_only_replicas_of_its_own_kind() -> None:
+    layouts = {i: [RankLayout(rank=0, host="a", parameters={}, buckets=())] for i in range(5)}
+    kinds = [WeightKind(device="cpu", form=(dtype,)) for dtype in ("float32", "bfloat16")]
+    found = assign_sources(layouts, {}, lambda replica: kinds[replica % 2])
+    assert found == {0: None, 1: None, 2: 0, 3: 1, 4: 0}
+    far = assign_sources(layouts, {"a": "south"}, lambda replica: kinds[replica % 2])
+    assert far == found, "each kind crosses the link once"
 
 
 FAR = {"c": "south", "d": "south", "e": "east", "f": "east"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.config import Config
+from llamarl.config import Config, VllmConfig
+from llamarl.config.pools import generator_of, pools_of
 from llamarl.recipe.composition import CHOICES, CONF_FOLDER
+from llamarl.weights.layout.kinds import weight_kind
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_file, compose_recipe
 
@@ -182,6 +185,56 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
 def test_choices_that_do_not_go_together_are_named(overrides: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         make_config(*overrides.split(), *MINIMUM)
+
+
+def with_pools(*texts: str) -> str:
+    """The override; as in YAML, where texts with blanks need no quotes."""
+    return f"generator.pools={list(texts)}"
+
+
+def test_pools_take_what_they_do_not_set_from_the_generator() -> None:
+    pools = with_pools("num_replicas=2", "quantization=int8 max_num_seqs=8 dtype=bfloat16")
+    config = make_config(pools, "generator.max_num_seqs=32", *MINIMUM)
+    assert config.generator.num_replicas == 3
+    wide, narrow = pools_of(config.generator)
+    assert (wide.replicas, narrow.replicas) == (range(2), range(2, 3))
+    assert generator_of(config.generator, 1) == replace(config.generator, num_replicas=2, pools=[])
+    own = generator_of(config.generator, 2)
+    assert (own.quantization, own.max_num_seqs, own.dtype) == ("int8", 8, "bfloat16")
+    assert own.max_model_len == config.generator.max_model_len
+    assert weight_kind(config.generator, 0) == weight_kind(config.generator, 1)
+    assert weight_kind(config.generator, 1) != weight_kind(config.generator, 2)
+    vllm = make_config(with_pools("num_replicas=1", "engine=vllm block_size=64"), *MINIMUM)
+    assert isinstance(generator_of(vllm.generator, 1), VllmConfig)
+
+
+@pytest.mark.parametrize(
+    ("pools", "others", "words"),
+    [
+        ("fast", "", "generator.pools[1] must be KEY=VALUE each, set apart by blanks, got 'fast'"),
+        ("num_rank=2", "", "got 'num_rank' (did you mean num_ranks?)"),
+        ("block_size=32", "", "generator.pools[1] must set any of cuda_graphs, device, dtype,"),
+        ("heartbeat_s=1", "", "generator.pools[1] must set any of "),
+        ("dtype=float32 dtype=bfloat16", "", "generator.pools[1] must set dtype once"),
+        ("num_ranks=two", "", "generator.pools[1].num_ranks must be a whole number, got 'two'"),
+        ("num_replicas=0", "", "generator.pools[1].num_replicas must be at least 1, got 0"),
+        ("engine=sglang", "", "generator.pools[1].engine must be one of embedded, vllm"),
+        ("quantization=fp8", "", "generator.pools[1].quantization must be one of none, int8 on"),
+        ("cuda_graphs=maybe", "", "generator.pools[1].cuda_graphs must be one of true, false"),
+        ("max_model_len=64", "", "generator.pools[1].max_model_len must hold a prompt token"),
+        ("quantization=int8", "weights.staging=bucket", "weights.staging must be double_buffer"),
+        ("device=cuda", "", "generator.pools[1].device must be cpu with weights.transport=shared"),
+        ("num_ranks=2", "cluster=inline", "generator.pools[1].num_ranks must be 1 with cluster"),
+        ("site=moon", "", "generator.pools[1] must name a site, as every pool or none does"),
+        ("dtype=float32", "placement=colocated", "placement.colocated must be False with gener"),
+        ("dtype=float32", "generator.num_replicas=3", "be left out, or the sum of generator.pools"),
+        ("dtype=float32", "generator.elastic=[1,4]", "generator.elastic must be [] with generator"),
+    ],
+)
+def test_a_pool_with_a_mistake_is_named(pools: str, others: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        make_config(*others.split(), with_pools("num_replicas=1", pools), *MINIMUM)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("override", ["trainer.lrr=1", "trainer.lr=fast", "trainer=deepspeed"])

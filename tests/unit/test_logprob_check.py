@@ -44,7 +44,7 @@ def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
         setting.trainer.noise = lambda replica: abs(noise.gauss(0, 2e-5))
         scalars = await setting.start()
         assert scalars["logprob_check_rows"] == 2 * NUM_START_ROWS
-        assert setting.logprob_check.tolerance.value == FLOOR
+        assert setting.logprob_check.tolerances[""].value == FLOOR
         for version in range(1, 1001):
             await setting.publish(version)
             scalars = await setting.logprob_check.check(version)
@@ -115,7 +115,7 @@ def test_a_coarser_engine_gets_more_tolerance_and_must_exceed_it_repeatedly():
         setting, noise = Setting(), random.Random(1)
         setting.trainer.noise = lambda replica: noise.uniform(0.01, 0.05)
         await setting.start()
-        assert FACTOR * 0.01 < setting.logprob_check.tolerance.value <= FACTOR * 0.05
+        assert FACTOR * 0.01 < setting.logprob_check.tolerances[""].value <= FACTOR * 0.05
         for version in range(1, 31 * NUM_PROOFS + 1):  # outliers, but never NUM_PROOFS running
             difference = 2.0 if version % NUM_PROOFS == 1 else 0.02
             setting.trainer.noise = lambda replica, difference=difference: difference
@@ -243,7 +243,26 @@ def test_outliers_at_the_start_are_normal_for_coarse_engines():
         setting, noise = Setting(), random.Random(2)
         setting.trainer.noise = lambda replica: 5.0 if noise.random() < 0.1 else 0.03
         await setting.start()
-        assert setting.logprob_check.tolerance.value == FACTOR * 0.03
+        assert setting.logprob_check.tolerances[""].value == FACTOR * 0.03
+
+    run(main())
+
+
+def test_what_is_normal_in_one_pool_is_no_measure_of_another():
+    async def main():
+        setting = Setting()
+        setting.logprob_check.pool_of = lambda replica: ("float32", "int8")[replica]
+        setting.trainer.noise = lambda replica: (1e-5, 0.02)[replica]
+        scalars = await setting.start()
+        tolerances = setting.logprob_check.tolerances
+        assert tolerances["float32"].value == FLOOR
+        assert tolerances["int8"].value == FACTOR * 0.02 == scalars["logprob_check_tolerance"]
+        await setting.publish(5)
+        assert await setting.logprob_check.check(5)
+        setting.trainer.noise = lambda replica: (0.01, 0.02)[replica]
+        await setting.publish(6)
+        with pytest.raises(RuntimeError, match="generator 0 must write with version 6"):
+            await setting.logprob_check.check(6)
 
     run(main())
 
@@ -287,11 +306,11 @@ def test_few_rows_are_not_enough_to_know_what_is_normal():
         await asyncio.sleep(0)
         setting.dispatch.versions[0] = 0
         for version in range(1, NUM_START_ROWS + 1):
-            assert setting.logprob_check.tolerance.value is None
+            assert setting.logprob_check.tolerances[""].value is None
             await setting.publish(version)
             scalars = await setting.logprob_check.check(version)
             assert scalars["logprob_check_rows"] == 1
-        assert setting.logprob_check.tolerance.value == FLOOR
+        assert setting.logprob_check.tolerances[""].value == FLOOR
 
     run(main())
 

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config import ClusterConfig, Config
-from llamarl.config.rank_assignment import assign, companions, num_storage_units, units_near
+from llamarl.config.rank_assignment import (
+    assign,
+    companions,
+    num_storage_units,
+    place_generator,
+    units_near,
+)
 from tests.unit.test_config import MINIMUM, make_config
 
 GPUS = make_config(*MINIMUM, "trainer.device=cuda", "generator.device=cuda", "weights=collective")
@@ -79,6 +85,40 @@ def test_rollouts_are_stored_at_the_trainers_site_alone() -> None:
 )
 def test_sites_that_cannot_work_are_named(config: Config, message: str) -> None:
     with pytest.raises(ValueError, match="^cluster.sites must .*" + message):
+        assign(config)
+
+
+def with_pools(config: Config, *texts: str) -> Config:
+    return replace(config, generator=replace(config.generator, num_replicas=1, pools=[*texts]))
+
+
+def test_each_pool_has_its_own_ranks_and_gpus_of_another_kind_begin_a_host() -> None:
+    four = with_sizes(GPUS, 4, 1, 1, 4)
+    places = assign(with_pools(four, "num_ranks=2", "num_ranks=4 num_replicas=3 gpu=H20-96GB"))
+    found = {name: [(d.host, d.gpu, d.gpu_kind) for d in some] for name, some in places.items()}
+    assert found["generator-0"] == [(0, 4, ""), (0, 5, "")]
+    assert [place[0] for place in found["generator-1"] + found["generator-2"]] == [1] * 8
+    assert found["generator-3"] == [(2, gpu, "H20-96GB") for gpu in range(4)]
+    mixed = with_pools(four, "num_replicas=2", "device=cpu")
+    assert [d.gpu for d in assign(mixed)["generator-2"]] == [None]
+
+
+def test_pools_sit_at_the_site_that_they_name() -> None:
+    config = with_pools(
+        at_sites(2, 1, 1, "here", "there"), "num_replicas=3 site=there", "site=here"
+    )
+    hosts = {name: places[0].host for name, places in assign(config).items()}
+    assert [hosts[f"generator-{i}"] for i in range(4)] == [1, 1, 1, 0]
+    assert place_generator(config, 7)[0].host == 0, "one more is of the last pool"
+    far = replace(config.cluster, num_gpus_per_host=2)
+    gpus = replace(config, cluster=far, trainer=replace(config.trainer, device="cuda"))
+    with pytest.raises(ValueError, match=r"2 hosts at here \(trainer.num_ranks 2, 1 .* got 1$"):
+        assign(gpus)
+
+
+def test_a_pool_that_does_not_fit_is_named_with_the_numbers() -> None:
+    config = with_pools(with_sizes(GPUS, 4, 1, 1, 1), "num_replicas=2", "num_ranks=4")
+    with pytest.raises(ValueError, match=r"at least 2 \(.* 2 generator .* of 1 and 1 .* of 4"):
         assign(config)
 
 

@@ -64,7 +64,7 @@ def install(variants: set[str]) -> None:
     if "together" in variants:
         publisher.Stagger = Together
         # None, the trainer, feeds each.
-        replicas.assign_sources = lambda layouts, far_sites: dict.fromkeys(layouts)
+        replicas.assign_sources = lambda layouts, far_sites, kind_of: dict.fromkeys(layouts)
 
 
 if __name__ == "__main__":

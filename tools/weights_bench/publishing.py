@@ -8,6 +8,7 @@ from typing import Any
 from llamarl.config import WeightsConfig
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.sync.publisher import Publisher
 from weights_bench.processes import Remote, call_all
 
@@ -79,5 +80,5 @@ def make_publisher(
         Spans("controller", None),
         config,
         rendezvous_folder=folder,
-        generator_device="cpu",
+        kind_of=lambda replica: WeightKind(device="cpu"),
     )

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.config import Config
+from llamarl.config.rank_assignment import devices_of
 
 RESUMABLE = os.EX_TEMPFAIL  # 75: exit code of a run that SIGTERM ended; the same command goes on
 SAVE_S = 120  # for the save after checkpoint.grace_s, until the scheduler kills
@@ -51,7 +52,7 @@ def render(config: Config, command: list[str]) -> str:
     )
     templates.filters["shell_words"] = shlex.join
     templates.filters["json"] = partial(json.dumps, ensure_ascii=False)
-    needs_gpu = "cuda" in (config.trainer.device, config.generator.device)
+    needs_gpu = "cuda" in devices_of(config)
     return templates.get_template(TEMPLATES[config.cluster.scheduler]).render(
         command=command,
         num_hosts=num_hosts,

@@ -8,7 +8,9 @@ never loads it for a small run on CPUs.
 import logging
 import math
 
-from llamarl.config import Config, VllmConfig
+from llamarl.config import Config, GeneratorConfig, VllmConfig
+from llamarl.config.pools import pools_of
+from llamarl.config.rank_assignment import devices_of
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
@@ -34,7 +36,7 @@ def check_fit(
     if isinstance(architecture, OtherArchitecture):
         log.warning("no forecast of the memory that a %s needs", architecture.model_type)
         return
-    if "cuda" in (config.trainer.device, config.generator.device):
+    if "cuda" in devices_of(config):
         gpu(config.cluster.gpu)
     elif upper_bound_bytes(config, architecture, frozen) <= available_bytes():
         return
@@ -51,28 +53,35 @@ def upper_bound_bytes(
 ) -> int:
     """What all executors together need on CPUs, at most: as if nothing were sharded, and every
     token were kept in each of some dozen forms. Never below what `forecast_memory` sums up."""
-    a, trainer, generator = architecture, config.trainer, config.generator
-    model_bytes, heads = _model_bytes(a), _head_channels(a)
-    num_tokens = 2 * max(trainer.tokens_per_micro_batch, generator.max_model_len)
+    a, trainer = architecture, config.trainer
+    model_bytes = _model_bytes(a)
+    longest = max(pool.generator.max_model_len for pool in pools_of(config.generator))
+    num_tokens = 2 * max(trainer.tokens_per_micro_batch, longest)
     models = [*[a] * config.algorithm.has_reference, *frozen.values()]
     trainer_bytes = 16 * model_bytes + 6 * sum(map(_model_bytes, models))
     trainer_bytes += num_tokens * sum(map(_token_bytes, [a, *models]))
     trainer_bytes += 2 * config.weights.bucket_bytes
+    num_processes = (1 + len(models)) * trainer.num_ranks + 2 + config.experience.units_per_host
+    total = trainer.num_ranks * trainer_bytes
+    for pool in pools_of(config.generator):
+        num_ranks = len(pool.replicas) * pool.generator.num_ranks
+        rank_bytes = _generator_bytes(pool.generator, a) + 2 * config.weights.bucket_bytes
+        total += num_ranks * rank_bytes
+        num_processes += num_ranks
+    return total + num_processes * GPUS[CPU].reserve_bytes
+
+
+def _generator_bytes(generator: GeneratorConfig, a: Architecture) -> int:
+    """Of one rank, without messages."""
     kv_bytes = generator.max_num_seqs * (generator.max_model_len + 64) * 2 * a.num_layers
     kv_bytes *= a.num_kv_heads * a.head_dim * WIDE_BYTES
     if isinstance(generator, VllmConfig):
         kv_bytes = generator.kv_cache_bytes
     num_prefilled = min(generator.max_num_seqs * generator.max_model_len, 2**14)
     num_prefilled = max(num_prefilled, generator.max_model_len)
-    layer_bytes = 16 * WIDE_BYTES * (a.hidden_size + heads + a.intermediate_size)
-    generator_bytes = 6 * model_bytes + kv_bytes + num_prefilled * layer_bytes
-    generator_bytes += generator.max_num_seqs * a.vocab_size * 4 * WIDE_BYTES
-    generator_bytes += 2 * config.weights.bucket_bytes
-    num_generators = generator.num_replicas * generator.num_ranks
-    num_processes = (1 + len(models)) * trainer.num_ranks + num_generators
-    num_processes += 2 + config.experience.units_per_host
-    reserve_bytes = num_processes * GPUS[CPU].reserve_bytes
-    return trainer.num_ranks * trainer_bytes + num_generators * generator_bytes + reserve_bytes
+    layer_bytes = 16 * WIDE_BYTES * (a.hidden_size + _head_channels(a) + a.intermediate_size)
+    logits_bytes = generator.max_num_seqs * a.vocab_size * 4 * WIDE_BYTES
+    return 6 * _model_bytes(a) + kv_bytes + num_prefilled * layer_bytes + logits_bytes
 
 
 def _model_bytes(a: Architecture) -> int:
@@ -95,8 +104,12 @@ def _sentence(config: Config, rank: RankMemory) -> str:
     shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
     who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"
     where = "this machine has left"
-    if "cuda" in (config.trainer.device, config.generator.device):
-        where = "a host has" if rank.executor == "host" else f"one {config.cluster.gpu} has"
+    if "cuda" in devices_of(config):
+        pools = {pool.key: pool for pool in pools_of(config.generator)}
+        pool = pools.get(rank.executor)
+        kind = (pool.gpu if pool else "") or config.cluster.gpu
+        who += f" at {pool.site}" if pool and pool.site else ""
+        where = "a host has" if rank.executor == "host" else f"one {kind} has"
     return (
         f"{who} must fit into the {rank.device_bytes / GIB:.1f} GiB that {where}, got "
         f"{rank.total_bytes / GIB:.1f} GiB ({shown})"

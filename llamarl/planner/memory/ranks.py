@@ -21,7 +21,8 @@ from operator import attrgetter
 from typing import Any
 
 from llamarl.config import Config, VllmConfig
-from llamarl.config.rank_assignment import assign
+from llamarl.config.pools import alone, named, pool_at, pools_of
+from llamarl.config.rank_assignment import assign, devices_of
 from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
@@ -66,6 +67,9 @@ def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
 def _ranks(
     config: Config, architecture: Architecture, frozen: FrozenModels
 ) -> Iterator[RankMemory]:
+    if config.generator.pools:
+        yield from _pool_ranks(config, architecture, frozen)
+        return
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
         check_limits(config.generator, architecture)
@@ -78,6 +82,32 @@ def _ranks(
         yield from _gpu_ranks(config, trainer, generator, phases)
     else:
         yield from _cpu_ranks(config, phases, len(trainer.frozen))
+
+
+def _pool_ranks(
+    config: Config, architecture: Architecture, frozen: FrozenModels
+) -> Iterator[RankMemory]:
+    """Trainer and pools as if each pool were the only one; then the fullest host, which may have
+    ranks of several."""
+    parts: dict[str, RankMemory] = {}
+    for pool in pools_of(config.generator):
+        part = alone(config, pool)
+        with named(pool):
+            for rank in _ranks(_with_room(part), architecture, frozen):
+                name = pool.key if rank.executor == "generator" else rank.executor
+                parts[name] = fullest([rank, parts.get(name, rank)])
+    hosts, host = _hosts(config), parts.pop(HOST, None)
+    for name, rank in parts.items():
+        yield replace(rank, executor=name, num_ranks=sum(counts[name] for counts in hosts))
+    if "cuda" in devices_of(config) or host is None:
+        return
+    counts = max(hosts, key=lambda counts: counts.total())
+    kinds: Counter[str] = Counter()
+    for name, rank in parts.items():
+        kinds.update({kind: counts[name] * each for kind, each in rank.bytes_by_kind.items()})
+    num_others = counts["trainer"] * len(frozen) + 2 + config.experience.units_per_host
+    kinds["reserve"] += num_others * GPUS[CPU].reserve_bytes
+    yield _rank(HOST, counts.total() + num_others, host.device_bytes, dict(kinds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +215,22 @@ def _hosts(config: Config) -> list[Counter[str]]:
     for name, devices in assign(config).items():
         if name != "reference":
             for device in devices:
-                hosts.setdefault(device.host, Counter())[name.partition("-")[0]] += 1
+                hosts.setdefault(device.host, Counter())[_side(config, name)] += 1
     return list(hosts.values())
+
+
+def _side(config: Config, name: str) -> str:
+    """The trainer, or whichever pool a generator is of."""
+    kind, _, index = name.partition("-")
+    return pool_at(config.generator, int(index)).key if kind == "generator" else kind
+
+
+def _with_room(config: Config) -> Config:
+    """The recipe on as many hosts as it has ranks, wherever they are."""
+    generator = config.generator
+    num_ranks = config.trainer.num_ranks + generator.num_replicas * generator.num_ranks
+    roomy = replace(config.cluster, backend="monarch", sites=[], hosts=[], num_hosts=num_ranks)
+    return replace(config, cluster=roomy)
 
 
 def _together(phase: _Phase) -> Kinds:

@@ -45,6 +45,8 @@ def forecast_recipe(
     splits of the processes between trainer and generators. ValueError if the ranks do not fit onto
     the hosts, or the run lacks what is needed.
     """
+    must = "be [] for a forecast of times, which takes all replicas to be alike"
+    config.generator.require(not config.generator.pools, "pools", must)
     taken = {device for places in rank_assignment.assign(config).values() for device in places}
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
     if trace is not None:

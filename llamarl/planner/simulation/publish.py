@@ -20,6 +20,7 @@ those within a GPU its memory. A staging in host memory is reached over PCIe.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from llamarl.planner.memory.placements import (
 from llamarl.planner.memory.trainer import LAYER
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
 from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.transports.table import TRANSPORTS
@@ -140,7 +142,7 @@ def relays(config: Config) -> tuple[list[int], list[tuple[int, int]]]:
         ranks = enumerate(devices[f"generator-{replica}"])
         layouts[replica] = [rank_layout(rank, device, {}) for rank, device in ranks]
     far = {f"host-{host}": site for host, site in far_sites(config).items()}
-    sources = assign_sources(layouts, far)
+    sources = assign_sources(layouts, far, partial(weight_kind, config.generator))
     heads = [replica for replica, head in sources.items() if head is None]
     return heads, [(head, replica) for replica, head in sources.items() if head is not None]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from llamarl.config.pools import generator_of
 from llamarl.errors import StaleVersion
 from llamarl.executors.engine_output import GATHER_S
 from llamarl.executors.standstill import Standstill
@@ -60,7 +61,7 @@ class SimulatedReplica(Layouts):
     ) -> None:
         super().__init__(setting, costs, cores, hosts=hosts)
         self.index, self.name, self.version = index, f"generator-{index}", -1
-        generator = self._config.generator
+        generator = generator_of(self._config.generator, index)
         self._weight = generator.num_ranks
         self._max_num_seqs, self._max_model_len = generator.max_num_seqs, generator.max_model_len
         self._recomputes = generator.kv_after_commit == "recompute"

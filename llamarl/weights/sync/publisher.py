@@ -17,6 +17,7 @@ from llamarl.config import WeightsConfig
 from llamarl.errors import NoGenerator, ReplicaLost
 from llamarl.metrics.span import Spans
 from llamarl.protocols import WeightSource
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.replicas import PublishStats, Replicas
@@ -30,8 +31,8 @@ TURN_REPLICAS = 16  # this many commit one after the other: the others decode me
 class Publisher:
     """Publishes versions from `trainer` to `generators` (by replica number).
 
-    `rendezvous_folder` is where the ranks of collective routes meet; `generator_device` is cpu or
-    cuda. `far_sites`: host -> site, of hosts at other sites than the trainer's.
+    `rendezvous_folder` is where the ranks of collective routes meet; `kind_of` gives the kind of a
+    replica's weights. `far_sites`: host -> site, of hosts at other sites than the trainer's.
     `on_commit(replica, version)` is called at each commit and `on_lost(replica, why)` for each
     replica given up, both also between publishes and while other replicas are busy. If `on_lost`
     returns a future, it ends once the lost replica cannot write into its siblings' memory any more;
@@ -48,7 +49,7 @@ class Publisher:
         config: WeightsConfig,
         *,
         rendezvous_folder: str,
-        generator_device: str,
+        kind_of: Callable[[int], WeightKind],
         far_sites: Mapping[str, str] | None = None,
         on_commit: Callable[[int, int], None] = lambda replica, version: None,
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None] = lambda replica, why: (
@@ -70,13 +71,14 @@ class Publisher:
             Routes(
                 config,
                 rendezvous_folder=rendezvous_folder,
-                generator_device=generator_device,
+                kind_of=kind_of,
                 far_sites=self._far_sites,
             ),
             spans,
             timeout_s=config.timeout_s,
             staggers=[Stagger(COMMIT_S) for _ in range(num_turns)],
             far_sites=self._far_sites,
+            kind_of=kind_of,
             on_commit=self._committed,
             on_lost=on_lost,
         )

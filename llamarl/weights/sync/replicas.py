@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
@@ -53,6 +54,7 @@ class Replicas:
         timeout_s: float,
         staggers: Sequence[Stagger],
         far_sites: Mapping[str, str],
+        kind_of: Callable[[int], WeightKind],
         on_commit: Callable[[int, int], None],
         on_lost: Callable[[int, Exception], asyncio.Future[None] | None],
     ) -> None:
@@ -62,7 +64,8 @@ class Replicas:
         self.stats = PublishStats()
         self.change = Change()
         self._trainer, self._routes, self._spans = trainer, routes, spans
-        self._timeout_s, self._staggers, self._far_sites = timeout_s, staggers, far_sites
+        self._timeout_s, self._staggers = timeout_s, staggers
+        self._far_sites, self._kind_of = far_sites, kind_of
         self._on_commit, self._on_lost = on_commit, on_lost
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Future[None]] = set()  # lost replicas that may still write
@@ -123,7 +126,7 @@ class Replicas:
 
     def _assign_sources(self) -> None:
         targets = {sync.replica: sync.target for sync in self.syncs.values()}
-        heads = assign_sources(targets, self._far_sites)
+        heads = assign_sources(targets, self._far_sites, self._kind_of)
         for replica, head in heads.items():
             self.syncs[replica].feed_from(self._trainer if head is None else self.syncs[head])
         self.change.notify()

@@ -8,11 +8,12 @@ CUDA IPC never leave a host, and no two routes meet at the same path.
 import os
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 from llamarl.config import WeightsConfig
 from llamarl.weights.layout.boxes import Copy, RankLayout, Route
+from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.transports.table import TRANSPORTS, mapped_on, named
 
@@ -26,13 +27,13 @@ class Routes:
         config: WeightsConfig,
         *,
         rendezvous_folder: str,
-        generator_device: str,
+        kind_of: Callable[[int], WeightKind],
         far_sites: Mapping[str, str] | None = None,
     ) -> None:
         self._config, self._far_sites = config, far_sites or {}
         self._rendezvous_folder = rendezvous_folder
-        self._relay_transport = mapped_on(generator_device)
-        self._planned: dict[bool, tuple[object, list[Copy]]] = {}  # by is_relay
+        self._kind_of = kind_of
+        self._planned: dict[tuple[bool, WeightKind], tuple[object, list[Copy]]] = {}  # by is_relay
 
     def make(
         self,
@@ -48,7 +49,9 @@ class Routes:
         ValueError if the layouts do not fit each other or the transport.
         """
         num_hosts = len(_hosts([*source_layout, *target]))
-        name = self._relay_transport if is_relay and num_hosts == 1 else self._config.transport
+        kind = self._kind_of(replica)
+        is_within = is_relay and num_hosts == 1
+        name = mapped_on(kind.device) if is_within else self._config.transport
         transport = TRANSPORTS[name]
         if not transport.crosses_hosts and num_hosts > 1:
             raise ValueError(
@@ -57,10 +60,10 @@ class Routes:
                 f"{', '.join(_hosts(target))}"
             )
         boxes = [[(r.rank, r.parameters) for r in ranks] for ranks in (source_layout, target)]
-        planned, copies = self._planned.get(is_relay, (None, []))
-        if planned != boxes:  # replicas mostly look alike, on whichever hosts they are
+        planned, copies = self._planned.get((is_relay, kind), (None, []))
+        if planned != boxes:  # replicas of a kind mostly look alike, on whichever hosts they are
             copies = plan(source_layout, target)
-            self._planned[is_relay] = boxes, copies
+            self._planned[is_relay, kind] = boxes, copies
         rendezvous = ""
         if transport.meets:
             os.makedirs(self._rendezvous_folder, exist_ok=True)
