@@ -137,7 +137,7 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
             await cluster.spawn("trainer", Probe, {"fails": True}, 2)
         assert "raised in trainer-" in notes(caught.value)
         assert await good.call_one.echo(1) == 1
-        with pytest.raises(ValueError, match="must be new"):
+        with pytest.raises(ValueError, match="must not be in use"):
             await cluster.spawn("storage", Probe, {})
 
     run(scenario)
