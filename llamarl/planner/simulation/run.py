@@ -175,8 +175,8 @@ def settling_steps(config: Config, num_steps: int) -> int:
 
 
 def fewest_steps(config: Config) -> int:
-    """Enough that, once settled, one whole burst is left: for comparisons. The size of dynamic parts
-    is learnt in a step before that."""
+    """Enough that, once settled, one whole burst is left: for comparisons. One step more where the
+    size of parts is learnt."""
     is_learnt = config.trainer.parts == "dynamic"
     return 2 * (config.staleness.max_staleness + 1) + 1 + is_learnt
 
