@@ -128,7 +128,9 @@ def test_llamarl_commands_compose(workplace: Path) -> None:
     for _, flag, recipe, *words in composed:
         assert flag == "--config-dir"
         assert {word for word in words if word.startswith("--")} <= FLAGS
-        overrides = [re.sub(r",.*", "", word) for word in words if "=" in word]
+        # Of a sweep the first value; other commas are inside a list.
+        values = r",.*" if "--multirun" in words else "$^"
+        overrides = [re.sub(values, "", word) for word in words if "=" in word]
         compose_recipe(workplace / recipe, overrides)
 
 
