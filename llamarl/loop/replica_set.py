@@ -73,6 +73,7 @@ class ReplicaSet:
         self._num_failed: dict[int, int] = defaultdict(int)  # in a row
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._lost_early: dict[int, Exception] = {}  # while it joined
         self._failed: asyncio.Future[None] | None = None
         if max_restarts:
             dispatch.on_lost = self._lost
@@ -110,6 +111,13 @@ class ReplicaSet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _recent_restarts(self, index: int) -> deque[float]:
+        """When the replica was started again within the last hour."""
+        restarts, now_s = self._restarts[index], asyncio.get_running_loop().time()
+        while restarts and restarts[0] < now_s - WINDOW_S:
+            restarts.popleft()
+        return restarts
+
     def _status(self, index: int) -> ReplicaStatus:
         serving = self._dispatch.replicas.get(index)
         if index in self._leaving:
@@ -124,17 +132,17 @@ class ReplicaSet:
             version=-1 if serving is None else serving.version,
             num_running=0 if serving is None else len(serving.running),
             load=0 if serving is None else serving.load,
-            num_restarts=len(self._restarts[index]),
+            num_restarts=len(self._recent_restarts(index)),
         )
 
     def _lost(self, index: int, why: Exception) -> None:
         """A replica is lost: its processes are stopped, and others take their place."""
-        if index in self._starting or index in self._leaving:
+        if index in self._leaving:
             return
-        now_s = asyncio.get_running_loop().time()
-        restarts = self._restarts[index]
-        while restarts and restarts[0] < now_s - WINDOW_S:
-            restarts.popleft()
+        if index in self._starting:
+            self._lost_early[index] = why
+            return
+        restarts = self._recent_restarts(index)
         if len(restarts) == self._max_restarts:
             return self._fail(
                 NoGenerator(
@@ -143,7 +151,7 @@ class ReplicaSet:
                 ),
                 why,
             )
-        restarts.append(now_s)
+        restarts.append(asyncio.get_running_loop().time())
         self._begin(index, LONGEST_PAUSE_S / FIRST_PAUSE_S)
 
     def _begin(self, index: int, most_pause: float = 0.0) -> None:
@@ -158,13 +166,18 @@ class ReplicaSet:
                 await asyncio.wait({asyncio.ensure_future(lost.stop())}, timeout=STOP_LIMIT_S)
             await asyncio.sleep(pause_s)
             group = self._groups[index] = await self._start(index)
+            self._lost_early.pop(index, None)  # that of the processes before
             self._dispatch.expect(index, group, self._served)
             await self._publisher.connect_replica(index, group.call_all)
         except Exception as why:  # noqa: BLE001 - counts as one more loss, whatever it is
-            del self._starting[index]
             log.warning("generator %d did not start: %s", index, why)
-            return self._lost(index, why) if self._max_restarts else self._fail(why, why)
+            self._lost_early[index] = why
         del self._starting[index]
+        if (lost_by := self._lost_early.pop(index, None)) is not None:
+            if self._max_restarts:
+                return self._lost(index, lost_by)
+            if (failed := self._groups.pop(index, None)) is not None:
+                await failed.stop()
 
     def _served(self, index: int) -> None:
         """The replica has its first version."""
@@ -173,9 +186,8 @@ class ReplicaSet:
 
     async def _remove(self, index: int, *, drains: bool) -> None:
         try:
-            if (starting := self._starting.pop(index, None)) is not None:
-                starting.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
+            if (starting := self._starting.get(index)) is not None:
+                await asyncio.wait({starting})  # a start that is cut short leaves processes
             if drains:
                 await self._dispatch.drain(index)
             await self._publisher.drop(index)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import NoGenerator
+from llamarl.build import make_dispatch
+from llamarl.errors import GroupLost, NoGenerator
+from llamarl.loop.replica_set import ReplicaSet
 from llamarl.planner.simulation.clock import run
-from tests.loop.faults import Faults
+from tests.loop.faults import Faults, FaultyProcess
 from tests.loop.loop import COSTS, Loop, slower
 from tests.loop.test_loop import first_error
 
@@ -157,3 +159,62 @@ def test_thirty_random_faults_lose_nothing_and_break_no_bound(tmp_path: Path, se
     check_trained(loop)
     num_hit = sum(name in faults for name in loop.cluster.spawned)
     assert num_hit >= 25, "the run must last long enough for the faults"
+
+
+def test_a_replica_that_is_taken_back_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        loop = Loop(max_restarts=1, costs=RESTART_COSTS)
+
+        async def scale() -> None:
+            await asyncio.sleep(2.0)
+            await loop.replica_set.scale(2)
+            await loop.replica_set.scale(1)
+            assert [each.replica for each in loop.replica_set.status()] == [0]
+            assert loop.cluster.spawned["generator-1"].is_stopped
+            await loop.replica_set.scale(2)
+
+        scaling = asyncio.create_task(scale())
+        await loop.run(tmp_path)
+        await scaling
+        check_trained(loop)
+        assert loop.cluster.spawned["generator-1 2"].num_calls["submit"] > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
+    max_restarts: int,
+) -> None:
+    """The publish loses it before the call that connects it has returned."""
+
+    async def main() -> None:
+        loop = Loop(max_restarts=max_restarts)
+        dispatch = make_dispatch(loop.config, loop.executors)
+        groups = {0: loop.process("generator-0")}
+        started: list[FaultyProcess] = []
+
+        async def start(index: int) -> FaultyProcess:
+            started.append(await loop.executors.start_generator(index))
+            return started[-1]
+
+        class LosesTheFirst:
+            async def connect_replica(self, replica: int, generator: object) -> None:
+                if len(started) == 1:
+                    dispatch.lost(replica, GroupLost("generator-1", 0, "died"))
+                    if not max_restarts:
+                        raise GroupLost("generator-1", 0, "died")
+
+            async def drop(self, replica: int) -> None: ...
+
+        replica_set = ReplicaSet(
+            groups, start, LosesTheFirst(), dispatch, max_restarts=max_restarts
+        )
+        await replica_set.scale(2)
+        await asyncio.sleep(5.0)
+        assert len(started) == 1 + max_restarts
+        assert started[0].is_stopped
+        assert [each.replica for each in replica_set.status()] == [*range(1 + max_restarts)]
+        await dispatch.close()
+
+    run(main())
