@@ -72,9 +72,9 @@ async def _serve(
 ) -> None:
     with suppress(ConnectionError):
         try:
-            peer = writer.get_extra_info("socket")
-            if user_of(peer) == os.getuid():
-                reply = await answer(json.loads(await reader.readline()))
+            line = await reader.readline()
+            if user_of(writer.get_extra_info("socket")) == os.getuid():
+                reply = await answer(json.loads(line))
             else:
                 reply = {"error": "the run belongs to another user"}
         except ValueError as error:
@@ -105,8 +105,9 @@ def ask(run_dir: str, message: Message) -> Message:
             raise ValueError(
                 f"RUN must be the folder of a run that is at work, got {run_dir}, where none is"
             ) from None
-        connection.sendall(json.dumps(message).encode() + b"\n")
-        with connection.makefile("rb") as answer:
+        line = b""
+        with suppress(ConnectionError), connection.makefile("rb") as answer:
+            connection.sendall(json.dumps(message).encode() + b"\n")
             line = answer.readline()
     if not line:
         raise ValueError(f"RUN must be at work until it has answered, got {run_dir}, which ended")
