@@ -268,6 +268,7 @@ class Config(Section):
             "dispatch.ranker",
             "be none, history or model without sampling.replay_lengths (no length is known)",
         )
+        self._check_elastic()
         self._check_processes()
         self._check_memory()
 
@@ -289,6 +290,19 @@ class Config(Section):
             is_known = pool.site in ("", *self.cluster.sites)
             must = f"be one of cluster.sites ({', '.join(self.cluster.sites) or 'none'})"
             require(is_known, f"{pool.key}.site", must, pool.site)
+
+    def _check_elastic(self) -> None:
+        """What replicas that come and go need."""
+        self.require(
+            not self.generator.elastic or self.generator.max_restarts > 0,
+            "generator.max_restarts",
+            "be at least 1 with generator.elastic",
+        )
+        self.require(
+            not self.generator.elastic or not self.placement.colocated,
+            "generator.elastic",
+            "be [] with placement=colocated (replicas start and stop with the trainer's side)",
+        )
 
     def _check_processes(self) -> None:
         """What cannot run with all executors in one process."""

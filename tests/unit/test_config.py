@@ -135,6 +135,20 @@ def test_impossible_values_are_named(override: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            "generator.elastic=[1]",
+            "generator.elastic must be [] or [fewest, most] with 1 <= fewest",
+        ),
+        ("generator.elastic=[3,1]", "generator.elastic must be [] or [fewest, most]"),
+        ("generator.elastic=[2,4]", "generator.num_replicas must be from 2 to 4"),
+        (
+            "generator.elastic=[1,4] generator.max_restarts=0",
+            "generator.max_restarts must be at least 1 with generator.elastic",
+        ),
+        (
+            "generator.elastic=[1,4] placement=colocated",
+            "generator.elastic must be [] with placement=colocated",
+        ),
         ("weights=cuda_ipc", "generator.device and trainer.device must be cuda"),
         ("placement.offload=pinned", "generator.device and trainer.device must be cuda"),
         (
