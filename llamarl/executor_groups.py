@@ -1,64 +1,42 @@
 """The executors of a run: which there are, where they sit, and starting them all at once.
 
-Owns: the specs of a recipe's executors and their start. Does not own: processes (`cluster/`), or
-what drives the executors (`build.py`). Invariant: one executor runs each stage of the graph, but
-for settle, which the controller runs.
+Owns: their start and their places. Does not own: what each is constructed with
+(`executor_specs.py`), processes (`cluster/`), or what drives the executors (`build.py`). Invariant:
+one executor runs each stage of the graph, but for settle, which the controller runs.
 """
 
 import asyncio
 import logging
-import os
 import shutil
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llamarl.cluster import Cluster, ExecutorGroup, make_cluster, make_rdma
+from llamarl.cluster import Cluster, ExecutorGroup, make_cluster
 from llamarl.config import Config
-from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import (
     Device,
     assign,
     companions,
-    far_sites,
     home_hosts,
-    num_storage_units,
     place_generator,
 )
 from llamarl.environments.rewards.pool import try_loading
-from llamarl.executors.specs import (
-    CollectorSpec,
-    ExternalSpec,
-    GeneratorSpec,
-    ReferenceSpec,
-    ScorerSpec,
-    Spec,
-    StageSpec,
-    StorageSpec,
-    TrainerSpec,
+from llamarl.executor_specs import (
+    collector_specs,
+    generator_spec,
+    make_specs,
+    stage_spec,
+    storage_specs,
 )
-from llamarl.experience.graph import (
-    EXECUTORS,
-    GENERATE,
-    SCORE,
-    TRAIN,
-    FrozenModel,
-    Graph,
-    Stage,
-)
-from llamarl.experience.loader import SOCKETS
+from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
+from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
 from llamarl.metrics.startup import ReportState
 from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
-from llamarl.weights.transports.table import TRANSPORTS
-
-if TYPE_CHECKING:
-    from llamarl.weights.transports.protocol import Rdma
 
 log = logging.getLogger(__name__)
 
@@ -201,20 +179,20 @@ async def spawn_executors(
     async def start_generator(replica: int) -> ExecutorGroup:
         name = f"generator-{replica}"
         starter.places.setdefault(name, place_generator(config, replica))
-        spec = _generator_spec(
+        spec = generator_spec(
             config, inputs, storage, far_storage, run_dir, parts, replica, starter.places[name]
         )
         return await starter.start(name, spec, log_state)
 
-    storage_specs = _storage_specs(config, run_dir)
+    unit_specs = storage_specs(config, run_dir)
     units = await asyncio.gather(
-        *(starter.start(f"storage-{each.unit}", each, report) for each in storage_specs)
+        *(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
     )
-    storage, far_storage = (_store(units, storage_specs, is_far) for is_far in (False, True))
+    storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
-    specs = _specs(config, inputs, storage, far_storage, run_dir, parts)
+    specs = make_specs(config, inputs, storage, far_storage, run_dir, parts)
     for stage in stages:
-        specs[name_executor(stage)] = _stage_spec(stage, config, inputs, storage, run_dir)
+        specs[name_executor(stage)] = stage_spec(stage, config, inputs, storage, run_dir)
     started = await asyncio.gather(
         *(starter.go_on(name, spec, report, kept or {}) for name, spec in specs.items())
     )
@@ -249,21 +227,6 @@ def _vital_generators(
     return list(generators.values()) if restarts else []
 
 
-def _storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
-    has_sockets = config.cluster.backend == "monarch"  # else all is one process
-    return [
-        StorageSpec(
-            unit=unit,
-            archive_folder=f"{run_dir}/archive",
-            archive_tokens=config.experience.archive_tokens,
-            socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets else None,
-            spill_folder=f"{run_dir}/spill",
-            max_bytes=config.experience.max_bytes // config.experience.units_per_host,
-        )
-        for unit in range(num_storage_units(config))
-    ]
-
-
 def _store(units: list[ExecutorGroup], specs: list[StorageSpec], is_far: bool) -> Store:
     """The client of all units; `is_far`, for executors at other sites."""
 
@@ -272,127 +235,3 @@ def _store(units: list[ExecutorGroup], specs: list[StorageSpec], is_far: bool) -
         return calls if socket is None else Unit(unit.name, calls, socket, is_far=is_far)
 
     return Store([client(unit, spec.socket) for unit, spec in zip(units, specs, strict=True)])
-
-
-def _specs(
-    config: Config,
-    inputs: Inputs,
-    storage: Store,
-    far_storage: Store,
-    run_dir: str,
-    parts: Collection[str],
-) -> dict[str, Spec]:
-    """By name, of the executors that use the store; `far_storage` is for those at other sites."""
-    specs: dict[str, Spec] = {}
-    for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
-        spec = _generator_spec(
-            config,
-            inputs,
-            storage,
-            far_storage,
-            run_dir,
-            parts,
-            replica,
-            place_generator(config, replica),
-        )
-        specs[f"generator-{replica}"] = spec
-    if EXECUTORS[TRAIN] in parts:
-        specs["trainer"] = TrainerSpec(
-            checkpoint=inputs.checkpoint,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
-            config=config.trainer,
-            algorithm=config.algorithm,
-            sampling=config.sampling,
-            weights=config.weights,
-            placement=config.placement,
-            storage=storage,
-            run_dir=run_dir,
-            num_steps=config.num_steps,
-            seed=config.seed,
-            rdma=_rdma(config),
-        )
-    return specs
-
-
-def _generator_spec(
-    config: Config,
-    inputs: Inputs,
-    storage: Store,
-    far_storage: Store,
-    run_dir: str,
-    parts: Collection[str],
-    replica: int,
-    places: Sequence[Device],
-) -> GeneratorSpec:
-    is_far = places[0].host in far_sites(config)
-    return GeneratorSpec(
-        replica=replica,
-        checkpoint=inputs.checkpoint,
-        load_weights=EXECUTORS[TRAIN] not in parts,
-        tokenizer=inputs.tokenizer_folder,
-        config=generator_of(config.generator, replica),
-        weights=config.weights,
-        placement=config.placement,
-        storage=far_storage if is_far else storage,
-        run_dir=run_dir,
-        run_id=_new_id(),
-        rdma=_rdma(config),
-    )
-
-
-def _new_id() -> str:
-    """Names files that no earlier processes of the run used."""
-    return uuid.uuid4().hex[:8]
-
-
-def _rdma(config: Config) -> "Rdma | None":
-    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
-
-
-def _stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run_dir: str) -> Spec:
-    if isinstance(stage.run, FrozenModel):
-        return ReferenceSpec(
-            checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
-            column=stage.writes[0].name,
-            rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{_new_id()}",
-            config=config.trainer,
-            sampling=config.sampling,
-            storage=storage,
-        )
-    if stage.is_external:
-        units = _storage_specs(config, run_dir)
-        return ExternalSpec(
-            stage=stage,
-            socket=f"{run_dir}/{SOCKETS}/{stage.name}",
-            units=tuple((f"storage-{unit.unit}", str(unit.socket)) for unit in units),
-            tokenizer=inputs.tokenizer_folder,
-            storage=storage,
-        )
-    if stage.name == SCORE:
-        return ScorerSpec(
-            config=config.reward,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            storage=storage,
-        )
-    assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
-    return StageSpec(
-        stage=stage,
-        numbers=inputs.graph.numbers & {*stage.reads},
-        tokenizer=inputs.tokenizer_folder,
-        task_source=inputs.task_source,
-        storage=storage,
-    )
-
-
-def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
-    """Each asks an equal share of the replicas."""
-    num = config.generator.num_collectors
-    return [
-        CollectorSpec(
-            generators={i: group.call_one for i, group in generators.items() if i % num == number}
-        )
-        for number in range(num)
-    ]

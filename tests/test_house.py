@@ -30,6 +30,7 @@ FLOORS: list[set[str]] = [
     {"cluster"},
     {"loop"},
     {"recipe"},
+    {"executor_specs"},
     {"executor_groups"},
     {"build"},
     {"planner"},

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from llamarl.config import Config, rank_assignment
-from llamarl.executor_groups import Executors, collector_specs, name_executor
+from llamarl.executor_groups import Executors, name_executor
+from llamarl.executor_specs import collector_specs
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.experience.graph import SCORE, Graph, Stage
 from llamarl.experience.store import Store

@@ -1,0 +1,178 @@
+"""What each executor of a recipe is constructed with.
+
+Owns: the values of the specs. Does not own: their fields (`executors/specs.py`), or starting
+executors (`executor_groups.py`). Invariant: the same recipe gives equal specs, but for the names of
+the files at which ranks meet.
+"""
+
+import os
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llamarl.cluster import ExecutorGroup, make_rdma
+from llamarl.config import Config
+from llamarl.config.pools import generator_of
+from llamarl.config.rank_assignment import Device, far_sites, num_storage_units, place_generator
+from llamarl.executors.specs import (
+    CollectorSpec,
+    ExternalSpec,
+    GeneratorSpec,
+    ReferenceSpec,
+    ScorerSpec,
+    Spec,
+    StageSpec,
+    StorageSpec,
+    TrainerSpec,
+)
+from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE, TRAIN, FrozenModel, Stage
+from llamarl.experience.loader import SOCKETS
+from llamarl.experience.store import Store
+from llamarl.recipe.inputs import Inputs
+from llamarl.weights.transports.table import TRANSPORTS
+
+if TYPE_CHECKING:
+    from llamarl.weights.transports.protocol import Rdma
+
+
+def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
+    """Of all storage units."""
+    has_sockets = config.cluster.backend == "monarch"  # else all is one process
+    return [
+        StorageSpec(
+            unit=unit,
+            archive_folder=f"{run_dir}/archive",
+            archive_tokens=config.experience.archive_tokens,
+            socket=f"{run_dir}/.rendezvous-storage/{unit}" if has_sockets else None,
+            spill_folder=f"{run_dir}/spill",
+            max_bytes=config.experience.max_bytes // config.experience.units_per_host,
+        )
+        for unit in range(num_storage_units(config))
+    ]
+
+
+def make_specs(
+    config: Config,
+    inputs: Inputs,
+    storage: Store,
+    far_storage: Store,
+    run_dir: str,
+    parts: Collection[str],
+) -> dict[str, Spec]:
+    """By name, of the executors that use the store; `far_storage` is for those at other sites."""
+    specs: dict[str, Spec] = {}
+    for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
+        spec = generator_spec(
+            config,
+            inputs,
+            storage,
+            far_storage,
+            run_dir,
+            parts,
+            replica,
+            place_generator(config, replica),
+        )
+        specs[f"generator-{replica}"] = spec
+    if EXECUTORS[TRAIN] in parts:
+        specs["trainer"] = TrainerSpec(
+            checkpoint=inputs.checkpoint,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            weights=config.weights,
+            placement=config.placement,
+            storage=storage,
+            run_dir=run_dir,
+            num_steps=config.num_steps,
+            seed=config.seed,
+            rdma=_rdma(config),
+        )
+    return specs
+
+
+def generator_spec(
+    config: Config,
+    inputs: Inputs,
+    storage: Store,
+    far_storage: Store,
+    run_dir: str,
+    parts: Collection[str],
+    replica: int,
+    places: Sequence[Device],
+) -> GeneratorSpec:
+    """Of one replica, whose ranks are at `places`."""
+    is_far = places[0].host in far_sites(config)
+    return GeneratorSpec(
+        replica=replica,
+        checkpoint=inputs.checkpoint,
+        load_weights=EXECUTORS[TRAIN] not in parts,
+        tokenizer=inputs.tokenizer_folder,
+        config=generator_of(config.generator, replica),
+        weights=config.weights,
+        placement=config.placement,
+        storage=far_storage if is_far else storage,
+        run_dir=run_dir,
+        run_id=_new_id(),
+        rdma=_rdma(config),
+    )
+
+
+def _new_id() -> str:
+    """Names files that no earlier processes of the run used."""
+    return uuid.uuid4().hex[:8]
+
+
+def _rdma(config: Config) -> "Rdma | None":
+    return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
+
+
+def stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run_dir: str) -> Spec:
+    """Of the executor that runs a stage between generate and settle."""
+    if isinstance(stage.run, FrozenModel):
+        return ReferenceSpec(
+            checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
+            column=stage.writes[0].name,
+            rendezvous=f"{run_dir}/.rendezvous-{stage.name}-{_new_id()}",
+            config=config.trainer,
+            sampling=config.sampling,
+            storage=storage,
+        )
+    if stage.is_external:
+        units = storage_specs(config, run_dir)
+        return ExternalSpec(
+            stage=stage,
+            socket=f"{run_dir}/{SOCKETS}/{stage.name}",
+            units=tuple((f"storage-{unit.unit}", str(unit.socket)) for unit in units),
+            tokenizer=inputs.tokenizer_folder,
+            storage=storage,
+        )
+    if stage.name == SCORE:
+        return ScorerSpec(
+            config=config.reward,
+            tokenizer=inputs.tokenizer_folder,
+            task_source=inputs.task_source,
+            storage=storage,
+        )
+    assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
+    return StageSpec(
+        stage=stage,
+        numbers=inputs.graph.numbers & {*stage.reads},
+        tokenizer=inputs.tokenizer_folder,
+        task_source=inputs.task_source,
+        storage=storage,
+    )
+
+
+def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
+    """Each asks an equal share of the replicas."""
+    num = config.generator.num_collectors
+    return [
+        CollectorSpec(
+            generators={i: group.call_one for i, group in generators.items() if i % num == number}
+        )
+        for number in range(num)
+    ]
