@@ -28,6 +28,7 @@ from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
+from llamarl.loop.healing_stage import HealingStage
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.placement import Neighbours
@@ -78,11 +79,12 @@ def build_controller(
     run_logger: RunObserver,
     spans: Spans,
     skew: Skew | None = None,
+    may_restart: Callable[[], bool] | None = None,
 ) -> tuple[Controller, Publisher, Dispatch]:
-    """Assemble the loop around the started executors. `state` is a checkpoint's, or empty. `skew`
-    replaces what the config says of expected lengths."""
+    """Assemble the loop around the started executors. `state` is a checkpoint's, or empty, `skew`
+    what replaces the config's. `may_restart`: may a lost stage be started again? None: never."""
     dispatch = make_dispatch(config, executors, skew or make_skew(config, inputs, run_dir))
-    roles, ledger = _roles(executors, dispatch), Ledger(inputs.graph)
+    roles, ledger = _roles(executors, dispatch, may_restart), Ledger(inputs.graph)
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
@@ -98,9 +100,8 @@ def build_controller(
         mode=config.weights.logprob_check,
         pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
     )
-    replica_set, publisher = _replica_set(
-        config, executors, dispatch, spans, run_dir, logprob_check.committed
-    )
+    on_commit = logprob_check.committed
+    replica_set, publisher = _replica_set(config, executors, dispatch, spans, run_dir, on_commit)
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
@@ -175,13 +176,22 @@ def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None
     )
 
 
-def _roles(executors: Executors, dispatch: Dispatch) -> Roles:
+def _roles(
+    executors: Executors, dispatch: Dispatch, may_restart: Callable[[], bool] | None
+) -> Roles:
     assert executors.trainer is not None
+    groups, start, storage = executors.stages, executors.start_stage, executors.storage
+    healing = {
+        stage: HealingStage(stage, groups, start, storage, may_restart)
+        for stage in groups
+        if start is not None and may_restart is not None and executors.heals(stage)
+    }
     return Roles(
         generator=dispatch,
-        stages={stage: group.call_one for stage, group in executors.stages.items()},
+        stages={stage: group.call_one for stage, group in groups.items()} | healing,
         trainer=executors.trainer.call_one,
-        storage=executors.storage,
+        storage=storage,
+        healing=[*healing.values()],
     )
 
 

@@ -174,10 +174,13 @@ class RunControl:
             for each in replica_set.status()
         ]
         version = self.controller.saver.version
-        for group in self.executors.vital:
+        healing = {stage.name: stage for stage in self.controller.roles.healing}
+        for group in self.executors.beside_generators:
             at = version if group is self.executors.trainer else None
-            place = self._place(group.name, group)
-            rows.append([group.name, "running", at, None, None, None, *place])
+            stage, place = healing.get(group.name), self._place(group.name, group)
+            state = "running" if stage is None or stage.is_serving else "starting"
+            num_losses = None if stage is None else stage.num_losses
+            rows.append([group.name, state, at, None, None, num_losses, *place])
         return {
             "version": version,
             "num_steps": self.controller.config.num_steps,

@@ -46,7 +46,8 @@ class Executors:
     """The executors of a run, started; without one of the `vital` ones it cannot go on.
 
     `stages` are those between generate and settle, by the stage that each runs. `start_generator`
-    starts the generator of an index that has no processes.
+    starts the generator of an index that has no processes, `start_stage` a stage's executor that
+    was lost so many times before.
     """
 
     vital: list[ExecutorGroup]
@@ -55,11 +56,24 @@ class Executors:
     stages: dict[Stage, ExecutorGroup]
     trainer: ExecutorGroup | None
     start_generator: Callable[[int], Awaitable[ExecutorGroup]]
+    start_stage: Callable[[Stage, int], Awaitable[ExecutorGroup]] | None = None
+    """None: what is lost is not started again alone."""
     places: dict[str, list[Device]] = field(default_factory=dict)
     """By executor name, the device of each rank; also of generators that are yet to be started."""
     add_host: Callable[[str], Awaitable[int]] | None = None
     """Attaches the host at an address; its index."""
     collectors: list[ExecutorGroup] = field(default_factory=list)
+
+    @property
+    def beside_generators(self) -> list[ExecutorGroup]:
+        """All the others, as they are now."""
+        groups = dict.fromkeys([*self.vital, *self.stages.values()])
+        return [group for group in groups if group not in self.generators.values()]
+
+    def heals(self, stage: Stage) -> bool:
+        """Whether the stage's executor is started again alone: not one with consumers outside,
+        whose connections end with it."""
+        return self.start_stage is not None and not stage.is_external
 
     def hosts_of(self, name: str) -> list[int]:
         """The host of each rank of an executor."""
@@ -175,7 +189,18 @@ async def spawn_executors(
     if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
         await try_loading(config.reward, inputs.task_source)
     starter = Starter(cluster, place_executors(config, inputs.graph))
+    return await _spawn(config, inputs, starter, run_dir, parts, report, kept or {})
 
+
+async def _spawn(
+    config: Config,
+    inputs: Inputs,
+    starter: Starter,
+    run_dir: str,
+    parts: Collection[str],
+    report: ReportState,
+    kept: Mapping[int, ExecutorGroup],
+) -> Executors:
     async def start_generator(replica: int) -> ExecutorGroup:
         name = f"generator-{replica}"
         starter.places.setdefault(name, place_generator(config, replica))
@@ -183,6 +208,10 @@ async def spawn_executors(
             config, inputs, storage, far_storage, run_dir, parts, replica, starter.places[name]
         )
         return await starter.start(name, spec, log_state)
+
+    async def start_stage(stage: Stage, num_losses: int) -> ExecutorGroup:
+        spec = stage_spec(stage, config, inputs, storage, run_dir, num_losses)
+        return await starter.start(name_executor(stage), spec, log_state)
 
     unit_specs = storage_specs(config, run_dir)
     units = await asyncio.gather(
@@ -194,7 +223,7 @@ async def spawn_executors(
     for stage in stages:
         specs[name_executor(stage)] = stage_spec(stage, config, inputs, storage, run_dir)
     started = await asyncio.gather(
-        *(starter.go_on(name, spec, report, kept or {}) for name, spec in specs.items())
+        *(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
     )
     groups = dict(zip(specs, started, strict=True))
     generators = {
@@ -205,17 +234,22 @@ async def spawn_executors(
     shares = collector_specs(config, generators) if EXECUTORS[TRAIN] in parts else []
     spawning = (starter.spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
     collectors = await asyncio.gather(*spawning)
-    return Executors(
-        vital=[*units, *groups.values(), *collectors, *_vital_generators(config, generators)],
+    has_restarts = EXECUTORS[TRAIN] in parts and config.cluster.max_restarts > 0
+    found = Executors(
+        vital=[*units, *collectors, *_vital_generators(config, generators)],
         storage=storage,
         generators=generators,
         collectors=collectors,
         stages={stage: groups[name_executor(stage)] for stage in stages},
         trainer=groups.get("trainer"),
         start_generator=start_generator,
+        start_stage=start_stage if has_restarts else None,
         places=starter.places,
-        add_host=cluster.add_host,
+        add_host=starter.cluster.add_host,
     )
+    found.vital.extend(group for stage, group in found.stages.items() if not found.heals(stage))
+    found.vital.extend([found.trainer] if found.trainer is not None else [])
+    return found
 
 
 def _vital_generators(

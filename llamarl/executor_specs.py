@@ -130,8 +130,16 @@ def _rdma(config: Config) -> "Rdma | None":
     return make_rdma() if TRANSPORTS[config.weights.transport].uses_rdma else None
 
 
-def stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run_dir: str) -> Spec:
-    """Of the executor that runs a stage between generate and settle."""
+def stage_spec(
+    stage: Stage,
+    config: Config,
+    inputs: Inputs,
+    storage: Store,
+    run_dir: str,
+    attempt: int = 0,
+) -> Spec:
+    """Of the executor that runs a stage between generate and settle, which was lost `attempt` times
+    before."""
     if isinstance(stage.run, FrozenModel):
         return ReferenceSpec(
             checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
@@ -140,6 +148,7 @@ def stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run
             config=config.trainer,
             sampling=config.sampling,
             storage=storage,
+            attempt=attempt,
         )
     if stage.is_external:
         units = storage_specs(config, run_dir)
@@ -156,6 +165,7 @@ def stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run
             tokenizer=inputs.tokenizer_folder,
             task_source=inputs.task_source,
             storage=storage,
+            attempt=attempt,
         )
     assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
     return StageSpec(
@@ -164,6 +174,7 @@ def stage_spec(stage: Stage, config: Config, inputs: Inputs, storage: Store, run
         tokenizer=inputs.tokenizer_folder,
         task_source=inputs.task_source,
         storage=storage,
+        attempt=attempt,
     )
 
 

@@ -97,7 +97,7 @@ async def _train(
         progress=progress,
         spans=spans,
         recent_spans=recent_spans,
-        restarts=Restarts(0 if _has_consumers(inputs) else config.cluster.max_restarts),
+        restarts=Restarts(config.cluster.max_restarts),
     )
     parts, first = name_parts(inputs.graph), start
     with progress, contextlib.closing(spans):
@@ -162,6 +162,7 @@ class Session:
                 state=state,
                 run_logger=run_logger,
                 spans=self.spans,
+                may_restart=self.restarts.take,
             )
             self.progress.show_phase("connecting trainer and generators")
             await publisher.connect()
@@ -201,6 +202,7 @@ class Session:
             is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
             losses = [] if is_stopped else await find_losses(executors)
             may_return = losses and all(loss.has_host for loss in losses)
+            may_return = may_return and not _has_consumers(self.inputs)
             if may_return and self.restarts.take():
                 names = {loss.group for loss in losses}
                 if not any(name.startswith(("trainer", "storage")) for name in names):

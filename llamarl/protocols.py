@@ -122,8 +122,9 @@ class Storage(Protocol):
     ) -> None:
         """Write whole cells; overwriting a cell is allowed only for a partial rollout.
 
-        `attempts` are a generator's `Request.attempt`: a row that was retired as lost since its
-        attempt began is skipped, for another replica writes it.
+        `attempts` are a generator's `Request.attempt`, or of a stage's executor how
+        often it was lost before: a row that was retired as lost, or whose cells were erased, since
+        its attempt began is skipped, for another one writes it.
         """
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
@@ -135,6 +136,10 @@ class Storage(Protocol):
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome (trained at which version, dropped and why, ...)
         and free them. The outcome "lost" ends an attempt: the next one writes the rows again."""
+
+    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+        """Free these cells, if there are any, for `attempt` of the stage that writes them: nothing
+        that an earlier one still writes there is taken."""
 
     async def usage(self) -> dict[str, int]:
         """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no

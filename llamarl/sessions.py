@@ -80,8 +80,7 @@ async def next_start(
     groups = executors.generators.items()
     is_kept = await asyncio.gather(*(_reset(index, group, config) for index, group in groups))
     kept = {index: group for (index, group), good in zip(groups, is_kept, strict=True) if good}
-    stopping = [group for group in executors.vital if group not in kept.values()]
-    await asyncio.gather(*(group.stop() for group in stopping))
+    await asyncio.gather(*(group.stop() for group in executors.beside_generators))
     again = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     start = await asyncio.to_thread(starting_point, again, inputs, run_dir)
     state, folder = start

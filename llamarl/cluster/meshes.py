@@ -271,7 +271,11 @@ class MonarchCluster:
             self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
         hosts = await asyncio.shield(self._attaching)
         places = devices or [Device(host=0, gpu=None)] * num_ranks
-        await group.start(hosts, places, self._config, (factory, spec), self._make_spans)
+        try:
+            await group.start(hosts, places, self._config, (factory, spec), self._make_spans)
+        except BaseException:  # its name is free for the next one
+            await group.stop()
+            raise
         return group
 
     async def add_host(self, address: str) -> int:

@@ -50,9 +50,10 @@ class ClusterConfig(Section):
     while it starts. With several `sites` a link between them may be broken for as long."""
 
     max_restarts: int = number(10, least=0, most=10**6)
-    """When the trainer, a storage unit or a stage's executor is lost, all but the generators are
-    started again from the newest checkpoint, in the same run, but not more often than this within
-    an hour: then the run ends. 0: never. A run with consumers outside ends, too (monarch only)."""
+    """When the scorer, a frozen model or another stage's executor is lost, it alone is started
+    again; when the trainer or a storage unit is, all but the generators, from the newest checkpoint
+    in the same run. Not more often than this within an hour, together: then the run ends. 0: never.
+    A run with consumers outside ends when its trainer is lost (monarch only)."""
 
     def check(self) -> None:
         self.require(

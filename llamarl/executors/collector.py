@@ -1,5 +1,13 @@
 """A collector: asks many replicas which rollouts stopped, so that the controller gets few messages
-for all of them. Each replica's reports are passed on once, in their order."""
+for all of them. Each replica's reports are passed on once, in their order.
+
+A collector that is lost is not started again alone. Between a replica's answer and the controller's
+next question a report is here and nowhere else, for a replica forgets what it has reported. Storage
+cannot stand in for it as it does for a replica that is lost, since this one lives: of a rollout
+that was cut, storage does not know whether it holds the segment of a report that was lost, after
+which the rollout has to go on, or of one before, after which it goes on already. And a rollout that
+was aborted is not in storage at all.
+"""
 
 import asyncio
 

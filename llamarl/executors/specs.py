@@ -91,6 +91,8 @@ class ReferenceSpec:
     config: TrainerConfig
     sampling: SamplingConfig
     storage: Storage
+    attempt: int = 0
+    """How often the stage's executor was lost before, in this session; so in the next two specs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,7 @@ class ScorerSpec:
     tokenizer: str
     task_source: str | None
     storage: Storage
+    attempt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,7 @@ class StageSpec:
     tokenizer: str
     task_source: str
     storage: Storage
+    attempt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,15 @@
 Owns: which attempt of a rollout counts, and how what is asked is answered. Does not own: which rows
 exist or who may take them (the ledger), where bytes are (`experience/`). Invariant: a cell is
 written once, except that a partial rollout may be written again; what an earlier attempt still
-writes of a rollout that was lost is skipped, so a replica that was given up too early does no harm;
-a retired row's memory is freed.
+writes of a rollout that was lost, or of a stage that begins again with it, is skipped, so an
+executor that was given up too early does no harm; a retired row's memory is freed.
 """
 
 import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Set
 from operator import attrgetter
 from pathlib import Path
 
@@ -55,7 +55,9 @@ class StorageExecutor:
         self._slabs = Slabs()
         self._table = Table(self._slabs)
         self._spill = Spill(self._table, self._slabs, spec.spill_folder, spec.max_bytes)
-        self._attempts: Counter[int] = Counter()  # of rows that were lost, and how often
+        # By row and column, the first attempt that counts; of a replica's columns for one of them.
+        self._attempts: Counter[tuple[int, str]] = Counter()
+        self._again: set[str] = set()  # the columns in it
         self._archive: Archive | None = None
         if spec.archive_folder is not None:
             path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
@@ -134,6 +136,13 @@ class StorageExecutor:
         """
         self._retire(row_ids, outcome)
 
+    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+        """Free these cells, if there are any; what attempts before `attempt` write is skipped."""
+        self._table.erase(row_ids, names)
+        self._again.update(names)
+        for cell in ((row_id, name) for row_id in row_ids for name in names):
+            self._attempts[cell] = max(self._attempts[cell], attempt)
+
     async def usage(self) -> dict[str, int]:
         """How many rows and bytes the unit holds: `num_rows`, `memory_bytes`, `spilled_bytes`; and
         `is_full`, 1 if it should take no more, for what is in memory cannot go to disk."""
@@ -180,7 +189,7 @@ class StorageExecutor:
 
     def _write(self, written: Written) -> None:
         row_ids = written.row_ids
-        stale = self._find_stale(row_ids, written.attempts)
+        stale = self._find_stale(row_ids, written.dtypes.keys(), written.attempts)
         self._table.check(row_ids, written.dtypes, stale)
         slab, cells = written.keep(self._slabs)
         self._table.add(row_ids, slab, cells, written.finish_codes(), stale)
@@ -207,13 +216,17 @@ class StorageExecutor:
                 found[row_id] = Row(dict(zip(names, lengths[place], strict=True)), row_cells)
         return {row_id: found[row_id] for row_id in row_ids if row_id in found}
 
-    def _find_stale(self, row_ids: list[int], attempts: list[int] | None) -> set[int]:
-        if attempts is None or not self._attempts:
-            return set()
-        pairs = zip(row_ids, attempts, strict=True)
-        stale = {row_id for row_id, attempt in pairs if attempt < self._attempts[row_id]}
+    def _find_stale(
+        self, row_ids: list[int], names: Set[str], attempts: list[int] | None
+    ) -> set[int]:
+        stale = set[int]()
+        if attempts is None:
+            return stale
+        for name in self._again & names:
+            pairs = zip(row_ids, attempts, strict=True)
+            stale |= {row_id for row_id, number in pairs if number < self._attempts[row_id, name]}
         if stale:
-            log.info("skipped %d rows, which were started again elsewhere", len(stale))
+            log.info("skipped %d rows, which others begin again with", len(stale))
         return stale
 
     def _retire(self, row_ids: list[int], outcome: Outcome) -> None:
@@ -224,4 +237,5 @@ class StorageExecutor:
                 self._archive.append(self._rows(self._archive, row_ids), outcome)
             self._table.retire(row_ids)
             if outcome["outcome"] == "lost":
-                self._attempts.update(row_ids)
+                self._attempts.update((row_id, TOKEN_VERSIONS) for row_id in row_ids)
+                self._again.add(TOKEN_VERSIONS)

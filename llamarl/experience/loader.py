@@ -262,4 +262,4 @@ class _NoCalls:
     async def usage(self) -> dict[str, int]:
         raise ConnectionError("storage units must be on the loader's host")
 
-    write = read = retire = usage
+    write = read = retire = erase = usage

@@ -81,6 +81,15 @@ class Store:
             )
         )
 
+    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+        """Free these cells, for `attempt` of the stage that writes them."""
+        await asyncio.gather(
+            *(
+                self._units[unit].erase(_choose(row_ids, places), names, attempt)
+                for unit, places in self._places(row_ids).items()
+            )
+        )
+
     async def usage(self) -> dict[str, int]:
         """Sums over all units; `is_full` is the number of units that are."""
         usages = await asyncio.gather(*(unit.usage() for unit in self._units))
@@ -100,17 +109,20 @@ class Store:
 class RecordingStore:
     """Any Storage; what goes through it is recorded as the marks "put" and "get".
 
-    They have the number of `rows` and, in `bytes`, those of each column.
+    They have the number of `rows` and, in `bytes`, those of each column. What a stage writes is of
+    this `attempt`.
     """
 
-    def __init__(self, storage: Storage, spans: Spans) -> None:
-        self._storage, self._spans = storage, spans
+    def __init__(self, storage: Storage, spans: Spans, attempt: int | None = None) -> None:
+        self._storage, self._spans, self._attempt = storage, spans, attempt
 
     async def write(
         self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
     ) -> None:
         """See `protocols.Storage`."""
         start_ns = time.monotonic_ns()
+        if self._attempt is not None:
+            attempts = [self._attempt] * len(row_ids)
         await self._storage.write(row_ids, columns, attempts)
         self._record("put", start_ns, len(row_ids), columns)
 
@@ -128,6 +140,10 @@ class RecordingStore:
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """See `protocols.Storage`."""
         await self._storage.retire(row_ids, outcome)
+
+    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+        """See `protocols.Storage`."""
+        await self._storage.erase(row_ids, names, attempt)
 
     async def usage(self) -> dict[str, int]:
         """See `protocols.Storage`."""

@@ -123,6 +123,12 @@ class Table:
         self._is_partial[slots] = False
         self._free += slots
 
+    def erase(self, row_ids: Iterable[int], names: Iterable[str]) -> None:
+        """Free these cells, as far as they are written."""
+        slots = [self._slots[row_id] for row_id in row_ids if row_id in self._slots]
+        columns = self._places([name for name in names if name in self._index])
+        self._release(columns, np.array(slots, np.int64))
+
     def is_complete(self, slab: Slab) -> bool:
         """Whether no rollout in the slab is partial."""
         partial = np.flatnonzero(self._is_partial)

@@ -81,6 +81,10 @@ class Unit:
         else:
             await self._calls.retire(row_ids, outcome)
 
+    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+        """See `protocols.Storage`."""
+        await self._calls.erase(row_ids, names, attempt)
+
     async def usage(self) -> dict[str, int]:
         """See `protocols.Storage`."""
         if not self._is_near():

@@ -62,6 +62,7 @@ class Controller:
             admitting = tasks.create_task(self._admit_stage())
             watches = [self.publisher.watch(), self.replica_set.watch()]
             watches += [self.elasticity.watch()] if self.elasticity is not None else []
+            watches += [stage.watch() for stage in self.roles.healing]
             own = self._collect_stage(), self._settle_stage(), *watches
             pairs = self.roles.stages.items()
             between = (serve_stage(stage, executor, self.ledger) for stage, executor in pairs)

@@ -23,7 +23,7 @@ NUM_STEPS = 12
         ("trainer", signal.SIGSTOP, ["trainer.num_ranks=2", "weights.staging=bucket"]),
         ("storage-1", signal.SIGKILL, ["experience.units_per_host=2", "generator.num_ranks=2"]),
         ("trainer", signal.SIGKILL, ["placement=colocated", "weights.staging=host"]),
-        ("scorer", signal.SIGKILL, ["generator.num_collectors=1"]),
+        ("collector-0", signal.SIGKILL, ["generator.num_collectors=1"]),
         ("generator-0", signal.SIGKILL, ["placement=colocated", "generator.num_replicas=2"]),
     ],
 )

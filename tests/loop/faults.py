@@ -41,7 +41,8 @@ WRONG = 3.0  # log-prob of a replica that computes something else; the trainer's
 class Faults:
     """What is wrong with one process; times are the event loop's, in seconds.
 
-    It dies at `dies_at_s`. From `silent_s[0]` to `silent_s[1]` it neither computes nor answers,
+    It dies at `dies_at_s`, or when it has done what the n-th call of a method in `dies_after` asked
+    for, before it answers. From `silent_s[0]` to `silent_s[1]` it neither computes nor answers,
     then it goes on with what it was asked. A method in `errors` raises from its n-th call on: (n,
     error). A call of a method in `delays_s` begins later by a random time between two bounds.
     `ignores_stop`: nothing can end it. `costs`: its own, as of a slow machine. A replica computes
@@ -49,6 +50,7 @@ class Faults:
     """
 
     dies_at_s: float | None = None
+    dies_after: Mapping[str, int] = field(default_factory=dict)
     silent_s: tuple[float, float] | None = None
     errors: Mapping[str, tuple[int, Exception]] = field(default_factory=dict)
     delays_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -221,6 +223,8 @@ class FaultyProcess(SimulatedProcess):
         if error is not None and self.num_calls[method] >= first:
             raise error
         result = await getattr(self.executor, method)(*args)
+        if self.num_calls[method] == self._faults.dies_after.get(method):
+            self.die()
         await self._awake.wait()
         return result
 
@@ -267,11 +271,11 @@ class StoredRollouts(Rollouts):
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         return await read_written(self.storage, requests)
 
-    async def add_rewards(self, scores: list[Score]) -> None:
+    async def add_rewards(self, scores: list[Score], attempt: int) -> None:
         """The completions are read, as by reward code."""
         await self.storage.read([score.row_id for score in scores], [RESPONSE_IDS])
         good = {score.row_id: np.array([score.reward]) for score in scores if not score.error}
-        await self.storage.write(list(good), {REWARD: list(good.values())})
+        await self.storage.write(list(good), {REWARD: list(good.values())}, [attempt] * len(good))
 
     def forget(self, row_ids: Iterable[int]) -> None:
         """Storage does."""

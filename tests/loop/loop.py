@@ -39,6 +39,7 @@ from llamarl.planner.simulation.run import make_inputs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
+from llamarl.sessions import Restarts
 from llamarl.types import (
     TOKEN_VERSIONS,
     Batch,
@@ -198,6 +199,7 @@ class Loop:
     """As `generator.pools`; their number of replicas counts then."""
     num_collectors: int = 0
     max_restarts: int = 0
+    max_stage_restarts: int = 0
     max_num_seqs: int = 64
     is_colocated: bool = False
     length: Callable[[Request], int] = heavy_tail
@@ -312,6 +314,7 @@ class Loop:
             run_logger=self.run_logger,
             spans=Spans("controller", None),
             skew=self.skew,
+            may_restart=Restarts(self.max_stage_restarts).take if self.max_stage_restarts else None,
         )
         self.gate, self.replica_set = controller.gate, controller.replica_set
         make_requests, make_batch = controller.rules.make_requests, controller.rules.make_batch

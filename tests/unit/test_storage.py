@@ -208,27 +208,6 @@ def test_a_cell_is_written_once_unless_its_rollout_is_partial() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("num_units", [1, 2])
-def test_of_a_lost_rollout_nothing_is_taken_from_an_earlier_attempt(num_units: int) -> None:
-    store = Store([unit(number) for number in range(num_units)])
-
-    async def scenario() -> None:
-        await store.write([1], rollout(3, FinishReason.SEGMENT), [0])
-        await store.retire([1, 2], {"outcome": "lost", "replica": 0})
-        # The replica that was given up wakes: of these rollouts only 4 is still its own.
-        await store.write([1, 2, 4], join([rollout(5), rollout(6), rollout(7)]), [0, 0, 0])
-        with pytest.raises(KeyError):
-            await store.read([1], [RESPONSE_IDS])
-        await store.write([1, 2], join([rollout(8), rollout(9)]), [1, 1])
-        await store.write([2], rollout(6), [0])
-        columns = await store.read([1, 2, 4], [RESPONSE_IDS])
-        assert [len(cell) for cell in columns[RESPONSE_IDS]] == [8, 9, 7]
-        with pytest.raises(RuntimeError, match="row 1 already has column"):
-            await store.write([1], rollout(8), [1])
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(
     ("row_ids", "columns", "text"),
     [

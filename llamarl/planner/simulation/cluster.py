@@ -89,9 +89,9 @@ def make_executors(
         place = cluster.hosts_of(index)
         return spawn(f"generator-{index}", SimulatedReplica, index=index, hosts=place)
 
-    def spawn_stage(stage: Stage) -> SimulatedProcess:
+    def spawn_stage(stage: Stage, num_losses: int = 0) -> SimulatedProcess:
         if stage.name == SCORE:
-            return spawn(name_executor(stage), SimulatedScorer)
+            return spawn(name_executor(stage), SimulatedScorer, attempt=num_losses)
         if stage.is_model:
             return spawn(name_executor(stage), SimulatedModel, device=device)
         return spawn(name_executor(stage), SimulatedStage, stage=stage)
@@ -102,6 +102,10 @@ def make_executors(
         await asyncio.sleep(cluster.costs.start_s)
         return spawn_generator(index)
 
+    async def start_stage(stage: Stage, num_losses: int) -> SimulatedProcess:
+        await asyncio.sleep(cluster.costs.start_s)
+        return spawn_stage(stage, num_losses)
+
     generators = {i: spawn_generator(i) for i in range(config.generator.num_replicas)}
     return Executors(
         vital=[],
@@ -110,6 +114,7 @@ def make_executors(
         collectors=[*_collectors(config, generators)],
         stages={stage: spawn_stage(stage) for stage in graph.between},
         start_generator=start_generator,
+        start_stage=start_stage,
         trainer=spawn("trainer", SimulatedTrainer, hosts=hosts["trainer"][:1], device=device),
     )
 

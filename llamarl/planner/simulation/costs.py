@@ -30,7 +30,7 @@ class Costs:
     kind, "trainer weights") are changes of place on a shared device. `turnaround_s`
     passes between an optimizer step and the next passes beside messages and storage; `row_s` is
     what each rollout costs in processes that are not simulated. `save_s` is a checkpoint,
-    `start_s` the start of a replica while the run goes on.
+    `start_s` the start of a replica, or a stage, while the run goes on.
     """
 
     decode_step_s: float = 0.0

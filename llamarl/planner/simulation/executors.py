@@ -52,6 +52,9 @@ class SimulatedStorage(SimulatedExecutor):
         await self._serve("retire_rows", row_ids)
         self._rollouts.forget(row_ids)
 
+    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+        await self._travel()
+
     async def usage(self) -> dict[str, int]:
         return {"num_rows": 0, "memory_bytes": 0, "spilled_bytes": 0, "is_full": 0}
 
@@ -62,7 +65,11 @@ class SimulatedStorage(SimulatedExecutor):
 
 
 class SimulatedScorer(SimulatedExecutor):
-    """protocols.Processor with the workload's scores."""
+    """protocols.Processor with the workload's scores, after it was lost `attempt` times."""
+
+    def __init__(self, setting: Setting, costs: Costs, cores: Cores, attempt: int) -> None:
+        super().__init__(setting, costs, cores)
+        self._attempt = attempt
 
     async def process(self, items: list[StageItem]) -> list[Score]:
         await self._travel()
@@ -75,7 +82,7 @@ class SimulatedScorer(SimulatedExecutor):
             for (row_id,), prompt in items
             if prompt is not None
         ]
-        await self._rollouts.add_rewards(scores)
+        await self._rollouts.add_rewards(scores, self._attempt)
         return scores
 
 

@@ -48,7 +48,7 @@ class Rollouts:
         """What these resumed rollouts have written so far."""
         return {each.row_id: tokens_of(self._rows[each.row_id].spans) for each in requests}
 
-    async def add_rewards(self, scores: list[Score]) -> None:
+    async def add_rewards(self, scores: list[Score], attempt: int) -> None:
         """Rewards of scored rollouts, which are not kept here."""
 
     def forget(self, row_ids: Iterable[int]) -> None:
