@@ -27,8 +27,9 @@ class ClusterConfig(Section):
     num_gpus_per_host: int = number(8, least=1, most=1024)
     """GPUs of each host that the run may use."""
     gpu: str = "H100-80GB"
-    """The kind of GPU that the recipe was planned for: H100-80GB | H200-141GB | A100-80GB. A run on
-    CUDA refuses others; `generator.pools` may name another kind for their own hosts."""
+    """The kind of GPU that the recipe was planned for: H100-80GB | H200-141GB | A100-80GB |
+    H800-80GB | H20-96GB. A run on CUDA refuses others; `generator.pools` may name another kind for
+    their own hosts."""
     data_interface: str = ""
     """Network interface of tensor traffic between hosts (gloo, NCCL), which is not encrypted: name
     a trusted one. Empty: loopback, which serves a single host."""

@@ -7,7 +7,7 @@ a pool's own config is whole and checked; without pools there is one, of the gen
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -54,7 +54,12 @@ def pools_of(generator: GeneratorConfig) -> list[Pool]:
 def pool_at(generator: GeneratorConfig, replica: int) -> Pool:
     """The pool of a replica; one beyond those of the recipe is of the last pool."""
     pools = pools_of(generator)
-    return next((pool for pool in pools if replica in pool.replicas), pools[-1])
+    return pools[number_of(pools, replica)]
+
+
+def number_of(pools: Sequence[Pool], replica: int) -> int:
+    """Which of all pools of a run, as `pools_of` has them, a replica is of."""
+    return sum(replica >= pool.replicas.stop for pool in pools[:-1])
 
 
 def generator_of(generator: GeneratorConfig, replica: int) -> GeneratorConfig:

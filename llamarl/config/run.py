@@ -4,6 +4,7 @@ Owns: these sections, and the rules between sections. Does not own: the other se
 rules between two sections are in `Config.check` and what it calls, and nowhere else.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from llamarl.config.algorithm import AlgorithmConfig
@@ -181,6 +182,26 @@ class PlanConfig(Section):
     """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
     num_steps: int = number(12, least=3, most=10_000)
     """Steps simulated; the first ones, until the pipeline is full, are left out of the figures."""
+    gpu_prices: list[str] = field(default_factory=list)
+    """What an hour of each kind of GPU costs, in any currency: ['H100-80GB=2.1', 'H20-96GB=0.8'].
+    []: as StreamRL states for H800 and H20, in hours of an H20; nothing is said about others."""
+
+    def check(self) -> None:
+        read_prices(self.gpu_prices)
+
+
+def read_prices(gpu_prices: list[str]) -> dict[str, float]:
+    """The texts of `plan.gpu_prices`, by kind."""
+    found = {}
+    for text in gpu_prices:
+        kind, _, price = text.partition("=")
+        try:
+            found[kind] = float(price)
+        except ValueError:
+            found[kind] = 0.0
+        must = "be KIND=PRICE each, with a price above 0"
+        require(bool(kind) and 0 < found[kind] < math.inf, "plan.gpu_prices", must, text)
+    return found
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.config.pools import Pool
+from llamarl.config.pools import Pool, number_of
 from llamarl.types import FinishReason, Request, RolloutInfo
 
 FEWEST_ROLLOUTS = 16  # that a pool must have written before its speed counts
@@ -40,7 +40,7 @@ class Speeds:
 
     def __init__(self, pools: Sequence[Pool] = ()) -> None:
         self.is_on = len(pools) > 1
-        self._ends = [pool.replicas.stop for pool in pools[:-1]]
+        self._kinds = pools
         self._pools = [PoolSpeed(pool.generator.max_num_seqs) for pool in pools]
         self._since_s: dict[int, float] = {}  # by replica, when its rollouts last changed
         self._cut: dict[int, int] = {}  # by row, tokens of a rollout that goes on anywhere
@@ -76,4 +76,4 @@ class Speeds:
         pool.slots_s *= kept
 
     def _pool(self, index: int) -> PoolSpeed:
-        return self._pools[sum(index >= end for end in self._ends)]
+        return self._pools[number_of(self._kinds, index)]

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
+from llamarl.planner.cost import Cost
 
 FrozenModels = Mapping[str, Architecture]
 """Those that run stages of the recipe's own, by stage: not the reference of a KL term."""
@@ -60,7 +61,8 @@ class PublishForecast:
     """One version on its way to all replicas.
 
     Bytes out and in are those of the busiest rank, and of the busiest network card; `lower_bound_s`
-    is what the cards or links alone need at full speed, `seconds` what is expected.
+    is what the cards or links alone need at full speed, `seconds` what is expected. `pool_s` is
+    that until all replicas of a pool have it, by the pool's key.
     """
 
     total_bytes: int
@@ -72,6 +74,7 @@ class PublishForecast:
     num_groups: int
     lower_bound_s: float
     seconds: float
+    pool_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +88,22 @@ class Activity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolStep:
+    """What the replicas of one pool do: the mean of their busy shares, the tokens that they write
+    together."""
+
+    busy_share: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepForecast:
     """The steady state of a simulated run; shares are of the step time.
 
     `busy_shares` go by executor ("generator": the mean over replicas), `wait_shares` by executor
     and what it waits for ("generator requests", "trainer batch"). What was simulated is a
-    `divisor`-th of the cluster (`fraction.py`); figures are of the whole.
+    `divisor`-th of the cluster (`fraction.py`); figures are of the whole. `pools` go by their keys;
+    without generator.pools there are none.
     """
 
     step_s: float
@@ -102,6 +115,7 @@ class StepForecast:
     publish_s: float
     timeline: tuple[Activity, ...] = ()
     divisor: int = 1
+    pools: dict[str, PoolStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +180,7 @@ class Forecast:
     recipe is synchronous itself) and "sync, colocated", which is missing where none fits.
     `decomposition` takes the way from the latter to the recipe apart. `num_hosts` and `num_gpus`
     are those that the recipe uses; `split` is there if it was asked for, `measured_step_s` if times
-    come from a run: what that took.
+    come from a run: what that took, `cost` if the prices of its GPUs are known.
     """
 
     num_hosts: int
@@ -178,3 +192,4 @@ class Forecast:
     decomposition: Decomposition | None = None
     split: BestSplit | None = None
     measured_step_s: float | None = None
+    cost: Cost | None = None

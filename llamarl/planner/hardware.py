@@ -22,7 +22,8 @@ class Gpu:
     `flops` are dense multiply-adds times two. `link_bytes_per_s` (NVLink) and `card_bytes_per_s`
     (the network card that each GPU has) count one direction; `host_link_bytes_per_s` is PCIe.
     `reserve_bytes` is what no tensor gets: context, communicators, graphs, allocator slack. Each of
-    a host's eight GPUs comes with an eighth of its 2 TB of memory.
+    a host's eight GPUs comes with an eighth of its 2 TB of memory. `price` is that of an hour, in
+    hours of an H20; None without a source.
     """
 
     memory_bytes: int
@@ -33,6 +34,7 @@ class Gpu:
     host_link_bytes_per_s: float
     host_memory_bytes: int = 2 * 10**12 // 8
     reserve_bytes: int = GPU_RESERVE_BYTES
+    price: float | None = None
 
 
 CPU = "cpu"
@@ -68,6 +70,20 @@ GPUS: dict[str, Gpu] = {
         link_bytes_per_s=300e9,
         card_bytes_per_s=25e9,
         host_link_bytes_per_s=32e9,
+    ),
+    # StreamRL (arXiv 2504.15930), its table of both GPUs: 80 GB at 3.35 TB/s, 989.5 TFLOP/s bf16,
+    # NVLink 400 GB/s, a machine of eight at 2.85 times the price of one with H20. All else is an
+    # H100's: the same chip, with fewer links.
+    "H800-80GB": replace(H100, link_bytes_per_s=200e9, price=2.85),
+    # The same table: 96 GB at 4.0 TB/s, 148 TFLOP/s bf16, NVLink 900 GB/s, price 1.00. fp8 and fp32
+    # as printed with the product (296, 44 TFLOP/s). NVML: 97,871 MiB. Its host is taken to be an
+    # H100's.
+    "H20-96GB": replace(
+        H100,
+        memory_bytes=97_871 * 2**20,
+        memory_bytes_per_s=4.0e12,
+        flops={"bfloat16": 148e12, "float32": 44e12, "fp8": 296e12},
+        price=1.00,
     ),
     # One core of a laptop and its share of the memory. Two channels of DDR4-3200: 51.2 GB/s (JEDEC
     # JESD79-4); a copy within the host reads and writes, so half. AVX2 at 3 GHz: two 8-wide fused

@@ -79,11 +79,15 @@ class FaultyCluster(SimulatedCluster):
         self._num_spawned = Counter[str]()
         self.spawned: dict[str, FaultyProcess] = {}
 
-    def spawn(self, name: str, make: Callable[[Costs, Cores], Any]) -> SimulatedProcess:
+    def spawn(
+        self, name: str, make: Callable[[Costs, Cores], Any], costs: Costs | None = None
+    ) -> SimulatedProcess:
         self._num_spawned[name] += 1
         again = f" {self._num_spawned[name]}" if self._num_spawned[name] > 1 else ""
         faults, cores = self._faults.get(name + again, Faults()), FreezableCores()
-        process = FaultyProcess(name, make(faults.costs or self.costs, cores), faults, cores)
+        process = FaultyProcess(
+            name, make(faults.costs or costs or self.costs, cores), faults, cores
+        )
         self.spawned[name + again] = process
         return process
 

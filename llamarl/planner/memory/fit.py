@@ -45,7 +45,7 @@ def check_fit(
     forecast = forecast_memory(config, architecture, frozen)
     if not forecast.fits:
         advice = forecast.advice[0] if forecast.advice else "no single change helps"
-        raise ValueError(f"{_sentence(config, fullest(forecast.ranks))}; {advice}")
+        raise ValueError(f"{refusal(config, fullest(forecast.ranks))}; {advice}")
 
 
 def upper_bound_bytes(
@@ -99,7 +99,8 @@ def _token_bytes(a: Architecture) -> int:
     return WIDE_BYTES * 16 * ((a.num_layers + 4) * channels + a.vocab_size)
 
 
-def _sentence(config: Config, rank: RankMemory) -> str:
+def refusal(config: Config, rank: RankMemory) -> str:
+    """The line that says by how much a rank does not fit, and what takes most of its memory."""
     largest = sorted(rank.bytes_by_kind.items(), key=lambda item: -item[1])[:3]
     shown = ", ".join(f"{kind} {num_bytes / GIB:.1f}" for kind, num_bytes in largest)
     who = "all processes of a host" if rank.executor == "host" else f"the fullest {rank.executor}"

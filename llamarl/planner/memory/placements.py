@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from llamarl.config import Config, VllmConfig
+from llamarl.config.pools import alone, pool_at
 from llamarl.config.rank_assignment import Device, assign
 from llamarl.generation.parameters import BufferLayout
 from llamarl.models.architecture import Architecture
@@ -55,11 +56,14 @@ def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayo
     return layouts
 
 
-def generator_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
-    """The layout of each rank of the first replica, in order of rank, as one bucket."""
-    devices = assign(config)["generator-0"]
+def generator_layouts(
+    config: Config, architecture: Architecture, replica: int = 0
+) -> list[RankLayout]:
+    """The layout of each rank of a replica, in order of rank, as one bucket."""
+    own = alone(config, pool_at(config.generator, replica))
+    devices = assign(config)[f"generator-{replica}"]
     return [
-        rank_layout(rank, device, weight_buffer(config, architecture, rank)[0])
+        rank_layout(rank, device, weight_buffer(own, architecture, rank)[0])
         for rank, device in enumerate(devices)
     ]
 

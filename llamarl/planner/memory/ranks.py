@@ -87,14 +87,16 @@ def _ranks(
 def _pool_ranks(
     config: Config, architecture: Architecture, frozen: FrozenModels
 ) -> Iterator[RankMemory]:
-    """Trainer and pools as if each pool were the only one; then the fullest host, which may have
-    ranks of several."""
+    """Trainer, on a `cluster.gpu`, and pools as if each pool were the only one; then the fullest
+    host, which may have ranks of several."""
     parts: dict[str, RankMemory] = {}
     for pool in pools_of(config.generator):
         part = alone(config, pool)
         with named(pool):
             for rank in _ranks(_with_room(part), architecture, frozen):
                 name = pool.key if rank.executor == "generator" else rank.executor
+                if name == "trainer" and config.trainer.device == "cuda":
+                    rank = replace(rank, device_bytes=gpu(config.cluster.gpu).memory_bytes)
                 parts[name] = fullest([rank, parts.get(name, rank)])
     hosts, host = _hosts(config), parts.pop(HOST, None)
     for name, rank in parts.items():

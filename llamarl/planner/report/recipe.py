@@ -17,6 +17,7 @@ from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
+from llamarl.planner.cost import cost_of
 from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
@@ -42,11 +43,11 @@ def forecast_recipe(
 
     Times come from hardware, or with `run_dir` from that finished run, whose layout is then the
     only one whose times are known. `frozen` models count in memory alone. `sweep` tries other
-    splits of the processes between trainer and generators. ValueError if the ranks do not fit onto
-    the hosts, or the run lacks what is needed.
+    splits of the processes between trainer and generators. Neither goes with pools. ValueError if
+    the ranks do not fit onto the hosts, or the run lacks what is needed.
     """
-    must = "be [] for a forecast of times, which takes all replicas to be alike"
-    config.generator.require(not config.generator.pools, "pools", must)
+    _check_alike(config, run_dir, sweep)
+    cost = cost_of(config)
     taken = {device for places in rank_assignment.assign(config).values() for device in places}
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
     if trace is not None:
@@ -66,7 +67,7 @@ def forecast_recipe(
     name, other = _other_staleness(config)
     variants = {name: simulate_recipe(other)}
     decomposition = None
-    if trace is None and not config.placement.colocated:
+    if trace is None and not config.placement.colocated and not config.generator.pools:
         baseline = best_baseline(config, architecture)
         if baseline is not None:
             variants[COLOCATED] = baseline.step
@@ -88,6 +89,7 @@ def forecast_recipe(
         if sweep
         else None,
         measured_step_s=trace.step_s if trace else None,
+        cost=cost,
     )
 
 
@@ -117,9 +119,22 @@ def figures(forecast: Forecast) -> dict[str, Any]:
     if forecast.split is not None:
         found["split"] = asdict(replace(forecast.split, step=None))
         del found["split"]["step"]
+    if forecast.cost is not None:
+        found["cost"] = asdict(forecast.cost) | {"per_hour": forecast.cost.per_hour}
+        found["tokens_per_price"] = {
+            name: forecast.cost.throughput(step.trained_tokens_per_s)
+            for name, step in steps.items()
+        }
     if forecast.measured_step_s is not None:
         found["step_measured_s"] = forecast.measured_step_s
     return found
+
+
+def _check_alike(config: Config, run_dir: str | None, sweep: bool) -> None:
+    """ValueError if there are pools and a flag that knows none."""
+    for flag, is_on in {"--trace": bool(run_dir), "--sweep": sweep}.items():
+        must = f"be [] with {flag}, which takes all replicas to be alike"
+        config.generator.require(not (is_on and config.generator.pools), "pools", must)
 
 
 def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:

@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from llamarl.config import Config
+from llamarl.config.pools import pools_of
+from llamarl.planner.cost import HOUR_S, Cost, kinds_of
 from llamarl.planner.forecast import (
     STAGE,
     BestSplit,
@@ -22,6 +24,7 @@ from llamarl.planner.forecast import (
     StepForecast,
 )
 from llamarl.planner.hardware import EFFICIENCY
+from llamarl.planner.memory.fit import refusal
 from llamarl.planner.report.published_results import CAVEAT, DIFFERENCES, Published
 
 GIB, GB = 2**30, 10**9
@@ -42,7 +45,12 @@ ARGUMENT = (
 
 def title_of(config: Config, forecast: Forecast) -> str:
     """One line: what is planned, on what, and whether it fits."""
-    size = f"{forecast.num_gpus} x {config.cluster.gpu}" if forecast.num_gpus else "CPUs"
+    kinds = {config.cluster.gpu: forecast.num_gpus}
+    if config.generator.pools:
+        kinds = kinds_of(config)
+    size = (
+        " and ".join(f"{n} x {kind}" for kind, n in kinds.items()) if forecast.num_gpus else "CPUs"
+    )
     hosts = f"{forecast.num_hosts} host{'s' * (forecast.num_hosts > 1)}"
     name = config.recipe_dir.rstrip("/").rpartition("/")[2]
     verdict = "fits" if forecast.memory.fits else "does not fit"
@@ -100,6 +108,7 @@ def _parts(
 ) -> Iterator[RenderableType]:
     yield ""
     yield _memory_table(forecast.memory)
+    yield from (refusal(config, rank) for rank in forecast.memory.ranks if not rank.fits)
     for advice in forecast.memory.advice:
         yield f"to change: {advice}"
     if missing := _left_out(config, forecast):
@@ -108,6 +117,11 @@ def _parts(
     yield ""
     yield _step_table(config, forecast)
     yield f"waits as planned: {_shares(forecast.step.wait_shares)}"
+    if forecast.cost is not None:
+        yield _cost_words(forecast.cost, forecast.step)
+    if forecast.step.pools:
+        yield ""
+        yield _pool_table(config, forecast)
     if forecast.step.divisor > 1:
         yield (
             f"simulated: 1/{forecast.step.divisor} of the cluster with 1/{forecast.step.divisor} "
@@ -171,6 +185,38 @@ def _step_cells(step: StepForecast) -> Iterator[str]:
     yield f"{step.busy_shares.get('trainer', 0):.0%}"
     yield f"{step.busy_shares.get('generator', 0):.0%}"
     yield f"{step.mean_staleness:.2f}, max {step.max_staleness}"
+
+
+def _cost_words(cost: Cost, step: StepForecast) -> str:
+    each = (f"{number} x {kind} at {cost.prices[kind]:g}" for kind, number in cost.num_gpus.items())
+    millions = cost.throughput(step.trained_tokens_per_s) / 1e6
+    return (
+        f"cost of an hour ({cost.unit}): {' + '.join(each)} = {cost.per_hour:,.2f};\n"
+        f"throughput per cost: {millions:,.3f} million trained tokens for a price of 1"
+    )
+
+
+def _pool_table(config: Config, forecast: Forecast) -> Table:
+    """What each pool does; "per cost" counts its own GPUs alone."""
+    columns = ("replicas", "of", "busy", "tokens/s", "publish, s", "per cost, million")
+    table = _table("pools: what they write", *columns)
+    for pool in pools_of(config.generator):
+        step, num_ranks = forecast.step.pools[pool.key], pool.generator.num_ranks
+        kind = (pool.gpu or config.cluster.gpu) if pool.generator.device == "cuda" else "CPU"
+        cost, per_cost = forecast.cost, "-"
+        if cost is not None and pool.generator.device == "cuda":
+            price = len(pool.replicas) * num_ranks * cost.prices[kind]
+            per_cost = f"{step.tokens_per_s * HOUR_S / price / 1e6:,.3f}"
+        table.add_row(
+            pool.key,
+            str(len(pool.replicas)),
+            f"{num_ranks} x {kind}",
+            f"{step.busy_share:.0%}",
+            f"{step.tokens_per_s:,.0f}",
+            f"{forecast.publish.pool_s[pool.key]:.2f}",
+            per_cost,
+        )
+    return table
 
 
 def _split_parts(split: BestSplit) -> Iterator[RenderableType]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from llamarl.config import Config, rank_assignment
+from llamarl.config.pools import number_of, pools_of
 from llamarl.executor_groups import Executors, name_executor
 from llamarl.executor_specs import collector_specs
 from llamarl.executors.collector import CollectorExecutor
@@ -54,7 +55,7 @@ class SimulatedCluster:
         self._shared = Cores(costs.num_cores, costs.shared_speed) if costs.num_cores else None
         # One GPU per trainer rank, which the reference computes on too: each has half of it then.
         self.trainer_device = self._shared or Cores(config.trainer.num_ranks)
-        self._config = config
+        self._config, self._pools = config, pools_of(config.generator)
         self.hosts = {
             name: self._name_hosts(devices)
             for name, devices in rank_assignment.assign(config).items()
@@ -67,9 +68,16 @@ class SimulatedCluster:
     def _name_hosts(self, devices: Sequence[rank_assignment.Device]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._config.cluster.name_host(d.host) for d in devices))
 
-    def spawn(self, name: str, make: Callable[[Costs, Cores], Any]) -> SimulatedProcess:
-        """A process around what `make` returns for its costs and processors."""
-        return SimulatedProcess(name, make(self.costs, self._shared or Cores()))
+    def costs_of(self, replica: int) -> Costs:
+        """Those of a replica's pool."""
+        return self.costs.of_pool(number_of(self._pools, replica))
+
+    def spawn(
+        self, name: str, make: Callable[[Costs, Cores], Any], costs: Costs | None = None
+    ) -> SimulatedProcess:
+        """A process around what `make` returns for its costs (default: the cluster's) and
+        processors."""
+        return SimulatedProcess(name, make(costs or self.costs, self._shared or Cores()))
 
 
 def make_executors(
@@ -86,8 +94,8 @@ def make_executors(
         return cluster.spawn(name, partial(kind, setting, **options))
 
     def spawn_generator(index: int) -> SimulatedProcess:
-        place = cluster.hosts_of(index)
-        return spawn(f"generator-{index}", SimulatedReplica, index=index, hosts=place)
+        make = partial(SimulatedReplica, setting, index=index, hosts=cluster.hosts_of(index))
+        return cluster.spawn(f"generator-{index}", make, cluster.costs_of(index))
 
     def spawn_stage(stage: Stage, num_losses: int = 0) -> SimulatedProcess:
         if stage.name == SCORE:

@@ -31,6 +31,9 @@ class Costs:
     passes between an optimizer step and the next passes beside messages and storage; `row_s` is
     what each rollout costs in processes that are not simulated. `save_s` is a checkpoint,
     `start_s` the start of a replica, or a stage, while the run goes on.
+
+    With pools that differ, `pools` has the costs of each one's replicas and of the trainer's writes
+    to them; all other entries there mean nothing. (): all replicas are alike.
     """
 
     decode_step_s: float = 0.0
@@ -68,6 +71,11 @@ class Costs:
     """Processors that all processes share; 0: each has its own."""
     shared_speed: float = 1.0
     """Speed of a process beside which another one works, when processors are shared."""
+    pools: tuple["Costs", ...] = ()
+
+    def of_pool(self, number: int) -> "Costs":
+        """Those that hold for the replicas of this pool."""
+        return self.pools[number] if self.pools else self
 
     def decode_s(self, rows: int, context: int, num_steps: int = 1) -> float:
         """`num_steps` decode steps of `rows` rollouts, `context` tokens before the first one."""

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 
 from llamarl.algorithms.policy_loss import is_inert
+from llamarl.config.pools import number_of, pools_of
 from llamarl.errors import StaleVersion
 from llamarl.experience.graph import Stage
 from llamarl.planner.simulation.cores import Cores
@@ -143,6 +144,7 @@ class SimulatedTrainer(Layouts):
         super().__init__(setting, costs, cores, hosts=hosts)
         self._device = device
         self._weight = self._config.trainer.num_ranks
+        self._pools = pools_of(self._config.generator)
         self._idle_since_s = 0.0
         self._num_writing = 0
         self._away: set[str] = set()
@@ -208,11 +210,12 @@ class SimulatedTrainer(Layouts):
 
     async def write(self, version: int, handles: list[StagingHandle]) -> list[dict[str, int]]:
         await self._travel()
-        bucket = self._buckets[handles[0].bucket]
+        bucket, replica = self._buckets[handles[0].bucket], handles[0].replica
         self._num_writing += 1
-        with self._timeline.bar(f"publish-{handles[0].replica}", "write", "publish"):
+        with self._timeline.bar(f"publish-{replica}", "write", "publish"):
             if bucket == "rest":
-                await self._cores.work(self._costs.write_s)
+                costs = self._costs.of_pool(number_of(self._pools, replica))
+                await self._cores.work(costs.write_s)
         self._num_writing -= 1
         if version not in (self.version, self.version - 1):
             raise StaleVersion(f"version {version} is gone, the present one is {self.version}")
@@ -272,7 +275,10 @@ class SimulatedRunLogger:
         self._timeline = timeline
 
     def log_group(self, group: Group, verdict: Verdict) -> None:
-        """Groups are not noted."""
+        """What each replica has written of the group."""
+        now_s = asyncio.get_running_loop().time()
+        for rollout in group.rollouts.values():
+            self._timeline.written.append((now_s, rollout.replica, rollout.num_tokens))
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
         """Evaluations are not noted."""

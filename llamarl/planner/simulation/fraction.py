@@ -24,14 +24,15 @@ AHEAD_SLACK = 0.5  # and where no replica waits for a version
 
 
 def divisor(config: Config, costs: Costs, fewest_rollouts: int = FEWEST_ROLLOUTS) -> int:
-    """The largest k so that a k-th of the cluster will do; 1 if it is small, or does not divide."""
+    """The largest k so that a k-th of the cluster will do; 1 if it is small, does not divide or has
+    pools."""
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
     found = [
         k
         for k in range(1, num_rollouts // fewest_rollouts + 1)
         if all(size % k == 0 for size in _sizes(config)) and _is_like(config, k)
     ]
-    return max(found, default=1) if not costs.num_cores else 1
+    return max(found, default=1) if not costs.num_cores and not config.generator.pools else 1
 
 
 def take(config: Config, costs: Costs, k: int) -> tuple[Config, Costs]:

@@ -6,8 +6,8 @@ from real plans; seconds come from bytes and named constants alone.
 
 As in `weights/sync/assignment.py` the trainer feeds the first replica of each host of its site, the
 first of each other site, and each replica that spans hosts of its site; these, once they have the
-version, the others. A link between sites counts as any other. Replicas look alike, so one plan
-serves them all; it is made for one layer, and for what is outside the layers, and the first is
+version, the others. A link between sites counts as any other. Replicas of a pool look alike, so one
+plan serves them all; it is made for one layer, and for what is outside the layers, and the first is
 counted once per layer: copies never join across parameters. (What several ranks
 hold, as the norms of tensor-parallel ranks and everything with trainer.replicate above 1, a full
 plan evens out over all layers, so that its busiest rank may send a little less.)
@@ -18,17 +18,18 @@ those within a GPU its memory. A staging in host memory is reached over PCIe.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from llamarl.config import Config
+from llamarl.config.pools import Pool, alone, pools_of
 from llamarl.config.rank_assignment import Device, assign, far_sites
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
-from llamarl.planner.hardware import EFFICIENCY, gpu
+from llamarl.planner.hardware import EFFICIENCY, Gpu, gpu
 from llamarl.planner.memory.placements import (
     generator_layouts,
     rank_layout,
@@ -81,50 +82,85 @@ class Load:
         self.out[source] += num_bytes
         self.into[target] += num_bytes
 
-    @property
-    def most(self) -> int:
-        """Of the busiest end, in its busier direction."""
-        return max([*self.out.values(), *self.into.values()], default=0)
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one pool has to do with a publish: `config` is the recipe with it alone, `first` the way
+    to one of the replicas that the trainer feeds (`heads`), `siblings` are (replica that passes on,
+    replica of this pool that it feeds)."""
+
+    pool: Pool
+    config: Config
+    first: Traffic
+    heads: list[int]
+    siblings: list[tuple[int, int]]
+
+    def messages(self) -> np.ndarray:
+        """To one replica: from each trainer rank (row) to each of its ranks (column)."""
+        if TRANSPORTS[self.config.weights.transport].is_mapped:
+            return self.first.num_copies
+        messages: np.ndarray = np.ceil(self.first.num_bytes / self.config.weights.bucket_bytes)
+        return messages
 
 
 def forecast_publish(config: Config, architecture: Architecture) -> PublishForecast:
     """One version from the trainer to all replicas. ValueError if the hosts have too few GPUs."""
-    devices = assign(config)
-    first = traffic(config, architecture)
-    heads, siblings = relays(config)
+    devices, parts = assign(config), _parts(config, architecture)
     out: Counter[tuple[str, int]] = Counter()
     direct, relayed = Ways(), Ways()
-    for head in heads:
-        direct.copy_cast(devices["trainer"], devices[f"generator-{head}"], first.num_bytes)
-    for rank, sent in enumerate(first.num_bytes.sum(1)):
-        out["trainer", rank] += len(heads) * int(sent)
-    received = first.num_bytes.sum(0)
-    for head, sibling in siblings:
-        here, there = devices[f"generator-{head}"], devices[f"generator-{sibling}"]
-        relayed.copy_cast(here, there, np.diag(received))
-        for rank, sent in enumerate(received):
-            out[f"generator-{head}", rank] += int(sent)
+    for part in parts:
+        for head in part.heads:
+            direct.copy_cast(devices["trainer"], devices[f"generator-{head}"], part.first.num_bytes)
+        for rank, sent in enumerate(part.first.num_bytes.sum(1)):
+            out["trainer", rank] += len(part.heads) * int(sent)
+        received = part.first.num_bytes.sum(0)
+        for head, sibling in part.siblings:
+            here, there = devices[f"generator-{head}"], devices[f"generator-{sibling}"]
+            relayed.copy_cast(here, there, np.diag(received))
+            for rank, sent in enumerate(received):
+                out[f"generator-{head}", rank] += int(sent)
     card = direct.card
-    num_copies = len(heads) * int(first.num_copies.sum())
-    num_copies += len(siblings) * _num_relayed(config, architecture)
+    into = [part.first.num_bytes.sum(0) for part in parts]
+    pairs = zip(parts, into, strict=True)
+    num_messages = sum(len(part.heads) * part.messages().sum(1) for part in parts)
+    seconds = {
+        part.pool.key: _seconds(config, architecture, part, num_messages.max(), direct, relayed)
+        for part in parts
+    }
     return PublishForecast(
-        total_bytes=int(received.sum()) * config.generator.num_replicas,
+        total_bytes=sum(int(bytes_.sum()) * len(part.pool.replicas) for part, bytes_ in pairs),
         max_bytes_out=max(out.values()),
-        max_bytes_in=int(received.max()),
+        max_bytes_in=max(int(bytes_.max()) for bytes_ in into),
         max_card_bytes_out=max(card.out.values(), default=0),
         max_card_bytes_in=max(card.into.values(), default=0),
-        num_copies=num_copies,
-        num_groups=_num_groups(config, devices, len(heads), siblings),
+        num_copies=sum(_num_copies(part, architecture) for part in parts),
+        num_groups=_num_groups(config, devices, parts),
         # The slower of both stages, for a stage may begin before the other has ended.
         lower_bound_s=max(_transfer_s(config, direct), _transfer_s(config, relayed)),
-        seconds=_seconds(config, architecture, first, len(heads), direct, relayed),
+        seconds=max(seconds.values()),
+        pool_s=seconds,
     )
 
 
-def traffic(config: Config, architecture: Architecture) -> Traffic:
+def _parts(config: Config, architecture: Architecture) -> list[Part]:
+    """One for each pool."""
+    heads, siblings = relays(config)
+    return [
+        Part(
+            pool=pool,
+            config=alone(config, pool),
+            first=traffic(config, architecture, pool.replicas.start),
+            heads=[head for head in heads if head in pool.replicas],
+            siblings=[(head, replica) for head, replica in siblings if replica in pool.replicas],
+        )
+        for pool in pools_of(config.generator)
+    ]
+
+
+def traffic(config: Config, architecture: Architecture, replica: int = 0) -> Traffic:
     """From the trainer to one replica."""
     small = replace(architecture, num_layers=1)
-    source, target = trainer_layouts(config, small), generator_layouts(config, small)
+    source, target = trainer_layouts(config, small), generator_layouts(config, small, replica)
     layer = _planned(source, target, is_layer=True)
     rest = _planned(source, target, is_layer=False)
     num_layers = architecture.num_layers
@@ -166,19 +202,24 @@ class Ways:
                 load.add(here, there, int(matrix[row, column]))
 
 
-def _num_groups(
-    config: Config,
-    devices: dict[str, list[Device]],
-    num_heads: int,
-    siblings: list[tuple[int, int]],
-) -> int:
+def _num_groups(config: Config, devices: dict[str, list[Device]], parts: list[Part]) -> int:
     """Of ranks that meet: one for each replica that is fed over the transport."""
+    if not TRANSPORTS[config.weights.transport].meets:
+        return 0
     hosts = {name: {device.host for device in places} for name, places in devices.items()}
     ends = (
-        (hosts[f"generator-{head}"], hosts[f"generator-{replica}"]) for head, replica in siblings
+        (hosts[f"generator-{head}"], hosts[f"generator-{replica}"])
+        for part in parts
+        for head, replica in part.siblings
     )
     num_between = sum(here != there or len(here) > 1 for here, there in ends)
-    return num_heads + num_between if TRANSPORTS[config.weights.transport].meets else 0
+    return sum(len(part.heads) for part in parts) + num_between
+
+
+def _num_copies(part: Part, architecture: Architecture) -> int:
+    """To all replicas of a pool."""
+    num_direct = len(part.heads) * int(part.first.num_copies.sum())
+    return num_direct + len(part.siblings) * _num_relayed(part.config, architecture)
 
 
 def _planned(source: list[RankLayout], target: list[RankLayout], *, is_layer: bool) -> Traffic:
@@ -214,50 +255,69 @@ def _num_relayed(config: Config, architecture: Architecture) -> int:
     )
 
 
-def _transfer_s(config: Config, ways: Ways) -> float:
-    """The busiest card, link or memory at full speed; all work at once."""
-    device = gpu(config.cluster.gpu, config.generator.device)
-    over_host = 0
-    if config.weights.staging == "host" and config.generator.device == "cuda":
-        ends = [load.into for load in (ways.card, ways.link, ways.memory)]
-        over_host = max(sum(ends, Counter()).values(), default=0)
-    return max(
-        ways.card.most / device.card_bytes_per_s,
-        ways.link.most / device.link_bytes_per_s,
-        2 * ways.memory.most / device.memory_bytes_per_s,  # read and written
-        over_host / device.host_link_bytes_per_s,
-    )
+def _hardware(config: Config, device: Device) -> Gpu:
+    """What a rank there has."""
+    kind = device.gpu_kind or config.cluster.gpu
+    return gpu(kind, "cpu" if device.gpu is None else "cuda")
+
+
+def _transfer_s(config: Config, ways: Ways, among: Container[Device] | None = None) -> float:
+    """The busiest card, link or memory, of these devices or of all, at full speed; all work at
+    once."""
+    rates: dict[str, Callable[[Gpu], float]] = {
+        "card": lambda device: device.card_bytes_per_s,
+        "link": lambda device: device.link_bytes_per_s,
+        "memory": lambda device: device.memory_bytes_per_s / 2,  # read and written
+    }
+    found = [0.0]
+    over_host: Counter[Device] = Counter()
+    for way, rate in rates.items():
+        load: Load = getattr(ways, way)
+        for ends in (load.out, load.into):
+            busy = ((n, device) for device, n in ends.items() if among is None or device in among)
+            found += [n / rate(_hardware(config, device)) for n, device in busy]
+        over_host += load.into
+    if config.weights.staging == "host":
+        found += [
+            n / _hardware(config, device).host_link_bytes_per_s
+            for device, n in over_host.items()
+            if device.gpu is not None and (among is None or device in among)
+        ]
+    return max(found)
 
 
 def _seconds(
     config: Config,
     architecture: Architecture,
-    first: Traffic,
-    num_heads: int,
+    part: Part,
+    most_sent: float,
     direct: Ways,
     relayed: Ways,
 ) -> float:
-    """Both stages one after the other, each with its messages, phases and readings."""
-    item = DTYPE_BYTES[config.generator.dtype]
-    bucket_bytes = config.weights.bucket_bytes
+    """Until a pool has a version: both stages one after the other, each with its messages, phases
+    and readings. The busiest trainer rank sends `most_sent` messages, to all pools."""
+    own, generator = part.config, part.config.generator
+    item = DTYPE_BYTES[generator.dtype]
     num_buckets = 1
     if config.weights.staging == "bucket":
-        parameters, _ = weight_buffer(config, architecture, 0)
+        parameters, _ = weight_buffer(own, architecture, 0)
+        bucket_bytes = config.weights.bucket_bytes
         num_buckets = len(buckets.cut_buckets(parameters, max(1, bucket_bytes // item)))
-    messages = np.ceil(first.num_bytes / bucket_bytes)
-    if TRANSPORTS[config.weights.transport].is_mapped:
-        messages = first.num_copies
-    num_messages = max(num_heads * messages.sum(1).max(), messages.sum(0).max())
-    device = gpu(config.cluster.gpu, config.generator.device)
-    received = int(first.num_bytes.sum(0).max())
+    num_messages = max(most_sent, part.messages().sum(0).max())
+    device = gpu(own.cluster.gpu, generator.device)
+    received = int(part.first.num_bytes.sum(0).max())
     waiting_s = NUM_READINGS * received / (device.memory_bytes_per_s * EFFICIENCY)
-    if config.generator.device == "cpu":
+    if generator.device == "cpu":
         waiting_s = received / CORE_FINGERPRINT_BYTES_PER_S
     elif config.weights.staging == "host":
         waiting_s = NUM_READINGS * received / (device.host_link_bytes_per_s * EFFICIENCY)
     stage_s = num_buckets * NUM_PHASES * PHASE_S + waiting_s
-    seconds = _transfer_s(config, direct) / EFFICIENCY + num_messages * MESSAGE_S + stage_s
-    if relayed.link.most or relayed.memory.most or relayed.card.most:
-        seconds += _transfer_s(config, relayed) / EFFICIENCY + stage_s
-        seconds += _num_relayed(config, architecture) * MESSAGE_S
+    devices = assign(config)
+    here = {device for i in part.pool.replicas for device in devices[f"generator-{i}"]}
+    among = here | {*devices["trainer"]}
+    seconds = _transfer_s(config, direct, among) / EFFICIENCY + num_messages * MESSAGE_S + stage_s
+    if part.siblings:
+        among = here | {device for i, _ in part.siblings for device in devices[f"generator-{i}"]}
+        seconds += _transfer_s(config, relayed, among) / EFFICIENCY + stage_s
+        seconds += _num_relayed(own, architecture) * MESSAGE_S
     return float(seconds)

@@ -8,10 +8,11 @@ parallelism does not.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.config import Config
+from llamarl.config.pools import alone, pools_of
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner import hardware
@@ -50,12 +51,23 @@ def hardware_costs(
     """What `config` takes on its GPUs. `publish` is its forecast, made here if it is not given;
     replicas with more ranks than key-value heads, which only comparisons have, are taken to get
     their weights over their cards."""
-    return Costs(
-        **_generator(config, architecture),
+    heads = architecture.num_kv_heads
+    pools, siblings = pools_of(config.generator), relays(config)[1]
+    if publish is None and all(heads % pool.generator.num_ranks == 0 for pool in pools):
+        publish = forecast_publish(config, architecture)
+    parts = []
+    for pool in pools:
+        own = alone(config, pool)
+        publish_s = publish.pool_s[pool.key] if publish is not None else None
+        is_relayed = any(replica in pool.replicas for _, replica in siblings)
+        passed = _publish(own, architecture, publish_s, is_relayed)
+        parts.append(Costs(**_generator(own, architecture), **passed))
+    return replace(
+        parts[0],
         **_trainer(config, architecture),
-        **_publish(config, architecture, publish),
         moves_s=_moves(config, architecture),
         score_row_s=REWARD_S,
+        pools=tuple(parts) if len(parts) > 1 else (),
     )
 
 
@@ -184,23 +196,19 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
 
 
 def _publish(
-    config: Config, architecture: Architecture, publish: PublishForecast | None
+    config: Config, architecture: Architecture, publish_s: float | None, is_relayed: bool
 ) -> dict[str, Any]:
-    """A version's way to the first replica of a host, on to the others, and into use; together
-    they take what `publish` says."""
+    """A version's way to the first replica of a host, on to the others (`is_relayed`), and into
+    use; together they take `publish_s`."""
     generator, gpu = config.generator, hardware.gpu(config.cluster.gpu, config.generator.device)
     rank_bytes = _published_bytes(config, architecture) / generator.num_ranks
     relay_s = rank_bytes / (gpu.link_bytes_per_s * EFFICIENCY)
     commit_s = 0.0
     if config.weights.staging == "host":
         commit_s = rank_bytes / (gpu.host_link_bytes_per_s * EFFICIENCY)
-    if publish is None and architecture.num_kv_heads % generator.num_ranks == 0:
-        publish = forecast_publish(config, architecture)
     total_s = rank_bytes / (gpu.card_bytes_per_s * EFFICIENCY)
-    if publish is not None:
-        total_s = publish.seconds - commit_s
-        if relays(config)[1]:
-            total_s -= relay_s
+    if publish_s is not None:
+        total_s = publish_s - commit_s - is_relayed * relay_s
     return {"write_s": max(0.0, total_s), "relay_s": relay_s, "commit_s": commit_s}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from llamarl.build import build_controller
 from llamarl.config import Config, DispatchConfig
+from llamarl.config.pools import number_of, pools_of
 from llamarl.config.run import CheckpointConfig
 from llamarl.executor_groups import Executors
 from llamarl.experience.graph import Graph, make_graph
@@ -23,7 +24,7 @@ from llamarl.loop.collaborators import RunObserver
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
-from llamarl.planner.forecast import StepForecast
+from llamarl.planner.forecast import PoolStep, StepForecast
 from llamarl.planner.simulation import clock, fraction
 from llamarl.planner.simulation.cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.costs import Costs
@@ -57,7 +58,7 @@ def simulate(
     k = fraction.divisor(config, costs)
     part = fraction.take(config, costs, k)
     timeline = clock.run(run(*part, architecture, workload, steps, ranker))
-    step = forecast(timeline, num_skipped or settling_steps(config, steps))
+    step = forecast(timeline, num_skipped or settling_steps(config, steps), config)
     return replace(step, trained_tokens_per_s=k * step.trained_tokens_per_s, divisor=k)
 
 
@@ -181,8 +182,11 @@ def fewest_steps(config: Config) -> int:
     return 2 * (config.staleness.max_staleness + 1) + 1 + is_learnt
 
 
-def forecast(timeline: SimulatedTimeline, skipped: int) -> StepForecast:
-    """What happened from the end of step number `skipped` to the last one's end, per step."""
+def forecast(
+    timeline: SimulatedTimeline, skipped: int, config: Config | None = None
+) -> StepForecast:
+    """What happened from the end of step number `skipped` to the last one's end, per step; with
+    `config` in each of its pools too."""
     start_s, end_s = timeline.step_ends_s[skipped - 1], timeline.step_ends_s[-1]
     num_steps = len(timeline.step_ends_s) - skipped
     ages: Counter[int] = Counter()
@@ -200,7 +204,34 @@ def forecast(timeline: SimulatedTimeline, skipped: int) -> StepForecast:
         trained_tokens_per_s=num_tokens / (end_s - start_s),
         publish_s=sum(publishes_s) / max(1, len(publishes_s)),
         timeline=timeline.drawn(),
+        pools=_pool_steps(timeline, config, start_s, end_s) if config else {},
     )
+
+
+def _pool_steps(
+    timeline: SimulatedTimeline, config: Config, start_s: float, end_s: float
+) -> dict[str, PoolStep]:
+    """Of this window, by the pool's key."""
+    if not config.generator.pools:
+        return {}
+    pools = pools_of(config.generator)
+
+    def key(executor: str) -> str:
+        name, _, replica = executor.partition("-")
+        return pools[number_of(pools, int(replica))].key if name == "generator" else name
+
+    busy, _ = timeline.shares(start_s, end_s, key)
+    num_tokens: Counter[str] = Counter()
+    for when_s, replica, number in timeline.written:
+        if start_s < when_s <= end_s:
+            num_tokens[key(f"generator-{replica}")] += number
+    return {
+        pool.key: PoolStep(
+            busy_share=busy.get(pool.key, 0.0),
+            tokens_per_s=num_tokens[pool.key] / (end_s - start_s),
+        )
+        for pool in pools
+    }
 
 
 @dataclass(frozen=True)

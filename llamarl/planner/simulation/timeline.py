@@ -6,7 +6,7 @@ bars of one executor do not overlap within a category, so shares are within 0 an
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,6 +15,11 @@ from llamarl.planner.forecast import Activity
 JOINT_S = 1e-9  # bars of one name that are no further apart are one
 DRAWN_REPLICAS = 4  # the others look alike
 DRAWN_STEPS = 4
+
+
+def kind(executor: str) -> str:
+    """ "generator" for "generator-3"."""
+    return executor.partition("-")[0]
 
 
 @dataclass
@@ -32,6 +37,8 @@ class SimulatedTimeline:
     """Response tokens trained in each step."""
     ages: list[dict[int, int]] = field(default_factory=list)
     """Of each step: staleness -> trained tokens."""
+    written: list[tuple[float, int, int]] = field(default_factory=list)
+    """(when its group was settled, replica, tokens) of each rollout."""
 
     def record(
         self, executor: str, name: str, start_s: float, end_s: float, cat: str = "busy"
@@ -57,23 +64,25 @@ class SimulatedTimeline:
         for series in (self.step_ends_s, self.publishes_s, self.num_tokens, self.ages):
             series.pop()
 
-    def shares(self, start_s: float, end_s: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Of this window: busy share by executor ("generator"), wait share by "executor reason"
+    def shares(
+        self, start_s: float, end_s: float, kind_of: Callable[[str], str] = kind
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Of this window: busy share by kind of executor ("generator"), wait share by "kind reason"
         ("generator requests"), both means over its members."""
         members: dict[str, int] = defaultdict(int)
         busy: dict[str, float] = defaultdict(float)
         waits: dict[str, float] = defaultdict(float)
         for executor, bars in self.bars.items():
-            kind = executor.partition("-")[0]
-            members[kind] += any(cat in ("busy", "wait") for *_, cat in bars)
+            own = kind_of(executor)
+            members[own] += any(cat in ("busy", "wait") for *_, cat in bars)
             for start, end, name, cat in bars:
                 inside = max(0.0, min(end, end_s) - max(start, start_s)) / (end_s - start_s)
                 if cat == "busy":
-                    busy[kind] += inside
+                    busy[own] += inside
                 elif cat == "wait":
-                    waits[f"{kind} {name}"] += inside
+                    waits[f"{own} {name}"] += inside
         return (
-            {kind: busy[kind] / number for kind, number in members.items() if number},
+            {each: busy[each] / number for each, number in members.items() if number},
             {key: share / members[key.partition(" ")[0]] for key, share in waits.items()},
         )
 
@@ -83,8 +92,8 @@ class SimulatedTimeline:
         until_s = self.step_ends_s[-1]
         shown = []
         for executor, bars in self.bars.items():
-            kind, _, number = executor.partition("-")
-            if kind == "generator" and int(number) >= DRAWN_REPLICAS:
+            number = executor.partition("-")[2]
+            if kind(executor) == "generator" and int(number) >= DRAWN_REPLICAS:
                 continue
             shown += [
                 Activity(executor=executor, name=name, start_s=start, end_s=min(end, until_s))

@@ -1,0 +1,215 @@
+"""Plans of replicas that differ: memory, publish, steps and costs by pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.config import (
+    ClusterConfig,
+    Config,
+    EmbeddedConfig,
+    SamplingConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from llamarl.config.run import PlanConfig
+from llamarl.planner.cost import HOUR_S, Cost, cost_of
+from llamarl.planner.forecast import StepForecast
+from llamarl.planner.hardware import GPUS
+from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.report.recipe import figures, forecast_recipe
+from llamarl.planner.report.text import render_report
+from llamarl.planner.simulation.costs import Costs
+from llamarl.planner.simulation.publish import forecast_publish
+from llamarl.planner.simulation.roofline import hardware_costs
+from llamarl.planner.simulation.run import simulate
+from tests.unit.planner_recipes import LLAMA, make_recipe
+
+MODEL = replace(
+    LLAMA,
+    vocab_size=4096,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=24,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=65536,
+)
+SCATTER = 0.1
+"""Of a step of 16 groups: which replica gets which of them (up to 0.05 in four such recipes)."""
+
+
+def recipe(*pools: str, num_replicas: int = 4, gpu: str = "H800-80GB", **plan: Any) -> Config:
+    return make_recipe(
+        trainer=TrainerConfig(
+            device="cuda",
+            compute_dtype="bfloat16",
+            num_ranks=4,
+            groups_per_step=16,
+            tokens_per_micro_batch=4096,
+        ),
+        generator=EmbeddedConfig(
+            device="cuda",
+            dtype="bfloat16",
+            num_replicas=1 if pools else num_replicas,
+            max_num_seqs=16,
+            max_model_len=4096,
+            pools=[*pools],
+        ),
+        sampling=SamplingConfig(rollouts_per_prompt=8, max_tokens=2048),
+        weights=WeightsConfig(transport="collective"),
+        cluster=ClusterConfig(num_hosts=8, num_gpus_per_host=4, gpu=gpu),
+        plan=PlanConfig(prompt_tokens=20, median_tokens=500, spread=0.3, num_steps=8, **plan),
+    )
+
+
+def step_of(config: Config) -> StepForecast:
+    return simulate(config, MODEL, hardware_costs(config, MODEL))
+
+
+def test_one_pool_forecasts_as_none() -> None:
+    plain, pooled = recipe(), recipe("num_replicas=4")
+    assert hardware_costs(pooled, MODEL) == hardware_costs(plain, MODEL)
+    with_pool, without = (forecast_publish(each, MODEL) for each in (pooled, plain))
+    assert with_pool == replace(without, pool_s={"generator.pools[0]": without.seconds})
+    found = step_of(pooled)
+    assert replace(found, pools={}) == step_of(plain)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.integers(1, 3), st.sampled_from(["", " gpu=H800-80GB"]))
+def test_pools_of_one_kind_forecast_as_no_pools(num_first: int, gpu: str) -> None:
+    plain = recipe()
+    pooled = recipe(f"num_replicas={num_first}", f"num_replicas={4 - num_first}{gpu}")
+    costs, alike = hardware_costs(plain, MODEL), hardware_costs(pooled, MODEL)
+    for each in alike.pools:
+        assert (each.decode_read_s, each.decode_flops_s) == (
+            costs.decode_read_s,
+            costs.decode_flops_s,
+        )
+    found, wanted = step_of(pooled), step_of(plain)
+    assert found.step_s == pytest.approx(wanted.step_s, rel=SCATTER)
+    assert found.max_staleness == wanted.max_staleness
+    written = sum(pool.tokens_per_s for pool in found.pools.values())
+    assert written == pytest.approx(found.trained_tokens_per_s, rel=0.2), "all is trained, later"
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.sampled_from([("A100-80GB", "H100-80GB"), ("H100-80GB", "H200-141GB")]),
+    st.integers(1, 3),
+    st.sampled_from([4, 16, 64]),
+)
+def test_a_faster_pool_never_lowers_throughput(
+    kinds: tuple[str, str], num_first: int, num_seqs: int
+) -> None:
+    slow, fast = (
+        step_of(
+            recipe(
+                f"num_replicas={num_first}",
+                f"num_replicas={4 - num_first} max_num_seqs={num_seqs} gpu={kind}",
+            )
+        )
+        for kind in kinds
+    )
+    assert fast.trained_tokens_per_s >= (1 - SCATTER) * slow.trained_tokens_per_s
+
+
+def test_a_replica_decodes_and_gets_its_weights_as_its_own_pool_does() -> None:
+    config = recipe("num_replicas=1", "dtype=float32")  # of another kind: the trainer feeds both
+    fast = Costs(decode_step_s=0.01, write_s=0.1, check_s=0.1)
+    slow = replace(fast, decode_step_s=0.03, write_s=5.0)
+    step = simulate(config, MODEL, replace(fast, pools=(fast, slow)))
+    rates = [pool.tokens_per_s for pool in step.pools.values()]
+    assert 2.0 < rates[0] / rates[1] < 5.0, "three times as fast"
+    for replica, costs in enumerate((fast, slow)):
+        bars = [bar for bar in step.timeline if bar.executor == f"publish-{replica}"]
+        assert bars
+        for bar in bars:
+            assert bar.end_s - bar.start_s == pytest.approx(costs.write_s)
+    equal = simulate(config, MODEL, replace(fast, pools=(fast, fast)))
+    rates = [pool.tokens_per_s for pool in equal.pools.values()]
+    assert 0.6 < rates[0] / rates[1] < 1.7
+
+
+def test_a_publish_counts_each_pools_bytes_and_ends_with_the_slowest() -> None:
+    pools = ["num_replicas=4", "num_replicas=4 dtype=float32 gpu=H20-96GB"]
+    both = forecast_publish(recipe(*pools), MODEL)
+    narrow = forecast_publish(recipe(pools[0]), MODEL)
+    wide = forecast_publish(recipe(pools[0].replace("=4", "=4 dtype=float32")), MODEL)
+    assert both.total_bytes == narrow.total_bytes + wide.total_bytes
+    assert wide.total_bytes == 2 * narrow.total_bytes
+    assert both.seconds == max(both.pool_s.values())
+    assert both.pool_s["generator.pools[1]"] > both.pool_s["generator.pools[0]"]
+    assert both.seconds >= both.lower_bound_s
+
+
+def test_the_trainer_must_fit_its_own_kind_of_gpu_whatever_the_pools_have() -> None:
+    ranks = forecast_memory(recipe("gpu=H20-96GB"), MODEL).ranks
+    sizes = {rank.executor: rank.device_bytes for rank in ranks}
+    assert sizes == {
+        "trainer": GPUS["H800-80GB"].memory_bytes,
+        "generator.pools[0]": GPUS["H20-96GB"].memory_bytes,
+    }
+
+
+def test_a_plan_names_the_pool_that_does_not_fit_and_what_each_one_is_worth() -> None:
+    config = recipe("num_replicas=2", "num_replicas=2 gpu=H20-96GB max_num_seqs=400")
+    forecast = forecast_recipe(config, MODEL)
+    text = render_report(config, forecast, None)
+    words = " ".join(text.split())
+    assert "6 x H800-80GB and 2 x H20-96GB (3 hosts): does not fit" in words
+    assert (
+        "the fullest generator.pools[1] must fit into the 95.6 GiB that one H20-96GB has" in words
+    )
+    assert "generator.pools[0] must fit" not in words
+    assert "6 x H800-80GB at 2.85 + 2 x H20-96GB at 1 = 19.10" in words
+    found = figures(forecast)
+    assert found["cost"]["per_hour"] == pytest.approx(6 * 2.85 + 2)
+    wanted = forecast.step.trained_tokens_per_s * HOUR_S / 19.1
+    assert found["tokens_per_price"]["planned"] == pytest.approx(wanted)
+    assert set(forecast.step.pools) == {"generator.pools[0]", "generator.pools[1]"}
+
+
+@pytest.mark.parametrize(("run_dir", "sweep"), [("runs/x", False), (None, True)])
+def test_what_takes_all_replicas_to_be_alike_refuses_pools(
+    run_dir: str | None, sweep: bool
+) -> None:
+    with pytest.raises(ValueError, match=r"^generator\.pools must be \[\] with --(trace|sweep)"):
+        forecast_recipe(recipe("num_replicas=1"), MODEL, run_dir=run_dir, sweep=sweep)
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 512), min_size=1), st.data())
+def test_prices_add_up(num_gpus: dict[str, int], data: st.DataObject) -> None:
+    prices = {kind: data.draw(st.floats(0.1, 100)) for kind in num_gpus}
+    cost = Cost(num_gpus=num_gpus, prices=prices, unit="x")
+    parts = [Cost(num_gpus={k: n}, prices=prices, unit="x").per_hour for k, n in num_gpus.items()]
+    assert cost.per_hour == pytest.approx(sum(parts))
+    assert cost.throughput(7.0) * cost.per_hour == pytest.approx(7.0 * HOUR_S)
+
+
+def test_a_cost_needs_the_price_of_every_kind() -> None:
+    pools = ["num_replicas=4", "num_replicas=8 gpu=H20-96GB"]
+    found = cost_of(recipe(*pools))
+    assert found is not None
+    assert found.num_gpus == {"H800-80GB": 8, "H20-96GB": 8}
+    assert found.per_hour == pytest.approx(8 * 2.85 + 8)
+    assert cost_of(recipe(*pools, gpu="H100-80GB")) is None
+    assert cost_of(make_recipe()) is None
+    own = cost_of(recipe(*pools, gpu_prices=["H800-80GB=2", "H20-96GB=0.5"]))
+    assert own is not None
+    assert own.per_hour == 20
+    with pytest.raises(ValueError, match=r"plan\.gpu_prices must name H20-96GB, got H800-80GB"):
+        cost_of(recipe(*pools, gpu_prices=["H800-80GB=2"]))
+
+
+@pytest.mark.parametrize("text", ["H800-80GB", "=2", "H800-80GB=-1", "H800-80GB=nan", "x=y"])
+def test_a_price_is_a_number_above_0(text: str) -> None:
+    with pytest.raises(ValueError, match=r"plan\.gpu_prices must be KIND=PRICE each"):
+        PlanConfig(gpu_prices=[text])
