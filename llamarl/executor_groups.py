@@ -8,10 +8,19 @@ one executor runs each stage of the graph, but for settle, which the controller 
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamarl.cluster import Cluster, ExecutorGroup, make_cluster
 from llamarl.config import Config
@@ -23,6 +32,7 @@ from llamarl.config.rank_assignment import (
     place_generator,
 )
 from llamarl.environments.rewards.pool import try_loading
+from llamarl.errors import unwrap
 from llamarl.executor_specs import (
     collector_specs,
     generator_spec,
@@ -80,6 +90,15 @@ class Executors:
         return [device.host for device in self.places.get(name, ())]
 
 
+@dataclass(frozen=True)
+class KeptGenerators:
+    """What a session leaves to the next one: the `places` of all replicas that it had, by executor
+    name, and those of their `groups` that go on."""
+
+    groups: Mapping[int, ExecutorGroup]
+    places: Mapping[str, list[Device]]
+
+
 def name_parts(graph: Graph) -> set[str]:
     """What a run consists of besides storage: names that `spawn_executors` starts some or all of,
     such as generator, trainer and scorer."""
@@ -131,11 +150,14 @@ class Starter:
 
     cluster: Cluster
     places: dict[str, list[Device]]
+    started: list[ExecutorGroup] = field(default_factory=list)
 
     async def spawn(self, name: str, spec: Spec) -> ExecutorGroup:
         """Only the processes."""
         places = self.places[name]
-        return await self.cluster.spawn(name, spec.executor, spec, len(places), places)
+        group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
+        self.started.append(group)
+        return group
 
     async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
         """Spawn the executor and let it load what it needs; if it cannot, its processes end."""
@@ -178,18 +200,26 @@ async def spawn_executors(
     *,
     parts: Collection[str],
     report: ReportState,
-    kept: Mapping[int, ExecutorGroup] | None = None,
+    kept: KeptGenerators | None = None,
 ) -> Executors:
     """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
     generators load the checkpoint's weights as version 0.
 
     Generators of an earlier session that are `kept`, and were reset, go on. A task.py that does not
-    load ends this before any other executor starts.
+    load ends this before any other executor starts. If an executor does not start, or is lost
+    meanwhile, none that was started here is left.
     """
     if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
         await try_loading(config.reward, inputs.task_source)
-    starter = Starter(cluster, place_executors(config, inputs.graph))
-    return await _spawn(config, inputs, starter, run_dir, parts, report, kept or {})
+    if kept is None:
+        replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
+        kept = KeptGenerators({}, {f"generator-{i}": place_generator(config, i) for i in replicas})
+    starter = Starter(cluster, {**place_executors(config, inputs.graph), **kept.places})
+    try:
+        return await _spawn(config, inputs, starter, run_dir, parts, report, kept)
+    except BaseException:
+        await asyncio.gather(*(group.stop() for group in starter.started))
+        raise
 
 
 async def _spawn(
@@ -199,7 +229,7 @@ async def _spawn(
     run_dir: str,
     parts: Collection[str],
     report: ReportState,
-    kept: Mapping[int, ExecutorGroup],
+    kept: KeptGenerators,
 ) -> Executors:
     async def start_generator(replica: int) -> ExecutorGroup:
         name = f"generator-{replica}"
@@ -214,16 +244,14 @@ async def _spawn(
         return await starter.start(name_executor(stage), spec, log_state)
 
     unit_specs = storage_specs(config, run_dir)
-    units = await asyncio.gather(
-        *(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
-    )
+    units = await _all(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
     storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
-    specs = make_specs(config, inputs, storage, far_storage, run_dir, parts)
+    specs = make_specs(config, inputs, storage, far_storage, run_dir, parts, kept.places)
     for stage in stages:
         specs[name_executor(stage)] = stage_spec(stage, config, inputs, storage, run_dir)
-    started = await asyncio.gather(
-        *(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
+    started = await _all(
+        starter.go_on(name, spec, report, kept.groups) for name, spec in specs.items()
     )
     groups = dict(zip(specs, started, strict=True))
     generators = {
@@ -232,8 +260,7 @@ async def _spawn(
         if isinstance(spec, GeneratorSpec)
     }
     shares = collector_specs(config, generators) if EXECUTORS[TRAIN] in parts else []
-    spawning = (starter.spawn(f"collector-{i}", spec) for i, spec in enumerate(shares))
-    collectors = await asyncio.gather(*spawning)
+    collectors = await _all(starter.spawn(f"collector-{i}", s) for i, s in enumerate(shares))
     has_restarts = EXECUTORS[TRAIN] in parts and config.cluster.max_restarts > 0
     found = Executors(
         vital=[*units, *collectors, *_vital_generators(config, generators)],
@@ -250,6 +277,19 @@ async def _spawn(
     found.vital.extend(group for stage, group in found.stages.items() if not found.heals(stage))
     found.vital.extend([found.trainer] if found.trainer is not None else [])
     return found
+
+
+async def _all(starts: Iterable[Coroutine[Any, Any, ExecutorGroup]]) -> list[ExecutorGroup]:
+    """What these return; if one fails, the others are cancelled and end before that is raised."""
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(start) for start in starts]
+    except BaseExceptionGroup as errors:
+        failed = unwrap(errors)
+    if failed is not None:
+        raise failed
+    return [task.result() for task in started]
 
 
 def _vital_generators(

@@ -7,14 +7,14 @@ the files at which ranks meet.
 
 import os
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.cluster import ExecutorGroup, make_rdma
 from llamarl.config import Config
 from llamarl.config.pools import generator_of
-from llamarl.config.rank_assignment import Device, far_sites, num_storage_units, place_generator
+from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
 from llamarl.executors.specs import (
     CollectorSpec,
     ExternalSpec,
@@ -26,7 +26,7 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE, TRAIN, FrozenModel, Stage
+from llamarl.experience.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.experience.loader import SOCKETS
 from llamarl.experience.store import Store
 from llamarl.recipe.inputs import Inputs
@@ -59,21 +59,16 @@ def make_specs(
     far_storage: Store,
     run_dir: str,
     parts: Collection[str],
+    generators: Mapping[str, Sequence[Device]],
 ) -> dict[str, Spec]:
-    """By name, of the executors that use the store; `far_storage` is for those at other sites."""
+    """By name, of the executors that use the store; `far_storage` is for those at other sites.
+    `generators` has the place of each."""
     specs: dict[str, Spec] = {}
-    for replica in range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0):
-        spec = generator_spec(
-            config,
-            inputs,
-            storage,
-            far_storage,
-            run_dir,
-            parts,
-            replica,
-            place_generator(config, replica),
+    for name, devices in generators.items():
+        replica = int(name.removeprefix("generator-"))
+        specs[name] = generator_spec(
+            config, inputs, storage, far_storage, run_dir, parts, replica, devices
         )
-        specs[f"generator-{replica}"] = spec
     if EXECUTORS[TRAIN] in parts:
         specs["trainer"] = TrainerSpec(
             checkpoint=inputs.checkpoint,

@@ -1,63 +1,51 @@
 """What each command does, from a checked config to its result.
 
-Owns: the life of a run: inputs, processes, the loop, tear-down, summary. Does not own: wiring
-(`build.py`) or the command line (`main.py`). Invariant: when a job ends, however it ends, none of
-its processes is left.
+Owns: the life of a run: inputs, processes, tear-down, summary. Does not own: wiring (`build.py`),
+what drives the executors of a training run (`sessions.py`), or the command line (`main.py`).
+Invariant: when a job ends, however it ends, none of its processes is left.
 """
 
-import asyncio
 import contextlib
 import fcntl
-import gc
 import logging
 import math
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 
-from llamarl.build import build_controller, build_evaluator, make_dispatch
+from llamarl.build import build_evaluator, make_dispatch
 from llamarl.checkpoints import checkpoint, records
-from llamarl.cluster import Cluster, ExecutorGroup, GroupLost
+from llamarl.cluster import Cluster
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.control import RunControl, listening
-from llamarl.data.tokenizer import TextDecoder
 from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
-from llamarl.loop.controller import Controller
 from llamarl.loop.evaluation import evaluate_alone
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
 from llamarl.metrics.ending import is_finished, show_end, show_finished_run
-from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.provenance import Record, flatten
+from llamarl.metrics.provenance import Record
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import shorten
-from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
-from llamarl.metrics.trackers import open_trackers
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
-from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.sessions import Restarts, SessionLost, Start, describe, find_losses, next_start
-from llamarl.types import RESPONSE_IDS, Evaluation
+from llamarl.sessions import Sessions, Start, until_lost
+from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
 CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
-GC_THRESHOLDS = 50_000, 20, 20  # rare collections, as tens of thousands of rollouts are open
 
 
 async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
@@ -90,142 +78,23 @@ async def _train(
     live = config.metrics.live
     progress = Progress(config.num_steps, live=live, recent_spans=recent_spans, console=console)
     spans = Spans("controller", spans_folder, config.metrics.spans_bytes)
-    session = Session(
+    sessions = Sessions(
         config=config,
         inputs=inputs,
         run_dir=run_dir,
         progress=progress,
         spans=spans,
         recent_spans=recent_spans,
-        restarts=Restarts(config.cluster.max_restarts),
     )
-    parts, first = name_parts(inputs.graph), start
+    parts = name_parts(inputs.graph)
     with progress, contextlib.closing(spans):
         async with _started(config, inputs, run_dir, progress, parts) as (cluster, begun, signals):
-            executors: Executors = begun
-            while True:
-                try:
-                    controller = await session.run(executors, signals, start)
-                    break
-                except SessionLost as lost:
-                    progress.show_phase("starting again all but the generators")
-                    start, kept = await next_start(config, inputs, run_dir, executors, first)
-                    log.warning(describe(lost, start))
-                with progress.startup() as report:
-                    executors = await spawn_executors(
-                        config, inputs, cluster, run_dir, parts=parts, report=report, kept=kept
-                    )
+            controller = await sessions.run(cluster, begun, signals, start)
             progress.show_phase("stopping the executors")
     summary = summarize(run_dir)
     end = {"version": controller.saver.version, "solved": controller.gate.solved}
     show_end(config, run_dir, summary, end, console)
     return summary
-
-
-def _has_consumers(inputs: Inputs) -> bool:
-    """Whether processes outside hold rollouts, which would be repeated."""
-    return any(stage.is_external for stage in inputs.graph.between)
-
-
-@dataclass(kw_only=True)
-class Session:
-    """What the sessions of a run share: one lasts from a checkpoint to the run's end, or until an
-    executor is lost."""
-
-    config: Config
-    inputs: Inputs
-    run_dir: str
-    progress: Progress
-    spans: Spans
-    recent_spans: RecentSpans
-    restarts: Restarts
-
-    async def run(self, executors: Executors, signals: Signals, start: Start) -> Controller:
-        """Drive these executors from `start` to the run's end; SessionLost if some were lost, and
-        others may take their place."""
-        state, folder = start
-        config, run_dir = self.config, Path(self.run_dir)
-        assert executors.trainer is not None
-        first_step = state["version"] + 1 if state else 0
-        trackers = open_trackers(config.metrics.trackers, run_dir, flatten(config), first_step)
-        metrics = MetricsLog(run_dir, trackers)
-        try:
-            if folder is not None:
-                self.progress.show_phase("reading the checkpoint")
-                await executors.trainer.call_one.restore(folder)
-            run_logger = self._run_logger(metrics, executors)
-            controller, publisher, dispatch = build_controller(
-                config,
-                self.inputs,
-                executors,
-                run_dir=self.run_dir,
-                state=state,
-                run_logger=run_logger,
-                spans=self.spans,
-                may_restart=self.restarts.take,
-            )
-            self.progress.show_phase("connecting trainer and generators")
-            await publisher.connect()
-            try:
-                gc.set_threshold(*GC_THRESHOLDS)
-                run_logger.start(state.get("version", 0))
-                signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-                await self._until_end(controller, executors, signals)
-            finally:
-                await controller.replica_set.close()
-                await dispatch.close()
-                await publisher.close()
-        finally:
-            metrics.close()
-        return controller
-
-    def _run_logger(self, metrics: MetricsLog, executors: Executors) -> RunLogger:
-        return RunLogger(
-            log=metrics,
-            progress=self.progress,
-            spans=self.spans,
-            recent_spans=self.recent_spans,
-            read_completions=partial(_read_completions, executors.storage, self.inputs.tokenizer),
-            num_samples=self.config.metrics.sample_rollouts,
-            answer_field=self.config.reward.answer_field,
-        )
-
-    async def _until_end(
-        self, controller: Controller, executors: Executors, signals: Signals
-    ) -> None:
-        """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
-        try:
-            control = RunControl(controller, executors)
-            async with listening(self.run_dir, control.answer):
-                await _until_lost(controller.run(), executors, lambda: controller.saver.has_last)
-        except BaseException as error:
-            is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
-            losses = [] if is_stopped else await find_losses(executors)
-            may_return = losses and all(loss.has_host for loss in losses)
-            may_return = may_return and not _has_consumers(self.inputs)
-            if may_return and self.restarts.take():
-                names = {loss.group for loss in losses}
-                if not any(name.startswith(("trainer", "storage")) for name in names):
-                    await asyncio.create_task(controller.saver.rescue())
-                raise SessionLost(losses, controller.saver.version) from error
-            signals.hold()
-            self.progress.show_phase("saving what was learnt")
-            # As a task of its own: else exceptions in it would name this one as their context.
-            await asyncio.create_task(controller.saver.rescue())
-            raise
-
-
-async def _read_completions(
-    storage: Storage, tokenizer: TextDecoder, row_ids: list[int]
-) -> dict[int, str]:
-    """The text of a few rows that are still in storage."""
-    if not row_ids:
-        return {}
-    try:
-        columns = await storage.read(row_ids, [RESPONSE_IDS])
-    except GroupLost:  # the step's numbers are written down nevertheless
-        return {}
-    return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))
 
 
 async def evaluate(config: Config, run_dir: str, console: Console, record: Record) -> Evaluation:
@@ -240,7 +109,7 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
             parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
             async with _started(config, inputs, run_dir, progress, parts) as (_, executors, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
-                result = await _until_lost(_evaluate(config, inputs, executors), executors)
+                result = await until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
         f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
         f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "
@@ -321,32 +190,6 @@ async def _started(
             if signals.ended_by is not None:
                 raise Stopped(signals.ended_by) from error
             raise
-
-
-async def _until_lost(
-    work: Coroutine[Any, Any, Any],
-    executors: Executors,
-    has_learnt: Callable[[], bool] = lambda: False,
-) -> Any:
-    """Run `work`, but end at once with the reason if an executor that it cannot spare is lost.
-
-    Once `has_learnt` (the last version is made) only the trainer's loss does that; a call to any
-    other lost executor raises inside `work`.
-    """
-
-    async def watch(group: ExecutorGroup) -> None:
-        try:
-            await group.watch()
-        except GroupLost:
-            if group is executors.trainer or not has_learnt():
-                raise
-
-    async with asyncio.TaskGroup() as tasks:
-        watches = [tasks.create_task(watch(group)) for group in executors.vital]
-        result = await tasks.create_task(work)
-        for watching in watches:
-            watching.cancel()
-    return result
 
 
 def _check_disk(config: Config, inputs: Inputs, run_dir: str) -> None:

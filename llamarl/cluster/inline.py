@@ -44,6 +44,7 @@ class InlineCluster:
             try:
                 executor = resolve(factory)(spec, rank=rank, num_ranks=num_ranks, spans=spans)
             except Exception as error:  # noqa: BLE001 - raised again in the shape all calls use
+                await group.stop()
                 failure(error, where, rank).result()
             group.executors.append(executor)
         return group

@@ -86,13 +86,17 @@ class ReplicaSet:
         """Of all replicas, by index."""
         return [self._status(index) for index in sorted({*self._groups, *self._starting})]
 
+    def wanted(self) -> list[int]:
+        """The indices of all replicas but those that are being removed."""
+        return sorted({*self._groups, *self._starting} - self._leaving.keys())
+
     async def scale(self, num_replicas: int, *, drains: bool = True) -> None:
         """Start or stop replicas until there are so many: missing indices are started, the highest
         ones stopped. Returns once those that are to be stopped have ended; others may still start.
 
         With `drains` a replica writes what it holds first; else that goes on elsewhere.
         """
-        wanted = sorted({*self._groups, *self._starting} - self._leaving.keys())
+        wanted = self.wanted()
         missing = (i for i in range(num_replicas) if i not in wanted and i not in self._leaving)
         while len(wanted) < num_replicas:
             index = next(missing)

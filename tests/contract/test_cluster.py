@@ -137,6 +137,8 @@ def test_spawn_raises_what_the_constructor_raises(run) -> None:
             await cluster.spawn("trainer", Probe, {"fails": True}, 2)
         assert "raised in trainer-" in notes(caught.value)
         assert await good.call_one.echo(1) == 1
+        trainer = await cluster.spawn("trainer", Probe, {}, 2)
+        assert await trainer.call_all.echo(2) == [2, 2], "the next one may have its name"
         with pytest.raises(ValueError, match="must not be in use"):
             await cluster.spawn("storage", Probe, {})
 

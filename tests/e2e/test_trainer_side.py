@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import executors, finish, read_archive, train, wait_for_step
+from llamarl.control import ask
+from tests.e2e.commands import Command, executors, finish, read_archive, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 12
@@ -57,4 +59,57 @@ def test_what_is_lost_beside_the_generators_is_started_again(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["steps"], summary["staleness_max"] <= 1) == (NUM_STEPS, True)
     assert (tmp_path / "export" / "model.safetensors").is_file()
+    assert command.wait_until_gone(5.0) == []
+
+
+def wait_for_other(command: Command, role: str, pids: list[int]) -> list[int]:
+    """The pids of the processes that take the place of these, as soon as there are any."""
+    end_s = time.monotonic() + 90.0
+    while time.monotonic() < end_s:
+        if found := [pid for pid in executors(command, role) if pid not in pids]:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{role} is not started again")
+
+
+@pytest.mark.parametrize(("role", "after_s"), [("trainer", 0.0), ("trainer", 2.5), ("scorer", 1.0)])
+def test_a_loss_while_the_trainers_side_starts_again_is_one_more_restart(
+    role: str, after_s: float, tmp_path: Path
+) -> None:
+    command = train(tmp_path, f"num_steps={NUM_STEPS}", "checkpoint.every_steps=2")
+    wait_for_step(command, tmp_path, 5, 240.0)
+    generators, before = executors(command, "generator-0"), executors(command, role)
+    os.kill(executors(command, "trainer")[0], signal.SIGKILL)
+    for pid in wait_for_other(command, role, before):
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+    wait_for_step(command, tmp_path, NUM_STEPS, 240.0)
+    assert executors(command, "generator-0") == generators
+    code, out, err = finish(command, 240.0)
+    assert code == 0, err + out
+    assert "Traceback" not in err
+    if role == "trainer":
+        assert " ".join(out.split()).count("the run goes on from step-") == 2
+    rows = [row for row in read_archive(tmp_path) if row["outcome"] == "trained"]
+    assert len(rows) == len({row["row_id"] for row in rows}) == NUM_STEPS * 8 * 8
+    assert command.wait_until_gone(5.0) == []
+
+
+def test_the_next_session_has_the_replicas_that_the_run_was_scaled_to(tmp_path: Path) -> None:
+    command = train(
+        tmp_path,
+        f"num_steps={3 * NUM_STEPS}",
+        "checkpoint.every_steps=2",
+        "checkpoint.export=false",
+    )
+    wait_for_step(command, tmp_path, 2, 240.0)
+    ask(str(tmp_path), {"ask": "scale", "generators": 3, "drains": True})
+    wait_for_step(command, tmp_path, 12, 240.0)
+    generators = executors(command, r"generator-\d")
+    assert len(generators) == 3
+    os.kill(executors(command, "trainer")[0], signal.SIGKILL)
+    wait_for_step(command, tmp_path, 3 * NUM_STEPS, 240.0)
+    assert executors(command, r"generator-\d") == generators
+    code, out, err = finish(command, 240.0)
+    assert code == 0, err + out
     assert command.wait_until_gone(5.0) == []

@@ -43,7 +43,6 @@ from llamarl.config.run import PlanConfig
 from llamarl.executor_groups import Executors, name_executor
 from llamarl.experience.graph import make_graph
 from llamarl.experience.store import Store
-from llamarl.jobs import GC_THRESHOLDS
 from llamarl.metrics.console import Progress
 from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.run_logger import RunLogger
@@ -55,6 +54,7 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import drive, make_inputs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.workload import make_workload
+from llamarl.sessions import GC_THRESHOLDS
 from llamarl.weights.integrity.comparison import Fingerprints
 
 NUM_STORAGE_UNITS = 4
