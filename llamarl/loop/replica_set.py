@@ -7,6 +7,8 @@ the weights in its memory were compared with what the trainer sent; whatever it 
 not matter.
 
     missing -> starting -> joining (gets the newest version) -> serving -> lost, drained or stopped
+
+A replica whose host is lost is given up, as long as there are others: nothing can be started there.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamarl.cluster import ExecutorGroup
-from llamarl.errors import NoGenerator
+from llamarl.errors import GroupLost, NoGenerator
 from llamarl.loop.dispatch import Dispatch
 from llamarl.weights.sync.replica_sync import PeerRelay
 
@@ -74,6 +76,7 @@ class ReplicaSet:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._lost_early: dict[int, Exception] = {}  # while it joined
+        self._given_up: set[int] = set()  # with their hosts
         self._failed: asyncio.Future[None] | None = None
         if max_restarts:
             dispatch.on_lost = self._lost
@@ -146,6 +149,10 @@ class ReplicaSet:
         if index in self._starting:
             self._lost_early[index] = why
             return
+        if isinstance(why, GroupLost) and not why.has_host:
+            return self._give_up(index, why)
+        if index in self._given_up:  # the publish finds it too
+            return
         restarts = self._recent_restarts(index)
         if len(restarts) == self._max_restarts:
             return self._fail(
@@ -158,10 +165,20 @@ class ReplicaSet:
         restarts.append(asyncio.get_running_loop().time())
         self._begin(index, LONGEST_PAUSE_S / FIRST_PAUSE_S)
 
+    def _give_up(self, index: int, why: GroupLost) -> None:
+        """The replica's host is lost, so nothing can be started there."""
+        self._given_up.add(index)
+        if self.wanted() == [index]:
+            return self._fail(why, why)
+        reason = why.reason.splitlines()[0]
+        log.warning("generator %d is not started again, the others go on: %s", index, reason)
+        self._leaving[index] = asyncio.create_task(self._remove(index, drains=False))
+
     def _begin(self, index: int, most_pause: float = 0.0) -> None:
         """Start a replica, after a pause that grows with each time it failed in a row."""
         pause_s = FIRST_PAUSE_S * min(2.0 ** self._num_failed[index], most_pause)
         self._num_failed[index] += 1
+        self._given_up.discard(index)
         self._starting[index] = asyncio.create_task(self._replace(index, pause_s))
 
     async def _replace(self, index: int, pause_s: float) -> None:

@@ -85,7 +85,10 @@ def test_a_foreign_certificate_ends_a_run_in_one_line_before_it_starts(tmp_path:
     assert host in line
 
 
-def test_a_host_that_joins_late_takes_a_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_host_that_joins_late_takes_a_replica_until_it_is_removed_or_lost(
+    tmp_path: Path, is_lost: bool
+) -> None:
     make_certificates(str(tmp_path), ["127.0.0.1"])
     run_dir = tmp_path / "run"
     with worker(tmp_path) as (one, _):
@@ -107,11 +110,27 @@ def test_a_host_that_joins_late_takes_a_replica(tmp_path: Path) -> None:
                 assert time.monotonic() < end_s
                 time.sleep(0.2)
             assert children(second.pid), "it runs there"
-            assert scale([str(run_dir), "generators=1"]) == "generators: 2 -> 1\n"
+            if is_lost:
+                second.kill()
+                while replica(run_dir, "generator-1") is not None:
+                    assert time.monotonic() < end_s
+                    time.sleep(0.2)
+            else:
+                assert scale([str(run_dir), "generators=1"]) == "generators: 2 -> 1\n"
+            version = trained_version(run_dir)
+            while trained_version(run_dir) < version + 5:
+                assert time.monotonic() < end_s
+                time.sleep(0.2)
             run.send_signal(signal.SIGTERM)
-            output = run.stdout.read()
+            output = " ".join(run.stdout.read().split())  # log lines are broken into several
             assert run.wait() == 75, output
+            assert is_lost == ("generator 1 is not started again, the others go on" in output)
             assert not [pid for pid in children(second.pid) if is_alive(pid)]
+
+
+def trained_version(run_dir: Path) -> int:
+    version: int = ask(str(run_dir), {"ask": "status"})["version"]
+    return version
 
 
 def replica(run_dir: Path, name: str) -> dict[str, Any] | None:

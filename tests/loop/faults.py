@@ -41,15 +41,16 @@ WRONG = 3.0  # log-prob of a replica that computes something else; the trainer's
 class Faults:
     """What is wrong with one process; times are the event loop's, in seconds.
 
-    It dies at `dies_at_s`, or when it has done what the n-th call of a method in `dies_after` asked
-    for, before it answers. From `silent_s[0]` to `silent_s[1]` it neither computes nor answers,
-    then it goes on with what it was asked. A method in `errors` raises from its n-th call on: (n,
-    error). A call of a method in `delays_s` begins later by a random time between two bounds.
-    `ignores_stop`: nothing can end it. `costs`: its own, as of a slow machine. A replica computes
-    wrong log-probs from version `wrong_from` on.
+    It dies at `dies_at_s`, of `dies_of`, or when it has done what the n-th call of a method in
+    `dies_after` asked for, before it answers. From `silent_s[0]` to `silent_s[1]` it neither
+    computes nor answers, then it goes on with what it was asked. A method in `errors` raises from
+    its n-th call on: (n, error). A call of a method in `delays_s` begins later by a random time
+    between two bounds. `ignores_stop`: nothing can end it. `costs`: its own, as of a slow machine.
+    A replica computes wrong log-probs from version `wrong_from` on.
     """
 
     dies_at_s: float | None = None
+    dies_of: str = "died"
     dies_after: Mapping[str, int] = field(default_factory=dict)
     silent_s: tuple[float, float] | None = None
     errors: Mapping[str, tuple[int, Exception]] = field(default_factory=dict)
@@ -200,7 +201,7 @@ class FaultyProcess(SimulatedProcess):
             self._loss = loop.create_future()
             self._loss.add_done_callback(asyncio.Future.exception)
             if self._faults.dies_at_s is not None:
-                loop.call_at(self._faults.dies_at_s, self.die)
+                loop.call_at(self._faults.dies_at_s, self.die, self._faults.dies_of)
             if self._faults.silent_s is not None:
                 start_s, end_s = self._faults.silent_s
                 loop.call_at(start_s, self.freeze)

@@ -182,6 +182,43 @@ def test_a_replica_that_is_taken_back_while_it_starts_leaves_no_process(tmp_path
     run(main())
 
 
+HOST_LOST = "host tls://10.0.0.9:24440 is lost: its worker daemon does not answer"
+
+
+@pytest.mark.parametrize("noticed_late", [False, True])
+def test_a_replica_whose_host_is_lost_is_given_up_and_the_others_go_on(
+    tmp_path: Path, noticed_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of its process may be noticed first: then what fails is a start on that host."""
+    faults = {"generator-0": Faults(dies_at_s=2.0, dies_of="died" if noticed_late else HOST_LOST)}
+    loop = Loop(num_replicas=2, max_restarts=3, num_held_out=3, evaluate_every=10, faults=faults)
+    num_starts = 0
+
+    async def fail(index: int) -> FaultyProcess:
+        nonlocal num_starts
+        num_starts += 1
+        raise GroupLost(f"generator-{index}", 0, HOST_LOST)
+
+    loop.executors = replace(loop.executors, start_generator=fail)
+    run(loop.run(tmp_path))
+    check_trained(loop)
+    assert num_starts == int(noticed_late)
+    assert loop.replica_set.wanted() == [1]
+    assert f"generator 0 is not started again, the others go on: {HOST_LOST}" in caplog.text
+
+
+def test_the_loss_of_every_replicas_host_ends_the_run(tmp_path: Path) -> None:
+    faults = {
+        "generator-0": Faults(dies_at_s=2.0, dies_of=HOST_LOST),
+        "generator-1": Faults(dies_at_s=3.0, dies_of=HOST_LOST),
+    }
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(Loop(num_replicas=2, max_restarts=3, faults=faults).run(tmp_path))
+    error = first_error(caught.value)
+    assert isinstance(error, GroupLost)
+    assert str(error) == f"lost executor generator-1 rank 0: {HOST_LOST}"
+
+
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
     max_restarts: int,
