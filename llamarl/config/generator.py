@@ -30,7 +30,8 @@ class SamplingConfig(Section):
     does."""
     replay_lengths: str | None = None
     """JSON file with a list of lengths: rollout after rollout gets exactly that many tokens, so
-    that two systems can be timed on one workload; null lets rollouts end by themselves."""
+    that two systems can be timed on one workload. As with answers that end by themselves, only the
+    engine knows when. null lets rollouts end by themselves."""
 
     def check(self) -> None:
         self.require(self.top_k == 0, "top_k", "be 0 in training (pi/mu would be wrong)")

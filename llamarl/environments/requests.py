@@ -24,15 +24,16 @@ def make_requests(
     """One request per row of `group`, alike but for row id and seed.
 
     With `replay_lengths`, rollout i of group g writes exactly as many tokens as entry g * n + i,
-    modulo their number, says: stop ids and stop strings are off.
+    modulo their number, says: stop ids and stop strings are off. `max_tokens` stays,
+    so that dispatch knows no more of a length than of one that the model chooses.
     """
     requests = []
+    replay_tokens = 0
     for index, row_id in enumerate(group.row_ids):
         if replay_lengths:
             place = (group.group_id * len(group.row_ids) + index) % len(replay_lengths)
-            sampling = replace(
-                sampling, max_tokens=replay_lengths[place], stop_token_ids=(), stop_strings=()
-            )
+            replay_tokens = replay_lengths[place]
+            sampling = replace(sampling, stop_token_ids=(), stop_strings=())
         requests.append(
             Request(
                 row_id=row_id,
@@ -42,6 +43,7 @@ def make_requests(
                 min_version=group.min_version,
                 segment_tokens=segment_tokens,
                 step=group.step,
+                replay_tokens=replay_tokens,
             )
         )
     return requests

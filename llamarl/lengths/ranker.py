@@ -171,8 +171,8 @@ class Learnt(History):
 
 
 def replayed_length(request: Request) -> int:
-    """With `sampling.replay_lengths` a rollout writes as many tokens as it may."""
-    return request.sampling.max_tokens
+    """What `sampling.replay_lengths` says of it."""
+    return request.replay_tokens
 
 
 def make_ranker(config: DispatchConfig) -> Ranker:

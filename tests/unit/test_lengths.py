@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_the_config_names_each_ranker_and_an_oracle_needs_replayed_lengths() -> 
     for name, kind in kinds.items():
         assert type(make_ranker(DispatchConfig(ranker=name))) is kind
     oracle = DispatchConfig(ranker="oracle")
-    assert make_ranker(oracle).expect([ask(1, max_tokens=17)]) == [17]
+    assert make_ranker(oracle).expect([replace(ask(1, max_tokens=20), replay_tokens=17)]) == [17]
     with pytest.raises(ValueError, match="without sampling"):
         make_recipe(dispatch=oracle)
     make_recipe(dispatch=oracle, sampling=SamplingConfig(max_tokens=16, replay_lengths="x"))
