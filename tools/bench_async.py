@@ -39,6 +39,8 @@ MODES = {
     "async, staleness 2": ["staleness.max_staleness=2"],
 }
 MEAN_TOKENS = 24
+# A log-normal's p99 over its mean is exp(2.326 s - s^2 / 2): six at s = 1.14 or so.
+TAIL_SPREAD = float(np.roots([0.5, -2.3263, np.log(6.0)]).min())
 TASK = '''"""Rewards drawn from the text: half of them 1, so that every group trains."""
 
 import zlib
@@ -50,13 +52,9 @@ def reward(prompt, completion):
 
 
 def long_tail(num: int, seed: int = 0) -> list[int]:
-    """Lengths whose mean is MEAN_TOKENS, whose p99 is six times and whose cap eight times that.
-
-    A log-normal's p99 over its mean is exp(2.326 s - s^2 / 2); six at s = 1.14 or so.
-    """
-    sigma = float(np.roots([0.5, -2.3263, np.log(6.0)]).min())
+    """Lengths whose mean is MEAN_TOKENS, whose p99 is six times and whose cap eight times that."""
     rng = np.random.default_rng(seed)
-    draws = rng.lognormal(np.log(MEAN_TOKENS) - sigma**2 / 2, sigma, num)
+    draws = rng.lognormal(np.log(MEAN_TOKENS) - TAIL_SPREAD**2 / 2, TAIL_SPREAD, num)
     return np.clip(np.round(draws), 1, 8 * MEAN_TOKENS).astype(int).tolist()
 
 

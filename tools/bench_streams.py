@@ -1,35 +1,42 @@
-"""What streaming is worth in real runs: parts of a step, groups carried over, asynchrony.
+"""What streams are worth in real runs: parts of a step, order by length, asynchrony.
 
-    python tools/bench_streams.py --seeds 3 --steps 12 --json FILE
+    python tools/bench_streams.py --seeds 3 --steps 8 --json FILE
 
-The quickstart's model and prompts with replayed lengths of two shapes: `tail`, that of
-bench_async.py (log-normal, 99th percentile six times the mean), and `20k`, long reasoning with a
-cap of 20,000 tokens, at a hundredth of the size (log-normal, median 3,000, spread 1, so 3 % reach
-the cap). Every rollout is trained; all runs of a workload train equal rollouts.
+The quickstart's model and 128 of its prompts, which come back every second step, with replayed
+lengths of two shapes: `tail`, that of bench_async.py (log-normal, 99th percentile six times the
+mean), and `20k`, long reasoning with a cap of 20,000 tokens, at a hundredth of the size
+(log-normal, median 3,000, spread 1, so 3 % reach the cap). A spread of 0.5 is chance, the rest
+belongs to the prompt. Every rollout is trained; all runs of a workload train equal rollouts.
 
-Two replicas beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a quarter of a
-step, dynamic parts; and at S = 0 groups carried over. Then asynchrony: the best of `ASYNC` over the
-best of `SYNC`. Runs take turns in a seed. A step's time is the median over the steps of all seeds
-but the first two of each run.
+Two replicas of 64 slots beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a
+quarter of a step, dynamic parts; each but the fixed ones in the order of admission, ranked by the
+lengths of earlier rollouts of a prompt, and by an oracle; and at S = 0 groups carried over. Then
+asynchrony: the best of `ASYNC` and of the runs above with S = 1, over the best of `SYNC` and of
+those with S = 0. Neither an oracle nor carried groups count there. Runs take turns in a seed. A
+step's time is the median over the steps of all seeds but the first two of each run; orders are
+compared step by step, for step i trains the same rollouts in each run.
 
-`ideal_async_s` is what the least possible step would take: decoding in full batches, one part a
-step, no messages, waits, checks or publishes, and every processor busy all the time, from the costs
-of a token, a decode step and a part that were measured in the dynamic run of S = 1 (their times on
-a free processor, slowed as they were measured to be beside another process).
+`share_of_oracle`: of the seconds that the oracle saves, what the ranker does. `ideal_async_s` is
+what the least possible step would take: decoding in full batches, one part a step, no messages,
+waits, checks or publishes, and every processor busy all the time, from the costs of a token, a
+decode step and a part that were measured in the dynamic run of S = 1 (their times on a free
+processor, slowed as they were measured to be beside another process).
 
-`--simulate` adds a simulated run of StreamRL's size (streams_bench/simulated.py), in 2 minutes.
+`--simulate` adds simulated runs of StreamRL's size (streams_bench/simulated.py), in 6 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,47 +52,65 @@ ROOT = Path(__file__).resolve().parent.parent
 ROLLOUTS = 8  # per prompt
 MAX_NUM_SEQS = 128
 NUM_SKIPPED = 2  # first steps of a run
-SHRINK = 100  # of the 20k shape
+ORDERS = ("history", "oracle")  # beside that of admission
+CARRIED = "S=0, carried over"
+NUM_PROMPTS, NUM_EPOCHS = 128, 64
+NOISE = 0.5  # of log-lengths, among the rollouts of a prompt
 
-TWO = ["generator.num_replicas=2"]
+SLOTS = "generator.max_num_seqs=64"
+TWO = ["generator.num_replicas=2", SLOTS]
 BATCH = ["trainer.parts=batch"]
 SYNC = {
-    "sync, 1 rank, 1 replica": ["staleness.max_staleness=0"],
-    "sync, 1 rank, 1 replica, 2 threads": [
-        "staleness.max_staleness=0",
-        "cluster.threads_per_process=2",
-    ],
+    "sync, 2 threads": ["staleness.max_staleness=0", "cluster.threads_per_process=2"],
     "sync, 2 ranks, 2 replicas": ["staleness.max_staleness=0", "trainer.num_ranks=2", *TWO],
 }
 SYNC |= {f"{name}, batch": [*options, *BATCH] for name, options in SYNC.items()}
 ASYNC = {
-    "async, 1 rank, 1 replica": ["staleness.max_staleness=1"],
-    "async, 1 rank, 1 replica, staleness 2": ["staleness.max_staleness=2"],
-    "async, 2 ranks, 1 replica": ["staleness.max_staleness=1", "trainer.num_ranks=2"],
-    "async, 2 ranks, 2 replicas": ["staleness.max_staleness=1", "trainer.num_ranks=2", *TWO],
+    "async": ["staleness.max_staleness=1"],
+    "async, 64 slots": ["staleness.max_staleness=1", SLOTS],
+    "async, staleness 2": ["staleness.max_staleness=2"],
+    "async, 2 ranks": ["staleness.max_staleness=1", "trainer.num_ranks=2"],
 }
+RANKED = ("S=0, batch", "S=0, dynamic", "S=1, dynamic")  # runs that are ordered in three ways
 
 
 def part_modes(groups_per_step: int) -> dict[str, list[str]]:
-    """The runs that differ in their parts, by (staleness, parts), and those that carry over."""
+    """The runs that differ in their parts and order, and those that carry over."""
     fixed = ["trainer.parts=fixed", f"trainer.groups_per_part={groups_per_step // 4}"]
     parts = {"batch": BATCH, "fixed": fixed, "dynamic": ["trainer.parts=dynamic"]}
-    modes = {
-        f"S={s}, {name}": [f"staleness.max_staleness={s}", *TWO, *options]
-        for s in (0, 1)
-        for name, options in parts.items()
-    }
+    modes: dict[str, list[str]] = {}
+    for s, (name, options) in product((0, 1), parts.items()):
+        mode, some = f"S={s}, {name}", [f"staleness.max_staleness={s}", *TWO, *options]
+        modes[mode] = some
+        if mode in RANKED:
+            modes |= {f"{mode}, {r}": [*some, f"dispatch.ranker={r}"] for r in ORDERS}
     carried = [f"staleness.carry_over_groups={groups_per_step // 8}", "staleness.late=mask"]
-    return modes | {"S=0, carried over": [*modes["S=0, dynamic"], *carried]}
+    return modes | {CARRIED: [*modes["S=0, dynamic"], *carried]}
 
 
-def long_reasoning(num: int, seed: int = 0) -> list[int]:
-    """Lengths under a cap of 20,000 tokens, divided by SHRINK."""
-    draws = np.random.default_rng(seed).lognormal(np.log(3000), 1.0, num)
-    return np.maximum(1, np.minimum(draws, 20_000) / SHRINK).astype(int).tolist()
+@dataclass(frozen=True)
+class Shape:
+    """Lengths exp(N(ln median, spread^2)), cut at `most`."""
+
+    median: float
+    spread: float
+    most: int
+
+    def lengths(self, num_prompts: int, num_epochs: int) -> list[int]:
+        """Of every rollout, epoch after epoch: part of the spread belongs to the prompt."""
+        rng = np.random.default_rng(0)
+        size = num_epochs, num_prompts, ROLLOUTS
+        of_prompt = rng.normal(0, math.sqrt(self.spread**2 - NOISE**2), (1, num_prompts, 1))
+        draws = self.median * np.exp(of_prompt + rng.normal(0, NOISE, size))
+        return np.clip(np.round(draws), 1, self.most).astype(int).ravel().tolist()
 
 
-WORKLOADS = {"tail": bench_async.long_tail, "20k": long_reasoning}
+MEAN = bench_async.MEAN_TOKENS
+SPREAD = bench_async.TAIL_SPREAD
+WORKLOADS = {
+    "tail": Shape(MEAN / math.exp(SPREAD**2 / 2), SPREAD, 8 * MEAN),
+    "20k": Shape(30, 1.0, 200),
+}
 
 
 @dataclass
@@ -93,6 +118,7 @@ class Runs:
     """What all runs of a workload took."""
 
     recipe: Path
+    most_tokens: int
     folder: Path
     args: argparse.Namespace
     step_s: dict[str, list[float]] = field(default_factory=dict)
@@ -108,7 +134,12 @@ class Runs:
             *(sys.executable, "-m", "llamarl", "train", f"--config-dir={self.recipe}"),
             *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={args.steps + NUM_SKIPPED}"),
             *("evaluation.every_steps=0", "metrics.live=false", "checkpoint.export=false"),
-            *("checkpoint.every_steps=0", f"trainer.groups_per_step={args.groups}", *options),
+            *(
+                "checkpoint.every_steps=0",
+                f"trainer.groups_per_step={args.groups}",
+                "data.shuffle=false",
+            ),
+            *(f"sampling.max_tokens={self.most_tokens}", *options),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -126,8 +157,19 @@ class Runs:
     def median_s(self, mode: str) -> float:
         return statistics.median(self.step_s[mode])
 
-    def best(self, modes: dict[str, list[str]]) -> str:
-        return min((mode for mode in modes if mode in self.step_s), key=self.median_s)
+    def best(self, word: str, staleness: str) -> str:
+        """The fastest of the runs named `word` and of the others with this staleness."""
+        allowed = (
+            mode
+            for mode in self.step_s
+            if mode.startswith((word, staleness)) and mode != CARRIED and "oracle" not in mode
+        )
+        return min(allowed, key=self.median_s)
+
+    def share(self, mode: str, other: str) -> float:
+        """Seconds of a step relative to those of the same step in another run."""
+        pairs = zip(self.step_s[mode], self.step_s[other], strict=True)
+        return statistics.median(some / others for some, others in pairs)
 
     def summary(self, mode: str) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.folders[mode] / "summary.json").read_text())
@@ -155,9 +197,9 @@ def ideal_step_s(run_dir: Path, num_rollouts: int) -> float:
     return (decode_s + prefill_s + train_s + score_s) / num_cores / costs.shared_speed
 
 
-def figures_of(runs: Runs, modes: dict[str, list[str]]) -> dict[str, Any]:
-    """The figures of one workload."""
-    found: dict[str, Any] = {"step_s": {mode: runs.median_s(mode) for mode in runs.step_s}}
+def parts_of(runs: Runs) -> dict[str, Any]:
+    """What parts of a step are worth, and what a publish costs."""
+    found: dict[str, Any] = {}
     for s in (0, 1):
         batch_s, fixed_s, dynamic_s = (
             runs.median_s(f"S={s}, {parts}") for parts in ("batch", "fixed", "dynamic")
@@ -171,13 +213,31 @@ def figures_of(runs: Runs, modes: dict[str, list[str]]) -> dict[str, Any]:
             "starved_s": exposure.starved_s,
             "publish_s": exposure.publish_s,
         }
-    carried = "S=0, carried over"
-    found["carried_vs_dynamic"] = runs.median_s("S=0, dynamic") / runs.median_s(carried)
-    masked, trained = (runs.metric(carried, f"tokens/{kind}") for kind in ("masked", "trained"))
+    found["carried_vs_dynamic"] = runs.median_s("S=0, dynamic") / runs.median_s(CARRIED)
+    masked, trained = (runs.metric(CARRIED, f"tokens/{kind}") for kind in ("masked", "trained"))
     found["carried_masked_share"] = masked / (masked + trained)
-    sync, quick = runs.best(SYNC), runs.best(ASYNC)
+    return found
+
+
+def orders_of(runs: Runs) -> dict[str, Any]:
+    """What the order of rollouts is worth, by run."""
+    found: dict[str, Any] = {"ranked_vs_fifo": {}, "oracle_vs_fifo": {}, "share_of_oracle": {}}
+    for mode in RANKED:
+        ranked, oracle = (runs.share(f"{mode}, {order}", mode) for order in ORDERS)
+        found["ranked_vs_fifo"][mode] = 1 / ranked
+        found["oracle_vs_fifo"][mode] = 1 / oracle
+        found["share_of_oracle"][mode] = (1 - ranked) / (1 - oracle)
+    return found
+
+
+def figures_of(runs: Runs) -> dict[str, Any]:
+    """The figures of one workload."""
+    sync, quick = runs.best("sync", "S=0"), runs.best("async", "S=1")
     ideal_s = ideal_step_s(runs.folders["S=1, dynamic"], runs.args.groups * ROLLOUTS)
-    found |= {
+    return {
+        "step_s": {mode: runs.median_s(mode) for mode in runs.step_s},
+        **parts_of(runs),
+        **orders_of(runs),
         "best_sync": sync,
         "best_async": quick,
         "async_vs_sync": runs.median_s(sync) / runs.median_s(quick),
@@ -186,25 +246,23 @@ def figures_of(runs: Runs, modes: dict[str, list[str]]) -> dict[str, Any]:
         "share_of_ideal": ideal_s / runs.median_s(quick),
         "both_busy_share": {mode: runs.summary(mode)["both_busy_share"] for mode in ASYNC},
     }
-    return found
 
 
 def write_recipe(folder: Path, shape: str) -> Path:
-    """bench_async's recipe with the lengths of this shape."""
-    recipe = folder / f"recipe-{shape}"
+    """bench_async's recipe with lengths of this shape, and few prompts, which come back."""
+    recipe, lengths = folder / f"recipe-{shape}", WORKLOADS[shape].lengths(NUM_PROMPTS, NUM_EPOCHS)
     bench_async.write_long_tail_recipe(recipe)
-    (recipe / "lengths.json").write_text(json.dumps(WORKLOADS[shape](1 << 16)))
-    text = (recipe / "run.yaml").read_text()
-    most = max(WORKLOADS[shape](1 << 16))
-    assert "max_tokens: 192" in text
-    (recipe / "run.yaml").write_text(text.replace("max_tokens: 192", f"max_tokens: {most}"))
+    (recipe / "lengths.json").write_text(json.dumps(lengths))
+    prompts = (recipe / "prompts.jsonl").read_text().splitlines()[:NUM_PROMPTS]
+    (recipe / "prompts.jsonl").unlink()
+    (recipe / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     return recipe
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--steps", type=int, default=12, help="steps of a run that count")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a run that count")
     parser.add_argument("--groups", type=int, default=64, help="groups of a step")
     parser.add_argument("--workloads", nargs="*", default=[*WORKLOADS], choices=[*WORKLOADS])
     parser.add_argument("--quick", action="store_true", help="one small run of each mode")
@@ -219,11 +277,11 @@ def main() -> None:
         for shape in args.workloads:
             print(shape)
             folder = Path(temporary) / shape
-            runs = Runs(write_recipe(Path(temporary), shape), folder, args)
+            runs = Runs(write_recipe(Path(temporary), shape), WORKLOADS[shape].most, folder, args)
             for seed in range(args.seeds):
                 for mode, options in {**modes, **SYNC, **ASYNC}.items():
                     runs.run(mode, options, seed)
-            figures[shape] = figures_of(runs, modes)
+            figures[shape] = figures_of(runs)
             print(json.dumps(figures[shape], indent=2), flush=True)
     if args.simulate:
         figures["simulated"] = bands()
