@@ -161,7 +161,9 @@ def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
     if isinstance(generator, VllmConfig) and isinstance(inputs.architecture, Architecture):
         kv_size = kv_tokens(generator, inputs.architecture)
     limits = Limits(max_num_seqs=generator.max_num_seqs, kv_tokens=kv_size)
-    return Skew(config.dispatch, limits, DecodeSteps(f"{run_dir}/spans").read)
+    is_streamed = config.trainer.parts != "batch"
+    steps = DecodeSteps(f"{run_dir}/spans")
+    return Skew(config.dispatch, limits, steps.read, is_streamed=is_streamed)
 
 
 def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None) -> Dispatch:

@@ -163,8 +163,9 @@ class Request:
     cut; `resume` says that the store holds the tokens written so far under `row_id`. `attempt`
     counts the replicas that were lost with the rollout: the store takes nothing from an earlier
     one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its
-    group's; `expected_tokens` is its probable length, 0 if that is not known. `replay_tokens` is
-    the length it is made to have, which the engine alone looks at; 0: it ends by itself.
+    group's; `expected_tokens` is its probable length, 0 if that is not known, and of a step's
+    rollouts that with the highest `precedence` starts first. `replay_tokens` is the length it is
+    made to have, which the engine alone looks at; 0: it ends by itself.
     """
 
     row_id: int
@@ -178,6 +179,7 @@ class Request:
     attempt: int = 0
     step: int = 0
     expected_tokens: int = 0
+    precedence: int = 0
     replay_tokens: int = 0
 
     @property
@@ -188,8 +190,8 @@ class Request:
     @property
     def urgency(self) -> tuple[int, int, int]:
         """The lowest starts first: log-prob checks before evaluation before training, an earlier
-        step before a later one, and within a step, which is as late as its last, the longest."""
-        return tuple(Purpose).index(self.purpose), self.step, -self.expected_tokens
+        step before a later one, and within a step the highest precedence."""
+        return tuple(Purpose).index(self.purpose), self.step, -self.precedence
 
     @property
     def prefix_group(self) -> tuple[tuple[int, ...], int]:

@@ -8,7 +8,7 @@ mean), and `20k`, long reasoning with a cap of 20,000 tokens, at a hundredth of 
 (log-normal, median 3,000, spread 1, so 3 % reach the cap). A spread of 0.5 is chance, the rest
 belongs to the prompt. Every rollout is trained; all runs of a workload train equal rollouts.
 
-Two replicas of 64 slots beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a
+Two replicas beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a
 quarter of a step, dynamic parts; each but the fixed ones in the order of admission, ranked by the
 lengths of earlier rollouts of a prompt, and by an oracle; and at S = 0 groups carried over. Then
 asynchrony: the best of `ASYNC` and of the runs above with S = 1, over the best of `SYNC` and of
@@ -57,8 +57,7 @@ CARRIED = "S=0, carried over"
 NUM_PROMPTS, NUM_EPOCHS = 128, 64
 NOISE = 0.5  # of log-lengths, among the rollouts of a prompt
 
-SLOTS = "generator.max_num_seqs=64"
-TWO = ["generator.num_replicas=2", SLOTS]
+TWO = ["generator.num_replicas=2"]
 BATCH = ["trainer.parts=batch"]
 SYNC = {
     "sync, 2 threads": ["staleness.max_staleness=0", "cluster.threads_per_process=2"],
@@ -67,7 +66,7 @@ SYNC = {
 SYNC |= {f"{name}, batch": [*options, *BATCH] for name, options in SYNC.items()}
 ASYNC = {
     "async": ["staleness.max_staleness=1"],
-    "async, 64 slots": ["staleness.max_staleness=1", SLOTS],
+    "async, 64 slots": ["staleness.max_staleness=1", "generator.max_num_seqs=64"],
     "async, staleness 2": ["staleness.max_staleness=2"],
     "async, 2 ranks": ["staleness.max_staleness=1", "trainer.num_ranks=2"],
 }
@@ -129,7 +128,9 @@ class Runs:
     def run(self, mode: str, options: list[str], seed: int) -> None:
         """Train once."""
         args = self.args
-        self.folders[mode] = run_dir = self.folder / f"{len(self.folders)}-{seed}"
+        self.folders[mode] = run_dir = self.folder / f"{mode}-{seed}".replace(", ", "-").replace(
+            " ", "-"
+        )
         command = [
             *(sys.executable, "-m", "llamarl", "train", f"--config-dir={self.recipe}"),
             *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={args.steps + NUM_SKIPPED}"),

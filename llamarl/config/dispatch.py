@@ -18,10 +18,11 @@ class DispatchConfig(Section):
     admission) | history (from earlier rollouts of its prompt) | model (from these, and for new
     prompts from a linear model over the prompt's tokens that the run fits) | oracle (the true
     length; only with `sampling.replay_lengths`). With one, the longest rollouts of a step start
-    first, and may get replicas of their own."""
+    first (`trainer.parts=batch`: all in order of length), and may get replicas of their own."""
     objective: str = choice("max", "sum")
     """What the split of the replicas between long and other rollouts minimises: max (the seconds of
     the side that ends last) | sum (of both sides)."""
     tail_share: float = number(0.2, least=0, most=1)
-    """Share of a step's groups, the longest, that may get replicas of their own where replicas are
-    idle when a step begins (`staleness.max_staleness=0`); 0 never splits."""
+    """Share of a step's groups, the longest, that start before the others unless `trainer.parts` is
+    batch, and may get replicas of their own where replicas are idle when a step begins
+    (`staleness.max_staleness=0`); 0: none do."""

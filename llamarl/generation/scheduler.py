@@ -2,12 +2,9 @@
 
 Owns: the queue, the slot choice, and what every engine checks of a request. Does not own: tensors
 or running rollouts. Invariant: rollouts start in the order of `Request.urgency` (log-prob checks
-before evaluation before training, step by step, the longest of a step first), those of equal
+before evaluation before training, step by step, in a step by precedence), those of equal
 urgency first in, first out; except that a rollout whose `min_version` is not reached waits without
 holding up those behind it.
-
-Longest first is the rule of Graham for a list of jobs on equal machines: the last one ends at most
-4/3 as late as with the best order. Here the slots of the replica are the machines.
 """
 
 import heapq

@@ -4,12 +4,19 @@ Owns: the expectations of a run, how the replicas are split, and the refits, in 
 own: the rankers and the search (`lengths/`), or which replica gets which group (`balance.py`).
 Invariant: nothing here waits: expectations and splits follow from the last refit that ended.
 
+A step ends with its last rollout, so the longest ones start first. With whole batches all rollouts
+start in this order: Graham's, whose last one ends at most 4/3 as late as with the best. Where parts
+of a step are trained while others are written, that would keep the trainer waiting for the first
+long ones, and give it the rest at once: there only the longest `tail_share` of a step come first,
+and the others follow in the order of admission.
+
 The staleness bound holds whatever is expected. Its proof (`gate.py`) needs the order in which
 groups are admitted and consumed, and that no replica below a request's `min_version` starts it; the
 replica and the order of starting are free.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -29,7 +36,8 @@ def no_steps() -> list[tuple[int, float]]:
 
 
 class Skew:
-    """`ranker` None: the config's. `read_steps` may take long: it is called in a thread."""
+    """`ranker` None: the config's. `read_steps` may take long: it is called in a thread.
+    `is_streamed`: parts of a step are trained before it is whole."""
 
     def __init__(
         self,
@@ -37,8 +45,13 @@ class Skew:
         limits: Limits,
         read_steps: Steps = no_steps,
         ranker: Ranker | None = None,
+        *,
+        is_streamed: bool = False,
     ) -> None:
         self.split = TailSplit()
+        self._is_streamed = is_streamed
+        # Expected tokens of those that start before the others.
+        self._first_from = math.inf if is_streamed else 0
         self._config, self._limits, self._read_steps = config, limits, read_steps
         self._ranker = make_ranker(config) if ranker is None else ranker
         self._latency = Latency()
@@ -50,11 +63,18 @@ class Skew:
         return not isinstance(self._ranker, Unranked)
 
     def expect(self, requests: list[Request]) -> list[Request]:
-        """The same requests, with the length expected of each."""
+        """The same requests, with the length expected of each, and its precedence. Rollouts that
+        come alone are compared with those that came together last."""
         if not self.is_on:
             return requests
         tokens = self._ranker.expect(requests)
-        return [replace(each, expected_tokens=n) for each, n in zip(requests, tokens, strict=True)]
+        num_first = round(self._config.tail_share * len(tokens))
+        if self._is_streamed and num_first and len(set(tokens)) > 1:
+            self._first_from = sorted(tokens, reverse=True)[num_first - 1]
+        return [
+            replace(each, expected_tokens=n, precedence=n if n >= self._first_from else 0)
+            for each, n in zip(requests, tokens, strict=True)
+        ]
 
     def observe(self, request: Request, row: RolloutInfo) -> None:
         """A rollout has stopped: learn from it if it ended by itself, or at its limit."""

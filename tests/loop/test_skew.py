@@ -178,3 +178,25 @@ def test_an_error_of_a_refit_is_raised_with_the_next_step() -> None:
             some.spread([ask(2, 2, 1, 5), ask(3, 3, 1, 5)])
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("is_streamed", "tail_share", "first"),
+    [(True, 0.25, [90, 80]), (True, 0.0, []), (False, 0.25, [90, 80, 70, 60, 50, 40, 30, 20])],
+)
+def test_only_the_tail_starts_first_where_parts_are_trained_early(
+    is_streamed: bool, tail_share: float, first: list[int]
+) -> None:
+    skew = Skew(
+        DispatchConfig(ranker="none", tail_share=tail_share),
+        Limits(max_num_seqs=64),
+        ranker=Oracle(lambda request: request.sampling.max_tokens),
+        is_streamed=is_streamed,
+    )
+    requests = [ask(i, i, 0, n) for i, n in enumerate([30, 90, 50, 20, 70, 80, 60, 40])]
+
+    found = sorted(skew.expect(requests), key=lambda each: each.urgency)
+    assert [each.expected_tokens for each in found][: len(first)] == first
+    rest = [each.row_id for each in found[len(first) :]]
+    assert rest == sorted(rest), "the others follow as they were admitted"
+    assert skew.expect(requests[:1])[0].precedence == (0 if is_streamed else 30), "it came alone"

@@ -77,11 +77,11 @@ def test_no_rollout_starts_before_one_of_an_earlier_step_or_a_longer_one_of_its_
     waiting_requests = []
     for row_id, (step, min_version, tokens, purpose) in enumerate(rollouts):
         item = waiting(row_id, min_version, (*PURPOSES, Purpose.TRAIN)[purpose])
-        request = replace(item.request, step=step, expected_tokens=tokens)
+        request = replace(item.request, step=step, precedence=tokens)
         queue.add(QueuedRequest(request=request))
         waiting_requests.append(request)
     ready = [each for each in waiting_requests if each.min_version <= version]
-    ready.sort(key=lambda r: (PURPOSES.index(r.purpose), r.step, -r.expected_tokens, r.row_id))
+    ready.sort(key=lambda r: (PURPOSES.index(r.purpose), r.step, -r.precedence, r.row_id))
     started = []
     while some := queue.take(version, num_taken):
         started += [each.request for each in some]
@@ -93,7 +93,7 @@ def test_no_rollout_starts_before_one_of_an_earlier_step_or_a_longer_one_of_its_
 
 def test_vllm_gets_equal_priorities_only_for_equal_urgency() -> None:
     request = waiting(0, 0, Purpose.TRAIN).request
-    steps = [replace(request, step=step, expected_tokens=n) for step in (0, 9**10) for n in (0, 5)]
+    steps = [replace(request, step=step, precedence=n) for step in (0, 9**10) for n in (0, 5)]
     changed = [*steps, replace(request, purpose=Purpose.CHECK)]
     assert len({priority(each) for each in changed}) == len(changed)
 

@@ -142,7 +142,8 @@ def make_skew(config: Config, costs: Costs, ranker: Ranker, context: int) -> Ske
     most = config.generator.max_num_seqs
     sizes = {1 << power for power in range(most.bit_length())} | {most}
     steps = [(size, costs.decode_s(size, size * context)) for size in sorted(sizes)]
-    return Skew(config.dispatch, Limits(max_num_seqs=most), lambda: steps, ranker)
+    limits, is_streamed = Limits(max_num_seqs=most), config.trainer.parts != "batch"
+    return Skew(config.dispatch, limits, lambda: steps, ranker, is_streamed=is_streamed)
 
 
 def make_inputs(
