@@ -8,13 +8,15 @@ mean), and `20k`, long reasoning with a cap of 20,000 tokens, at a hundredth of 
 (log-normal, median 3,000, spread 1, so 3 % reach the cap). A spread of 0.5 is chance, the rest
 belongs to the prompt. Every rollout is trained; all runs of a workload train equal rollouts.
 
-Two replicas beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a
-quarter of a step, dynamic parts; each but the fixed ones in the order of admission, ranked by the
-lengths of earlier rollouts of a prompt, and by an oracle; and at S = 0 groups carried over. Then
-asynchrony: the best of `ASYNC` and of the runs above with S = 1, over the best of `SYNC` and of
-those with S = 0. Neither an oracle nor carried groups count there. Runs take turns in a seed. A
-step's time is the median over the steps of all seeds but the first two of each run; orders are
-compared step by step, for step i trains the same rollouts in each run.
+Two replicas beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a quarter of a
+step, dynamic parts; and at S = 0 groups carried over. Then asynchrony: the best of `ASYNC` and of
+the runs above with S = 1, over the best of `SYNC` and of those with S = 0 that carry nothing over.
+Runs take turns in a seed. A step's time is the median over the steps of all seeds but the first two
+of each run.
+
+Orders: that of admission, by the lengths of earlier rollouts of a prompt, and by an oracle. At
+S = 0 they take turns in one run, step by step (streams_bench/turns.py), since two runs differ by
+more than an order gains; at S = 1, where a step begins in the one before, each has its own run.
 
 `share_of_oracle`: of the seconds that the oracle saves, what the ranker does. `ideal_async_s` is
 what the least possible step would take: decoding in full batches, one part a step, no messages,
@@ -31,10 +33,12 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -44,6 +48,7 @@ import bench_async
 import numpy as np
 from staging_bench.exposure import measure, read_spans
 from streams_bench.simulated import bands
+from streams_bench.turns import ORDERS
 
 from llamarl.metrics.metrics_log import read_metrics
 from llamarl.planner.simulation.calibration import read_trace
@@ -52,7 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROLLOUTS = 8  # per prompt
 MAX_NUM_SEQS = 128
 NUM_SKIPPED = 2  # first steps of a run
-ORDERS = ("history", "oracle")  # beside that of admission
+RANKED = "S=1, dynamic"  # also run in each order
 CARRIED = "S=0, carried over"
 NUM_PROMPTS, NUM_EPOCHS = 128, 64
 NOISE = 0.5  # of log-lengths, among the rollouts of a prompt
@@ -70,7 +75,7 @@ ASYNC = {
     "async, staleness 2": ["staleness.max_staleness=2"],
     "async, 2 ranks": ["staleness.max_staleness=1", "trainer.num_ranks=2"],
 }
-RANKED = ("S=0, batch", "S=0, dynamic", "S=1, dynamic")  # runs that are ordered in three ways
+TURNS = {"S=0, batch": BATCH, "S=0, dynamic": []}  # runs in which the orders take turns
 
 
 def part_modes(groups_per_step: int) -> dict[str, list[str]]:
@@ -79,10 +84,10 @@ def part_modes(groups_per_step: int) -> dict[str, list[str]]:
     parts = {"batch": BATCH, "fixed": fixed, "dynamic": ["trainer.parts=dynamic"]}
     modes: dict[str, list[str]] = {}
     for s, (name, options) in product((0, 1), parts.items()):
-        mode, some = f"S={s}, {name}", [f"staleness.max_staleness={s}", *TWO, *options]
-        modes[mode] = some
-        if mode in RANKED:
-            modes |= {f"{mode}, {r}": [*some, f"dispatch.ranker={r}"] for r in ORDERS}
+        mode = f"S={s}, {name}"
+        modes[mode] = [f"staleness.max_staleness={s}", *TWO, *options]
+    for order in ORDERS[1:]:
+        modes[f"{RANKED}, {order}"] = [*modes[RANKED], f"dispatch.ranker={order}"]
     carried = [f"staleness.carry_over_groups={groups_per_step // 8}", "staleness.late=mask"]
     return modes | {CARRIED: [*modes["S=0, dynamic"], *carried]}
 
@@ -125,32 +130,37 @@ class Runs:
     folders: dict[str, Path] = field(default_factory=dict)
     """By mode, of the last seed."""
 
-    def run(self, mode: str, options: list[str], seed: int) -> None:
+    def run(self, mode: str, options: list[str], seed: int, *, in_turns: bool = False) -> None:
         """Train once."""
-        args = self.args
-        self.folders[mode] = run_dir = self.folder / f"{mode}-{seed}".replace(", ", "-").replace(
-            " ", "-"
-        )
+        args, name = self.args, "-".join(re.findall(r"\w+", f"{mode} {seed}"))
+        module, num_steps = "llamarl", args.steps + NUM_SKIPPED
+        if in_turns:
+            module, num_steps = "streams_bench.turns", len(ORDERS) * num_steps
+            mode, name = f"{mode}, in turns", f"{name}-turns"
+        self.folders[mode] = run_dir = self.folder / name
         command = [
-            *(sys.executable, "-m", "llamarl", "train", f"--config-dir={self.recipe}"),
-            *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={args.steps + NUM_SKIPPED}"),
+            *(sys.executable, "-m", module, "train", f"--config-dir={self.recipe}"),
+            *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={num_steps}"),
             *("evaluation.every_steps=0", "metrics.live=false", "checkpoint.export=false"),
-            *(
-                "checkpoint.every_steps=0",
-                f"trainer.groups_per_step={args.groups}",
-                "data.shuffle=false",
-            ),
-            *(f"sampling.max_tokens={self.most_tokens}", *options),
+            *("checkpoint.every_steps=0", f"trainer.groups_per_step={args.groups}"),
+            *("data.shuffle=false", f"sampling.max_tokens={self.most_tokens}", *options),
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = f"{ROOT / 'tools'}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-        steps = list(read_metrics(run_dir / "metrics.jsonl").values())
-        seconds = [step["time/step_s"] for step in steps if "time/step_s" in step][NUM_SKIPPED:]
-        self.step_s.setdefault(mode, []).extend(seconds)
-        busy = self.summary(mode)["both_busy_share"]
-        median_s = statistics.median(seconds)
+        steps = read_metrics(run_dir / "metrics.jsonl")
+        seconds = [step["time/step_s"] for step in steps.values() if "time/step_s" in step]
+        if in_turns:  # the first round has nothing to rank by
+            seconds = seconds[NUM_SKIPPED * len(ORDERS) :]
+            for index, order in enumerate(ORDERS):
+                some = seconds[index :: len(ORDERS)]  # their prompts are those of step 1, 2, 1, ...
+                pairs = [(one + two) / 2 for one, two in zip(some[::2], some[1::2], strict=True)]
+                self.step_s.setdefault(f"{mode}, {order}", []).extend(pairs)
+        else:
+            self.step_s.setdefault(mode, []).extend(seconds[NUM_SKIPPED:])
+        busy, median_s = self.summary(mode)["both_busy_share"], statistics.median(seconds)
         print(
             f"  {mode:<40} seed {seed} {median_s:6.2f} s a step, both busy {busy:.0%}", flush=True
         )
@@ -158,19 +168,10 @@ class Runs:
     def median_s(self, mode: str) -> float:
         return statistics.median(self.step_s[mode])
 
-    def best(self, word: str, staleness: str) -> str:
-        """The fastest of the runs named `word` and of the others with this staleness."""
-        allowed = (
-            mode
-            for mode in self.step_s
-            if mode.startswith((word, staleness)) and mode != CARRIED and "oracle" not in mode
-        )
-        return min(allowed, key=self.median_s)
-
-    def share(self, mode: str, other: str) -> float:
-        """Seconds of a step relative to those of the same step in another run."""
-        pairs = zip(self.step_s[mode], self.step_s[other], strict=True)
-        return statistics.median(some / others for some, others in pairs)
+    def best(self, word: str, modes: Iterable[str]) -> str:
+        """The fastest of the runs named `word` and of these."""
+        named = [mode for mode in self.step_s if mode.startswith(word)]
+        return min([*named, *modes], key=self.median_s)
 
     def summary(self, mode: str) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.folders[mode] / "summary.json").read_text())
@@ -223,17 +224,23 @@ def parts_of(runs: Runs) -> dict[str, Any]:
 def orders_of(runs: Runs) -> dict[str, Any]:
     """What the order of rollouts is worth, by run."""
     found: dict[str, Any] = {"ranked_vs_fifo": {}, "oracle_vs_fifo": {}, "share_of_oracle": {}}
-    for mode in RANKED:
-        ranked, oracle = (runs.share(f"{mode}, {order}", mode) for order in ORDERS)
-        found["ranked_vs_fifo"][mode] = 1 / ranked
-        found["oracle_vs_fifo"][mode] = 1 / oracle
-        found["share_of_oracle"][mode] = (1 - ranked) / (1 - oracle)
+    modes = {
+        f"{mode}, in turns": [f"{mode}, in turns, {order}" for order in ORDERS] for mode in TURNS
+    }
+    modes[RANKED] = [RANKED, *(f"{RANKED}, {order}" for order in ORDERS[1:])]
+    for mode, names in modes.items():
+        fifo_s, ranked_s, oracle_s = map(runs.median_s, names)
+        found["ranked_vs_fifo"][mode] = fifo_s / ranked_s
+        found["oracle_vs_fifo"][mode] = fifo_s / oracle_s
+        found["share_of_oracle"][mode] = (fifo_s - ranked_s) / (fifo_s - oracle_s)
     return found
 
 
 def figures_of(runs: Runs) -> dict[str, Any]:
     """The figures of one workload."""
-    sync, quick = runs.best("sync", "S=0"), runs.best("async", "S=1")
+    parts = ("batch", "fixed", "dynamic")
+    sync = runs.best("sync", [f"S=0, {name}" for name in parts])
+    quick = runs.best("async", [f"S=1, {name}" for name in parts])
     ideal_s = ideal_step_s(runs.folders["S=1, dynamic"], runs.args.groups * ROLLOUTS)
     return {
         "step_s": {mode: runs.median_s(mode) for mode in runs.step_s},
@@ -282,6 +289,10 @@ def main() -> None:
             for seed in range(args.seeds):
                 for mode, options in {**modes, **SYNC, **ASYNC}.items():
                     runs.run(mode, options, seed)
+                for mode, options in TURNS.items():
+                    runs.run(
+                        mode, ["staleness.max_staleness=0", *TWO, *options], seed, in_turns=True
+                    )
             figures[shape] = figures_of(runs)
             print(json.dumps(figures[shape], indent=2), flush=True)
     if args.simulate:

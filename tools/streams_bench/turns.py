@@ -24,7 +24,7 @@ class Turns(History):
         self._others: dict[str, Ranker] = {"none": Unranked(), "oracle": Oracle(replayed_length)}
 
     def expect(self, requests: Sequence[Request]) -> list[int]:
-        order = ORDERS[requests[0].step % len(ORDERS)]
+        order = ORDERS[requests[0].step % len(ORDERS)] if requests else "none"
         if order == "history":
             return super().expect(requests)
         return self._others[order].expect(requests)
