@@ -163,9 +163,8 @@ class Request:
     cut; `resume` says that the store holds the tokens written so far under `row_id`. `attempt`
     counts the replicas that were lost with the rollout: the store takes nothing from an earlier
     one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its
-    group's; `expected_tokens` is its probable length, 0 if that is not known, and of a step's
-    rollouts that with the highest `precedence` starts first. `replay_tokens` is the length it is
-    made to have, which the engine alone looks at; 0: it ends by itself.
+    group's; `expected_tokens` is its probable length, 0 if not known. Of a step, the highest
+    `precedence` starts first. Only the engine looks at `replay_tokens`, how long it has to become.
     """
 
     row_id: int
@@ -181,11 +180,6 @@ class Request:
     expected_tokens: int = 0
     precedence: int = 0
     replay_tokens: int = 0
-
-    @property
-    def most_tokens(self) -> int:
-        """At which the engine cuts it."""
-        return self.replay_tokens or self.sampling.max_tokens
 
     @property
     def urgency(self) -> tuple[int, int, int]:

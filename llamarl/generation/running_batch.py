@@ -66,7 +66,7 @@ class RunningBatch:
         ):
             array[slot, num_prompt:total] = values
         num_positions = self.sequence.shape[1]
-        limit = min(num_prompt + request.most_tokens, num_positions)
+        limit = min(num_prompt + (request.replay_tokens or sampling.max_tokens), num_positions)
         self.uniform[slot, num_prompt:limit] = uniforms(request.seed, limit - num_prompt)
         self.prompt_length[slot] = num_prompt
         self.cached[slot] = total - 1

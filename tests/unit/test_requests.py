@@ -33,7 +33,7 @@ def test_replayed_lengths_are_written_in_order_and_nothing_else_ends_a_rollout()
     requests = make_requests(
         group(2, 0), sampling=SAMPLING, seed=0, segment_tokens=0, replay_lengths=[4, 5, 6, 7]
     )
-    assert [r.most_tokens for r in requests] == [6, 7, 4]
+    assert [r.replay_tokens for r in requests] == [6, 7, 4]
     assert {r.sampling.max_tokens for r in requests} == {SAMPLING.max_tokens}  # dispatch sees none
     assert {r.sampling.stop_token_ids for r in requests} == {()}
 

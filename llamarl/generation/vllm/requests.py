@@ -59,7 +59,7 @@ def start(
     key = f"{request.row_id}-{number}"
     sampling = request.sampling
     num_prompt, num_written = len(request.prompt_ids), len(written.ids)
-    limit = min(request.most_tokens, max_model_len - num_prompt)
+    limit = min(request.replay_tokens or sampling.max_tokens, max_model_len - num_prompt)
     wanted = limit - num_written
     if request.segment_tokens:
         wanted = min(wanted, request.segment_tokens)
