@@ -28,7 +28,7 @@ class Connection:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Packet]] = {}
         self.done: deque[int] = deque()
-        """Slabs in answers that nobody looks at any more; the next question says so. Any thread may
+        """Slabs of answers that are not used any more; the next question says so. Any thread may
         add one."""
         self._spare: int | None = None  # a file for the next large body
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -140,7 +140,7 @@ class StageLoader:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._room.release)
             yield batch
-        self._batches.put(None)  # for whoever else iterates
+        self._batches.put(None)  # for other threads that iterate
 
     def finish(
         self,

@@ -2,7 +2,7 @@
 
 Owns: the socket's file, and how an error travels. Does not own: what is asked (`wire.py`), who
 answers (`executors/storage.py`). Invariant: only this user's processes can connect, what a client
-had not sent whole when it died has no effect, and nobody waits for the answer to one that is gone.
+had not sent whole when it died has no effect, and the answer to one that is gone is not waited for.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class UnitServer:
     """Listens at `path`; `answer` gets every packet, and raises what the client is to raise.
 
     `gone` is called when a client hangs up or dies. An answer that it still waits for is cancelled:
-    what must end all the same is shielded by whoever answers.
+    `answer` shields what must end all the same.
     """
 
     def __init__(

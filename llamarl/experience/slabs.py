@@ -2,8 +2,8 @@
 
 Owns: the files, their sizes, and when one is given back. Does not own: which rows they are
 (`table.py`), when a slab moves to disk (`spill.py`). Invariant: a byte that was written never
-changes, so whoever has mapped a slab may go on reading whatever the unit does; and no slab has a
-name, so nothing is left of it once all processes that know it have ended.
+changes, so a process that has mapped a slab may go on reading; and no slab has a name, so nothing
+is left of it once all processes that know it have ended.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Owns: which groups are being written or scored, and who waits for them. Does not own: what is known
 of a rollout (`ledger.py`), or what becomes of a group that is scored (the caller). Invariant: an
-error of the tasks here reaches everyone who waits, now or later, and nobody waits after `close`.
+error of the tasks here reaches all that wait, now or later, and none waits after `close`.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ class GroupsInFlight:
         for future in (*self._written.values(), *self._scored.values()):
             if not future.done():
                 future.set_exception(self.error)
-                future.exception()  # else asyncio warns of those that nobody awaits
+                future.exception()  # else asyncio warns of those that are not awaited
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
 

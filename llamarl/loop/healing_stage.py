@@ -6,8 +6,8 @@ how processes are started (`start` does), how often (`may_restart`), or what is 
 is of the same processes. Whatever earlier ones wrote is erased before the call is repeated, and
 storage takes nothing from them afterwards, even if they do not end.
 
-A stage can be repeated since all that it reads is in storage, and nobody has seen anything of what
-it found while its call has not ended.
+A stage can be repeated since all that it reads is in storage, and what it found is not used before
+its call has ended.
 """
 
 import asyncio
