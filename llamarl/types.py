@@ -99,14 +99,14 @@ TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was tr
 
 
 class Purpose(StrEnum):
-    """Why a rollout exists, in the order in which they start. Only TRAIN rows are trained on.
+    """Why a rollout exists, in the order in which they start. Only TRAIN rows are trained on."""
 
-    A log-prob check compares the generator's log-probs with the trainer's after a publish.
-    """
-
-    CHECK = "logprob_check"
+    CHECK = "logprob_check"  # whether trainer and generator agree on log-probs after a publish
     EVALUATE = "evaluate"
     TRAIN = "train"
+
+
+PLACES = {purpose: place for place, purpose in enumerate(Purpose)}
 
 
 class FinishReason(StrEnum):
@@ -185,7 +185,7 @@ class Request:
     def urgency(self) -> tuple[int, int, int]:
         """The lowest starts first: log-prob checks before evaluation before training, an earlier
         step before a later one, and within a step the highest precedence."""
-        return tuple(Purpose).index(self.purpose), self.step, -self.precedence
+        return PLACES[self.purpose], self.step, -self.precedence
 
     @property
     def prefix_group(self) -> tuple[tuple[int, ...], int]:

@@ -103,7 +103,7 @@ class Dispatch:
 
     def _renewed(self, request: Request) -> Request:
         """The request under its present attempt."""
-        attempt = self._attempts[request.row_id]
+        attempt = self._attempts.get(request.row_id, 0)
         return request if request.attempt == attempt else replace(request, attempt=attempt)
 
     async def _send(self, replica: Replica, index: int, requests: list[Request]) -> None:
