@@ -71,13 +71,13 @@ GPUS: dict[str, Gpu] = {
         card_bytes_per_s=25e9,
         host_link_bytes_per_s=32e9,
     ),
-    # StreamRL (arXiv 2504.15930), its table of both GPUs: 80 GB at 3.35 TB/s, 989.5 TFLOP/s bf16,
-    # NVLink 400 GB/s, a machine of eight at 2.85 times the price of one with H20. All else is an
-    # H100's: the same chip, with fewer links.
+    # Prices, memory sizes and bandwidths of both: digests of StreamRL (arXiv 2504.15930), not
+    # compared with the paper itself. 80 GB at 3.35 TB/s, a machine of eight at 2.85 times the price
+    # of one with H20. NVLink 400 GB/s is unconfirmed: public pages say only that it is reduced. All
+    # else is an H100's, which is the same chip.
     "H800-80GB": replace(H100, link_bytes_per_s=200e9, price=2.85),
-    # The same table: 96 GB at 4.0 TB/s, 148 TFLOP/s bf16, NVLink 900 GB/s, price 1.00. fp8 and fp32
-    # as printed with the product (296, 44 TFLOP/s). NVML: 97,871 MiB. Its host is taken to be an
-    # H100's.
+    # 96 GB at 4.0 TB/s, price 1.00. Peaks as vendors print them: 148 TFLOP/s bf16, 296 fp8, 44
+    # fp32. NVML: 97,871 MiB. NVLink and the host are taken to be an H100's.
     "H20-96GB": replace(
         H100,
         memory_bytes=97_871 * 2**20,
