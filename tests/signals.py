@@ -3,6 +3,6 @@
 import signal
 
 
-def hear_ctrl_c() -> None:
+def restore_ctrl_c() -> None:
     """For Popen's preexec_fn: a shell's background jobs, and all that they start, ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

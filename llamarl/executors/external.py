@@ -91,7 +91,8 @@ class ExternalExecutor:
         self._needs_lengths = external.sampler == "token_balanced"
         self._numbers_written = [each.name for each in stage.writes if each.length == NUMBER]
         self._waiting: dict[int, Work] = {}  # by first row id, oldest first
-        self._drawn: dict[int, Work] = {}  # of a batch that a rank has yet to ask for
+        self._drawn: dict[int, Work] = {}  # and not finished
+        self._batches: dict[int, dict[int, Work]] = {}  # by index, until all processes have theirs
         self._leases: dict[int, Lease] = {}
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
@@ -172,7 +173,10 @@ class ExternalExecutor:
                 peer=header["peer"],
                 batch_index=batch_index,
             )
-            self._drawn |= {item_id: self._waiting.pop(item_id) for item_id in consumed}
+            if consumed:
+                drawn = {item_id: self._waiting.pop(item_id) for item_id in consumed}
+                self._batches[batch_index] = drawn
+                self._drawn |= drawn
             if consumed and self._has_ranks:
                 about = self._draw, batch_index
                 asyncio.get_running_loop().call_later(
@@ -180,14 +184,17 @@ class ExternalExecutor:
                 )
             if share is not None:
                 self._num_batches += 1
-                return self._lease(share, channel if header["peer"] == 0 else None)
+                # From the batch: what this peer asks for late may be finished by now.
+                works = [self._batches[batch_index][item_id] for item_id in share]
+                if not self._draw.is_missed(batch_index):
+                    del self._batches[batch_index]
+                return self._lease(works, channel if header["peer"] == 0 else None)
             self._changed.clear()
             await self._changed.wait()
 
-    def _lease(self, share: Sequence[int], channel: Channel | None) -> Answer:
+    def _lease(self, works: list[Work], channel: Channel | None) -> Answer:
         """Give these to a rank; its first peer, at `channel`, finishes them, the others only see
         them."""
-        works = [self._drawn[item_id] for item_id in share if item_id in self._drawn]
         number = next(self._numbers)
         if channel is not None:
             for work in works:
@@ -230,6 +237,7 @@ class ExternalExecutor:
         log.warning("stage %s: a process of its consumer has ended", self._stage.name)
         self._outdated |= self._members
         self._members.clear()
+        self._batches.clear()
         self._draw = RankAware(self._sampler, self._ranks)
         leased = {work.row_ids[0] for lease in self._leases.values() for work in lease.works}
         back = {item_id: work for item_id, work in self._drawn.items() if item_id not in leased}
@@ -302,7 +310,7 @@ class ExternalExecutor:
         except BaseException:
             self._give_back(works)
             raise
-        # The consumer hears of it first: with the last results the run may end.
+        # The consumer gets its answer first: with the last results the run may end.
         asyncio.get_running_loop().call_soon(self._deliver, works, results)
         return {}, (), ()
 

@@ -42,6 +42,22 @@ def test_data_ranks_share_each_batch_and_peers_of_a_rank_see_the_same(tmp_path: 
     assert [len(batch) for batch in seen[1, 0]] == [5, 5, 5, 4, 1]
 
 
+def test_a_peer_that_comes_when_all_is_finished_sees_what_the_others_saw(tmp_path: Path) -> None:
+    seen: list[list[list[int]]] = [[], []]
+
+    async def scenario(running: Run) -> None:
+        finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
+        consume(tmp_path, seen[0], finish, batch_size=5, prefetch=1)
+        await running.stage.process(alone(0, 20))
+        consume(tmp_path, seen[1], lambda batch: None, batch_size=5, prefetch=1, peer=1)
+        while len(seen[1]) < 4:
+            await asyncio.sleep(0.01)
+
+    run(tmp_path, make(External(num_peers=2)), scenario)
+    assert sorted(row_id for batch in seen[0] for row_id in batch) == list(range(20))
+    assert seen[1] == seen[0]
+
+
 def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from tests.distributed.executors import Gathering, Probe, StuckInClose
-from tests.signals import hear_ctrl_c
+from tests.signals import restore_ctrl_c
 
 LIMIT_S = 30.0
 ROOT = str(Path(__file__).parents[2])
@@ -276,7 +276,7 @@ async def controller(tmp_path: Path, mode: str):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": ROOT},
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
     assert process.stdout is not None
     try:

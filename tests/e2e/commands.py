@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tests.signals import hear_ctrl_c
+from tests.signals import restore_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +69,7 @@ def start(*arguments: str) -> Command:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"},
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
     return Command(process, mark)
 

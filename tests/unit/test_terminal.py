@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 
-from tests.signals import hear_ctrl_c
+from tests.signals import restore_ctrl_c
 
 PROGRAM = """
 import fcntl, sys, termios, time
@@ -53,7 +53,7 @@ def test_ctrl_c_is_not_drawn_into_the_display_and_the_terminal_is_left_as_it_was
         stdout=child_end,
         stderr=child_end,
         start_new_session=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
     assert b"READY" in read_until(terminal, b"READY", process)
     os.write(terminal, b"\x03")
