@@ -24,7 +24,7 @@ to two steps before it. The truth is the mean length of every second rollout of 
     size        the number of the prompt's tokens, longest first: what costs nothing
     oracle      knows each length
     ideal       an oracle that knows the expected length of a prompt, but not the noise; of the
-                quickstart, whose expected lengths nobody knows, the mean of the other rollouts
+                quickstart, whose expected lengths are not known, the mean of the other rollouts
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A collector in a process of its own: who it hears from lives, dies or fails elsewhere."""
+"""A collector in a process of its own: whose sender lives, dies or fails elsewhere."""
 
 from __future__ import annotations
 

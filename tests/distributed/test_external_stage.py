@@ -150,7 +150,7 @@ left_open = StageLoader(sys.argv[1], "judge")
 def test_a_closed_loader_leaves_nothing_and_ends_whoever_iterates(tmp_path: Path) -> None:
     async def scenario(running: Run) -> None:
         working = asyncio.create_task(running.stage.process(alone(0, 20)))
-        command = [sys.executable, "-X", "dev", "-c", CLOSE, str(tmp_path)]
+        command = [sys.executable, "-W", "default", "-c", CLOSE, str(tmp_path)]
         done = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, timeout=50
         )

@@ -108,7 +108,7 @@ async def interleave(me: Rank) -> tuple[list[str], list[str]]:
 
 
 async def wait_for_death(me: Rank, killed: int) -> str:
-    """One rank is killed. Rank 1 waits for rank 0's next round and hears of it at once, rank 0 at
+    """One rank is killed. Rank 1 waits for rank 0's next round and learns of it at once, rank 0 at
     its next call."""
     await me.call("before", 0)
     (me.folder / f"ready-{me.rank}").touch()

@@ -42,7 +42,7 @@ def test_memory_of_retired_rows_is_written_again_but_never_under_a_readers_eyes(
                 await store.write(some, rows(some, num_tokens))
                 slab = list(unit._slabs.by_number.values())[-1]
                 files.append((os.fstat(slab.file).st_ino, turn))
-                if turn % 3:  # else nobody looks at it
+                if turn % 3:  # else it is not looked at
                     kept.append((some, await reader.read(some, NAMES)))
                 await store.retire(some, TRAINED)
                 while len(kept) > 4:

@@ -60,6 +60,6 @@ def test_a_stage_that_begins_again_writes_what_was_erased_and_earlier_ones_write
         found = await store.read([1, 2, 3, 4], [REWARD, RESPONSE_IDS])
         assert [cell.item() for cell in found[REWARD]] == [1.1, 2.2, 0.3, 0.4]
         assert [len(cell) for cell in found[RESPONSE_IDS]] == [3, 4, 5, 6]
-        await store.erase([1, 9], ["quality"], 3)  # nobody has written such a column
+        await store.erase([1, 9], ["quality"], 3)  # no call has written such a column
 
     asyncio.run(scenario())

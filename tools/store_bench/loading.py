@@ -67,7 +67,7 @@ class LoaderConsumer:
         self._tallies: dict[str, _Tally] = {}
 
     async def begin(self, stage: str, work: Work, is_checked: bool) -> None:
-        """Count anew, and load from this stage."""
+        """Count from zero, and load from this stage."""
         is_new = stage not in self._tallies
         self._tallies[stage] = _Tally(is_checked)
         if is_new:
@@ -164,7 +164,7 @@ class Loading:
         name = _name(work, num_units)
         ledger, calls = self._open[name]
         await calls.done.wait()
-        await asyncio.sleep(0)  # the ledger hears of the last ones
+        await asyncio.sleep(0)  # the ledger is given the last ones
         ledger.forget(list(ledger.entries))
         consumers = [each.call_one for each in self._consumers[: work.consumers]]
         return list(await asyncio.gather(*(each.collect(name) for each in consumers)))

@@ -79,7 +79,7 @@ class TakeClient:
         await self._call("mark", row_ids)
 
     async def take(self, num_rows: int) -> list[int]:
-        """So many rows, which nobody else gets; fewer at the end, none after it."""
+        """So many rows, which no other consumer gets; fewer at the end, none after it."""
         rows: list[int] = await self._call("take", num_rows)
         return rows
 
