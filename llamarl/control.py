@@ -188,7 +188,7 @@ class RunControl:
             "executors": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
         }
 
-    async def _place_on(self, address: str, replicas: range) -> None:
+    async def _place_on(self, address: str, replicas: list[int]) -> None:
         """Let these replicas, when they are started, run on the host at `address`."""
         config, generator = self.controller.config, self.controller.config.generator
         num_ranks = len(replicas) * generator.num_ranks
@@ -223,10 +223,10 @@ class RunControl:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
         if config.placement.colocated:
             raise ValueError("placement must be disaggregated to scale generators, got colocated")
-        before = len(replica_set.status())
+        before, missing = len(replica_set.wanted()), replica_set.missing(num_replicas)
         if host:
-            await self._place_on(host, range(before, num_replicas))
-        else:
-            place_generator(config, num_replicas - 1)  # ValueError if the hosts have no room
+            await self._place_on(host, missing)
+        elif missing:
+            place_generator(config, missing[-1])  # ValueError if the hosts have no room
         await replica_set.scale(num_replicas, drains=drains)
         return {"text": f"generators: {before} -> {num_replicas}"}

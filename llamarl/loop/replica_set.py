@@ -12,6 +12,7 @@ A replica whose host is lost is given up, as long as there are others: nothing c
 """
 
 import asyncio
+import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
@@ -93,20 +94,23 @@ class ReplicaSet:
         """The indices of all replicas but those that are being removed."""
         return sorted({*self._groups, *self._starting} - self._leaving.keys())
 
+    def missing(self, num_replicas: int) -> list[int]:
+        """The indices that `scale` starts to have so many: the lowest that are free, but none whose
+        host was lost."""
+        taken = {*self._groups, *self._starting, *self._leaving, *self._given_up}
+        free = (index for index in itertools.count() if index not in taken)
+        return list(itertools.islice(free, max(0, num_replicas - len(self.wanted()))))
+
     async def scale(self, num_replicas: int, *, drains: bool = True) -> None:
-        """Start or stop replicas until there are so many: missing indices are started, the highest
+        """Start or stop replicas until there are so many: `missing` ones are started, the highest
         ones stopped. Returns once those that are to be stopped have ended; others may still start.
 
         With `drains` a replica writes what it holds first; else that goes on elsewhere.
         """
-        wanted = self.wanted()
-        missing = (i for i in range(num_replicas) if i not in wanted and i not in self._leaving)
-        while len(wanted) < num_replicas:
-            index = next(missing)
+        for index in self.missing(num_replicas):
             log.info("generator %d is started", index)
             self._begin(index)
-            wanted.append(index)
-        extra = sorted(wanted)[num_replicas:]
+        extra = self.wanted()[num_replicas:]
         for index in extra:
             self._leaving[index] = asyncio.create_task(self._remove(index, drains=drains))
         await asyncio.gather(*(self._leaving[index] for index in extra))
@@ -178,7 +182,6 @@ class ReplicaSet:
         """Start a replica, after a pause that grows with each time it failed in a row."""
         pause_s = FIRST_PAUSE_S * min(2.0 ** self._num_failed[index], most_pause)
         self._num_failed[index] += 1
-        self._given_up.discard(index)
         self._starting[index] = asyncio.create_task(self._replace(index, pause_s))
 
     async def _replace(self, index: int, pause_s: float) -> None:

@@ -115,6 +115,10 @@ def test_a_host_that_joins_late_takes_a_replica_until_it_is_removed_or_lost(
                 while replica(run_dir, "generator-1") is not None:
                     assert time.monotonic() < end_s
                     time.sleep(0.2)
+                assert scale([str(run_dir), "generators=2"]) == "generators: 1 -> 2\n"
+                while (row := replica(run_dir, "generator-2")) is None or row["version"] < 3:
+                    assert time.monotonic() < end_s, "another number, on the host that is left"
+                    time.sleep(0.2)
             else:
                 assert scale([str(run_dir), "generators=1"]) == "generators: 2 -> 1\n"
             version = trained_version(run_dir)

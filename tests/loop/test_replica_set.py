@@ -204,6 +204,7 @@ def test_a_replica_whose_host_is_lost_is_given_up_and_the_others_go_on(
     check_trained(loop)
     assert num_starts == int(noticed_late)
     assert loop.replica_set.wanted() == [1]
+    assert loop.replica_set.missing(3) == [2, 3], "0 would be started on the lost host"
     assert f"generator 0 is not started again, the others go on: {HOST_LOST}" in caplog.text
 
 
