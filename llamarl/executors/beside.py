@@ -25,7 +25,7 @@ class Beside:
         """The result of `call`; its exceptions come back."""
         work = asyncio.ensure_future(call)
         self._running.add(work)
-        work.add_done_callback(self._running.discard)
+        work.add_done_callback(self._ended)
         return await asyncio.shield(work)
 
     async def drained(self, limit_s: float) -> None:
@@ -34,3 +34,9 @@ class Beside:
             _, late = await asyncio.wait(self._running, timeout=limit_s)
             if late:
                 raise RuntimeError(f"{len(late)} calls must end within {limit_s:g} s")
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._running.discard(work)
+        # Looked at here, too: asyncio logs a failure that is not, as when the caller gave up.
+        if not work.cancelled():
+            work.exception()
