@@ -30,9 +30,12 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._server = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         # Output that goes to a file has the default width, whatever the terminal of the tests.
         environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
-        self._server = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -46,6 +49,8 @@ class Forks:
 
         "fuzz" as the first argument runs tools/fuzz.py with the others.
         """
+        if self._server.poll() is not None:  # a command before took too long
+            self._server = self._start()
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         out, err = self._folder / "out", self._folder / "err"
