@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from llamarl.control import ask
 from tests.signals import restore_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +93,19 @@ def wait_for_step(command: Command, run_dir: Path, step: int, limit_s: float = 9
             return
         time.sleep(0.05)
     raise AssertionError(f"step {step} was not reached")
+
+
+def wait_for_restart(command: Command, run_dir: Path, name: str, limit_s: float = 90.0) -> None:
+    """Until it works again after one restart."""
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        assert command.process.poll() is None, command.process.communicate()
+        rows = ask(str(run_dir), {"ask": "status"})["executors"]
+        (row,) = (row for row in rows if row["executor"] == name)
+        if row["state"] in ("serving", "running") and row["restarts"] == 1:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{name} does not work again: {row}")
 
 
 KEEPING = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]

@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
+import pytest
+
 from llamarl.control import ask
-from tests.e2e.commands import Command, executors, finish, read_archive, train, wait_for_step
-
-
-def wait_for_restart(command: Command, run_dir: Path, name: str) -> None:
-    """Until it works again after one restart."""
-    end_s = time.monotonic() + 90.0
-    while time.monotonic() < end_s:
-        assert command.process.poll() is None, command.process.communicate()
-        rows = ask(str(run_dir), {"ask": "status"})["executors"]
-        (row,) = (row for row in rows if row["executor"] == name)
-        if row["state"] in ("serving", "running") and row["restarts"] == 1:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{name} does not work again: {row}")
+from tests.e2e.commands import (
+    executors,
+    finish,
+    read_archive,
+    train,
+    wait_for_restart,
+    wait_for_step,
+)
 
 
 def test_what_is_killed_is_started_again_alone_in_the_same_run_and_nothing_is_lost(
@@ -51,3 +46,26 @@ def test_what_is_killed_is_started_again_alone_in_the_same_run_and_nothing_is_lo
     assert sorted(set(steps)) == list(range(max(steps) + 1))
     rows = [row["row_id"] for row in read_archive(tmp_path) if row["outcome"] == "trained"]
     assert len(rows) == len(set(rows)) == max(steps) * 8 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_frozen_model_that_is_lost_is_started_again_alone(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
+    options = ["algorithm.kl_coefficient=0.01", "num_steps=200", "checkpoint.export=false"]
+    command = train(tmp_path, *options)
+    wait_for_step(command, tmp_path, 2)
+    others = {name: executors(command, name) for name in ("trainer", "generator-0", "scorer")}
+    (victim,) = executors(command, "reference")
+    os.kill(victim, sent)
+    wait_for_restart(command, tmp_path, "reference")
+    version = ask(str(tmp_path), {"ask": "status"})["version"]
+    wait_for_step(command, tmp_path, version + 2)
+    assert {name: executors(command, name) for name in others} == others
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = finish(command)
+    assert code == 75, err
+    assert command.wait_until_gone(5.0) == []
+    rows = [row["row_id"] for row in read_archive(tmp_path) if row["outcome"] == "trained"]
+    assert len(rows) == len(set(rows))

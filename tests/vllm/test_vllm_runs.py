@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.e2e.commands import Command, executors, finish, train
+from tests.e2e.commands import Command, executors, finish, train, wait_for_restart
 from tests.e2e.test_library_page import LOOPS
 from tests.e2e.test_quickstart import RECIPE, quickstart
 
@@ -129,8 +129,8 @@ def write_recipe(folder: Path, family: str) -> None:
     (folder / "run.yaml").write_text(RECIPE_OF_A_FAMILY)
 
 
-def kill_a_rank(command: Command, run_dir: Path) -> float:
-    """Kill the second rank of generator 0 once two steps are done; when that was."""
+def kill_a_rank(command: Command, run_dir: Path) -> list[int]:
+    """Kill the second rank of generator 0 once two steps are done; the pids of its ranks."""
     end_s = time.monotonic() + START_S
     while '"step": 2,' not in read(run_dir / "metrics.jsonl"):
         assert command.process.poll() is None, command.process.communicate()
@@ -140,32 +140,44 @@ def kill_a_rank(command: Command, run_dir: Path) -> float:
     log = run_dir / "logs" / "generator-0-1.log"
     second = [pid for pid in ranks if os.path.samefile(f"/proc/{pid}/fd/1", log)]
     os.kill(min(second), signal.SIGKILL)  # the others are its children
-    return time.monotonic()
+    return ranks
 
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_run_goes_on_without_a_replica_that_lost_a_rank(tmp_path: Path) -> None:
+def test_a_run_goes_on_while_a_replica_that_lost_a_rank_is_started_again(tmp_path: Path) -> None:
     command = train(
-        tmp_path, "num_steps=30", "generator=vllm", "generator.num_ranks=2",
+        tmp_path, "num_steps=60", "generator=vllm", "generator.num_ranks=2",
         "generator.num_replicas=2",
     )  # fmt: skip
-    killed_s = kill_a_rank(command, tmp_path)
-    while executors(command, "generator-0"):  # the rank that is left may wait for the dead one
+    ranks, killed_s = kill_a_rank(command, tmp_path), time.monotonic()
+    while set(ranks) & {*executors(command, "generator-0")}:  # one may wait for the dead one
         assert time.monotonic() < killed_s + GIVEN_UP_S
         time.sleep(0.1)
     code, out, err = finish(command, START_S)
     assert code == 0, err + out
     assert "lost" in out
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 30
+    assert summary["steps"] == 60
     assert command.wait_until_gone(5.0) == []
 
 
-def test_a_run_ends_with_the_name_of_its_only_replica(tmp_path: Path) -> None:
+def test_the_only_replica_is_started_again_when_it_lost_a_rank(tmp_path: Path) -> None:
     command = train(tmp_path, "num_steps=400", "generator=vllm", "generator.num_ranks=2")
+    ranks = kill_a_rank(command, tmp_path)
+    wait_for_restart(command, tmp_path, "generator-0", START_S)
+    assert not set(ranks) & {*executors(command, "generator-0")}
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = finish(command)
+    assert code == 75, err
+    assert command.wait_until_gone(5.0) == []
+
+
+def test_a_run_without_restarts_ends_with_the_name_of_its_only_replica(tmp_path: Path) -> None:
+    options = ["generator=vllm", "generator.num_ranks=2", "generator.max_restarts=0"]
+    command = train(tmp_path, "num_steps=400", *options)
     kill_a_rank(command, tmp_path)
     code, _, err = finish(command, GIVEN_UP_S)
     assert code == 1
