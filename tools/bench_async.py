@@ -6,10 +6,12 @@ Two workloads: the quickstart recipe as it stands, and the same recipe with a pi
 lengths (log-normal, fixed seed, 99th percentile six times the mean, cap eight times), replayed
 token for token, with rewards drawn from the text so that every rollout is trained.
 
-Synchronous means `staleness.max_staleness=0`. It is given its best of three shapes: one thread per
-executor; two threads per executor; two trainer ranks and two replicas. Asynchronous has one
-thread per executor, and the best of staleness 1 and 2. Modes take turns in a seed; a ratio takes
-medians over seeds of the seconds from the first step's start to the last one's end.
+Synchronous means `staleness.max_staleness=0`. It is given its best of four shapes: one thread per
+executor; two threads per executor; two trainer ranks and two replicas, with parts of a step or with
+whole batches. Asynchronous is given its best of staleness 1 and 2, fewer slots, two trainer ranks.
+Modes take turns in a seed; `ratio` takes medians over seeds of the seconds from the first step's
+start to the last one's end. `duel_ratio` is more exact: the best of both kinds run in pairs, one
+directly after the other, and it is the median of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -21,21 +23,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "quickstart"
+SYNC = ["staleness.max_staleness=0"]
+ASYNC = ["staleness.max_staleness=1"]
+# Weights are gathered once a step: on one machine that costs memory, and saves time.
+RANKS = ["trainer.num_ranks=2", "trainer.reshard_after=step"]
+BOTH = [*RANKS, "generator.num_replicas=2"]
+WORKLOADS = ("quickstart", "long_tail")
 MODES = {
-    "sync, 1 thread": ["staleness.max_staleness=0"],
-    "sync, 2 threads": ["staleness.max_staleness=0", "cluster.threads_per_process=2"],
-    "sync, 2 ranks": [
-        "staleness.max_staleness=0",
-        "trainer.num_ranks=2",
-        "generator.num_replicas=2",
-    ],
-    "async, staleness 1": ["staleness.max_staleness=1"],
+    "sync, 1 thread": SYNC,
+    "sync, 2 threads": [*SYNC, "cluster.threads_per_process=2"],
+    "sync, 2 ranks": [*SYNC, *BOTH],
+    "sync, 2 ranks, batch": [*SYNC, *BOTH, "trainer.parts=batch"],
+    "async, staleness 1": ASYNC,
+    "async, 64 slots": [*ASYNC, "generator.max_num_seqs=64"],
+    "async, 2 ranks": [*ASYNC, *RANKS],
     "async, staleness 2": ["staleness.max_staleness=2"],
 }
 MEAN_TOKENS = 24
@@ -110,7 +118,7 @@ def bench(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -
             result = run(recipe, run_dir, args.steps, seed, mode)
             results[mode].append(result)
             print(
-                f"{workload:<11}seed {seed}  {mode:<19}{result['seconds']:7.1f} s"
+                f"{workload:<11}seed {seed}  {mode:<21}{result['seconds']:7.1f} s"
                 f"  {result['rollouts'] / result['seconds']:7.0f} rollouts/s"
                 f"  accuracy {result['accuracy']:.3f}"
                 f"  both busy {result['both_busy_share']:.0%}",
@@ -124,29 +132,64 @@ def median(results: dict[str, list], mode: str, key: str) -> float:
     return statistics.median(row[key] for row in results[mode])
 
 
+def take_turns(
+    run_once: Callable[[str, int], float], sync: str, quick: str, num_pairs: int
+) -> list[float]:
+    """How many times as fast `quick` is, pair by pair; `run_once` takes a mode and the pair's
+    number, and returns seconds. Which of the two comes first alternates."""
+    ratios = []
+    for turn in range(num_pairs):
+        pair = (sync, quick) if turn % 2 else (quick, sync)
+        seconds = {mode: run_once(mode, turn) for mode in pair}
+        ratios.append(seconds[sync] / seconds[quick])
+    return ratios
+
+
+def figures_of(
+    workload: str, recipe: Path, folder: Path, args: argparse.Namespace
+) -> dict[str, object]:
+    """All figures of one workload."""
+    results = bench(workload, recipe, folder, args)
+    seconds = {mode: median(results, mode, "seconds") for mode in MODES}
+    best = min((m for m in MODES if m.startswith("sync")), key=seconds.__getitem__)
+    quick = min((m for m in MODES if m.startswith("async")), key=seconds.__getitem__)
+
+    def run_once(mode: str, turn: int) -> float:
+        run_dir = folder / f"{workload}-duel-{turn}-{mode.startswith('sync')}"
+        return run(recipe, run_dir, args.steps, args.seeds + turn, mode)["seconds"]
+
+    ratio, duels = seconds[best] / seconds[quick], take_turns(run_once, best, quick, args.duels)
+    print(f"{workload}: the best asynchronous run ({quick}) is {ratio:.2f}x as fast as")
+    print(f"the best synchronous run ({best}); in pairs {[round(each, 2) for each in duels]}\n")
+    figures: dict[str, object] = {
+        f"ratio_{workload}": ratio,
+        f"seconds_{workload}": seconds,
+        f"both_busy_share_{workload}": {m: median(results, m, "both_busy_share") for m in MODES},
+        f"duels_{workload}": duels,
+    }
+    if duels:
+        figures[f"duel_ratio_{workload}"] = statistics.median(duels)
+    if workload == "quickstart":
+        figures["accuracy_sync"] = median(results, best, "accuracy")
+        figures["accuracy_async"] = median(results, quick, "accuracy")
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
+    parser.add_argument("--duels", type=int, default=3, help="pairs of the best of both kinds")
+    parser.add_argument("--workloads", nargs="*", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     figures: dict[str, object] = {"seeds": args.seeds, "steps": args.steps}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_long_tail_recipe(folder / "recipe")
-        for workload, recipe in (("quickstart", RECIPE), ("long_tail", folder / "recipe")):
-            results = bench(workload, recipe, folder, args)
-            seconds = {mode: median(results, mode, "seconds") for mode in MODES}
-            best = min((m for m in MODES if m.startswith("sync")), key=seconds.__getitem__)
-            quick = min((m for m in MODES if m.startswith("async")), key=seconds.__getitem__)
-            figures[f"ratio_{workload}"] = seconds[best] / seconds[quick]
-            figures[f"seconds_{workload}"] = seconds
-            if workload == "quickstart":
-                figures["accuracy_sync"] = median(results, best, "accuracy")
-                figures["accuracy_async"] = median(results, quick, "accuracy")
-            ratio = figures[f"ratio_{workload}"]
-            print(f"{workload}: the best asynchronous run ({quick}) is {ratio:.2f}x as fast as")
-            print(f"the best synchronous run ({best})\n")
+        recipes = dict(zip(WORKLOADS, (RECIPE, folder / "recipe"), strict=True))
+        for workload in args.workloads:
+            figures |= figures_of(workload, recipes[workload], folder, args)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streams_bench.simulated import QWEN_72B, Case, recipe
+from streams_bench.simulated import NUM_GPUS, QWEN_72B, Case, recipe
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
@@ -111,7 +111,7 @@ def cluster(setup: Setup, num_ranks: int, num_generators: int) -> Config:
     """A recipe for so many trainer ranks and generator ranks of one kind of GPU."""
     model, cap = setup.model, setup.cap
     case = Case(round(setup.median_share * cap), setup.spread, setup.groups_per_step)
-    base = recipe(case, "dynamic", 1)
+    base = recipe(case, NUM_GPUS // 2, "dynamic", 1)
     return replace(
         base,
         sampling=replace(base.sampling, max_tokens=cap),

@@ -8,23 +8,22 @@ mean), and `20k`, long reasoning with a cap of 20,000 tokens, at a hundredth of 
 (log-normal, median 3,000, spread 1, so 3 % reach the cap). A spread of 0.4 is chance, the rest
 belongs to the prompt. Every rollout is trained; all runs of a workload train equal rollouts.
 
-Two replicas beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a quarter of a
-step, dynamic parts; and at S = 0 groups carried over. Then asynchrony: the best of `ASYNC` and of
-the runs above with S = 1, over the best of `SYNC` and of those with S = 0 that carry nothing over.
-Runs take turns in a seed. A step's time is the median over the steps of all seeds but the first two
-of each run.
+`parts`: two replicas beside one trainer rank, S = 0 and S = 1: whole batches, fixed parts of a
+quarter of a step, dynamic parts; and at S = 0 groups carried over. Runs take turns in a seed. A
+step's time is the median over the steps of all seeds but the first two of each run.
 
-Orders: that of admission, by the lengths of earlier rollouts of a prompt, and by an oracle. At
+`orders`: that of admission, by the lengths of earlier rollouts of a prompt, and by an oracle. At
 S = 0 they take turns in one run, step by step (streams_bench/turns.py), since two runs differ by
 more than an order gains, with two trainer ranks, so that both cores train, and 32 slots, so that a
 replica writes a step in eight waves, as where the KV cache limits the batch. At S = 1, where a step
-begins in the one before, each order has its own run.
+begins in the one before, each order has its own run. `share_of_oracle`: of the seconds that the
+oracle saves, what the ranker does.
 
-`share_of_oracle`: of the seconds that the oracle saves, what the ranker does. `ideal_async_s` is
-what the least possible step would take: decoding in full batches, one part a step, no messages,
-waits, checks or publishes, and every processor busy all the time, from the costs of a token, a
-decode step and a part that were measured in the dynamic run of S = 1 (their times on a free
-processor, slowed as they were measured to be beside another process).
+`asynchrony`: the best of `ASYNC` and of the runs above with S = 1, over the best of `SYNC` and of
+those with S = 0 that carry nothing over. These two then run in pairs, one directly after the other,
+and `async_vs_sync` is the median of the pairs' ratios. `least_step_s` is the shortest step that any
+schedule of the asynchronous run's work could reach on these processors: its busiest process's
+seconds of processor, or all processes' over the number of cores (streams_bench/processors.py).
 
 `--simulate` adds simulated runs of StreamRL's size (streams_bench/simulated.py), in 6 minutes.
 """
@@ -37,10 +36,9 @@ import math
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -49,15 +47,14 @@ from typing import Any
 import bench_async
 import numpy as np
 from staging_bench.exposure import measure, read_spans
+from streams_bench.processors import least_step_s, run_steps
 from streams_bench.simulated import bands
 from streams_bench.turns import ORDERS
 
 from llamarl.metrics.metrics_log import read_metrics
-from llamarl.planner.simulation.calibration import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 ROLLOUTS = 8  # per prompt
-MAX_NUM_SEQS = 128
 NUM_SKIPPED = 2  # first steps of a run
 RANKED = "S=1, dynamic"  # also run in each order
 CARRIED = "S=0, carried over"
@@ -67,19 +64,21 @@ NUM_PROMPTS, NUM_EPOCHS = 128, 64
 NOISE = 0.4
 
 TWO = ["generator.num_replicas=2"]
+RANKS = bench_async.RANKS
 BATCH = ["trainer.parts=batch"]
 SYNC = {
     "sync, 2 threads": ["staleness.max_staleness=0", "cluster.threads_per_process=2"],
-    "sync, 2 ranks, 2 replicas": ["staleness.max_staleness=0", "trainer.num_ranks=2", *TWO],
+    "sync, 2 ranks, 2 replicas": ["staleness.max_staleness=0", *RANKS, *TWO],
 }
 SYNC |= {f"{name}, batch": [*options, *BATCH] for name, options in SYNC.items()}
 ASYNC = {
     "async": ["staleness.max_staleness=1"],
     "async, 64 slots": ["staleness.max_staleness=1", "generator.max_num_seqs=64"],
     "async, staleness 2": ["staleness.max_staleness=2"],
-    "async, 2 ranks": ["staleness.max_staleness=1", "trainer.num_ranks=2"],
+    "async, 2 ranks": ["staleness.max_staleness=1", *RANKS],
+    "async, 2 ranks, 64 slots": ["staleness.max_staleness=1", *RANKS, "generator.max_num_seqs=64"],
 }
-WAVES = [*TWO, "trainer.num_ranks=2", "generator.max_num_seqs=32"]
+WAVES = [*TWO, *RANKS, "generator.max_num_seqs=32"]
 TURNS = {  # runs in which the orders take turns
     f"S=0, {name}": ["staleness.max_staleness=0", *WAVES, *options]
     for name, options in (("batch", BATCH), ("dynamic", []))
@@ -87,17 +86,25 @@ TURNS = {  # runs in which the orders take turns
 
 
 def part_modes(groups_per_step: int) -> dict[str, list[str]]:
-    """The runs that differ in their parts and order, and those that carry over."""
+    """The runs that differ in their parts, and those that carry over."""
     fixed = ["trainer.parts=fixed", f"trainer.groups_per_part={groups_per_step // 4}"]
     parts = {"batch": BATCH, "fixed": fixed, "dynamic": ["trainer.parts=dynamic"]}
     modes: dict[str, list[str]] = {}
     for s, (name, options) in product((0, 1), parts.items()):
         mode = f"S={s}, {name}"
         modes[mode] = [f"staleness.max_staleness={s}", *TWO, *options]
-    for order in ORDERS[1:]:
-        modes[f"{RANKED}, {order}"] = [*modes[RANKED], f"dispatch.ranker={order}"]
     carried = [f"staleness.carry_over_groups={groups_per_step // 8}", "staleness.late=mask"]
     return modes | {CARRIED: [*modes["S=0, dynamic"], *carried]}
+
+
+def modes_of(figures: Sequence[str], groups_per_step: int) -> dict[str, list[str]]:
+    """The runs that these figures need, but those in which orders take turns."""
+    parts = part_modes(groups_per_step)
+    modes = dict(parts) if "parts" in figures else {}
+    if "orders" in figures:
+        modes |= {RANKED: parts[RANKED]}
+        modes |= {f"{RANKED}, {o}": [*parts[RANKED], f"dispatch.ranker={o}"] for o in ORDERS[1:]}
+    return modes | SYNC | ASYNC if "asynchrony" in figures else modes
 
 
 @dataclass(frozen=True)
@@ -135,51 +142,71 @@ class Runs:
     args: argparse.Namespace
     step_s: dict[str, list[float]] = field(default_factory=dict)
     """By mode, of all seeds."""
+    least_s: dict[str, list[float]] = field(default_factory=dict)
+    """By mode, of each seed."""
     folders: dict[str, Path] = field(default_factory=dict)
     """By mode, of the last seed."""
 
-    def run(self, mode: str, options: list[str], seed: int, *, in_turns: bool = False) -> None:
-        """Train once."""
-        args, name = self.args, "-".join(re.findall(r"\w+", f"{mode} {seed}"))
-        module, num_steps = "llamarl", args.steps + NUM_SKIPPED
-        if in_turns:
-            module, num_steps = "streams_bench.turns", len(ORDERS) * num_steps
-            mode, name = f"{mode}, in turns", f"{name}-turns"
-        self.folders[mode] = run_dir = self.folder / name
+    def train(
+        self, name: str, options: list[str], seed: int, num_steps: int, module: str = "llamarl"
+    ) -> tuple[Path, list[float], float]:
+        """Train once: the folder, the seconds of each step, the least that they could be."""
+        run_dir = self.folder / "-".join(re.findall(r"\w+", f"{name} {seed}"))
         command = [
             *(sys.executable, "-m", module, "train", f"--config-dir={self.recipe}"),
             *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={num_steps}"),
             *("evaluation.every_steps=0", "metrics.live=false", "checkpoint.export=false"),
-            *("checkpoint.every_steps=0", f"trainer.groups_per_step={args.groups}"),
+            *("checkpoint.every_steps=0", f"trainer.groups_per_step={self.args.groups}"),
             *("data.shuffle=false", f"sampling.max_tokens={self.most_tokens}", *options),
         ]
         path = f"{ROOT / 'tools'}:{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-        steps = read_metrics(run_dir / "metrics.jsonl")
+        metrics = run_dir / "metrics.jsonl"
+        least_s = least_step_s(run_steps(command, environment, metrics, NUM_SKIPPED))
+        steps = read_metrics(metrics)
         seconds = [step["time/step_s"] for step in steps.values() if "time/step_s" in step]
-        if in_turns:  # the first round has nothing to rank by
-            seconds = seconds[NUM_SKIPPED * len(ORDERS) :]
-            for index, order in enumerate(ORDERS):
-                some = seconds[index :: len(ORDERS)]  # their prompts are those of step 1, 2, 1, ...
-                pairs = [(one + two) / 2 for one, two in zip(some[::2], some[1::2], strict=True)]
-                self.step_s.setdefault(f"{mode}, {order}", []).extend(pairs)
-        else:
-            self.step_s.setdefault(mode, []).extend(seconds[NUM_SKIPPED:])
-        busy, median_s = self.summary(mode)["both_busy_share"], statistics.median(seconds)
+        summary = json.loads((run_dir / "summary.json").read_text())
         print(
-            f"  {mode:<40} seed {seed} {median_s:6.2f} s a step, both busy {busy:.0%}", flush=True
+            f"  {name:<40} seed {seed} {statistics.median(seconds[NUM_SKIPPED:]):6.2f} s a step, "
+            f"at least {least_s:.2f}, both busy {summary['both_busy_share']:.0%}",
+            flush=True,
         )
+        return run_dir, seconds, least_s
+
+    def run(self, mode: str, options: list[str], seed: int) -> None:
+        """Train once in this mode."""
+        num_steps = self.args.steps + NUM_SKIPPED
+        self.folders[mode], seconds, least_s = self.train(mode, options, seed, num_steps)
+        self.step_s.setdefault(mode, []).extend(seconds[NUM_SKIPPED:])
+        self.least_s.setdefault(mode, []).append(least_s)
+
+    def run_in_turns(self, mode: str, options: list[str], seed: int) -> None:
+        """Train once with the orders in turn; the first rounds have nothing to rank by."""
+        num_steps = len(ORDERS) * (self.args.rounds + NUM_SKIPPED)
+        name, module = f"{mode}, in turns", "streams_bench.turns"
+        self.folders[name], seconds, _ = self.train(name, options, seed, num_steps, module)
+        seconds = seconds[NUM_SKIPPED * len(ORDERS) :]
+        for index, order in enumerate(ORDERS):
+            some = seconds[index :: len(ORDERS)]  # their prompts are those of step 1, 2, 1, ...
+            pairs = [(one + two) / 2 for one, two in zip(some[::2], some[1::2], strict=True)]
+            self.step_s.setdefault(f"{name}, {order}", []).extend(pairs)
+
+    def seconds_of(self, mode: str, turn: int) -> float:
+        """A step of one more run in this mode, with a seed of its own."""
+        options = {**part_modes(self.args.groups), **SYNC, **ASYNC}[mode]
+        num_steps, seed = self.args.steps + NUM_SKIPPED, self.args.seeds + turn
+        _, seconds, least_s = self.train(f"{mode}, pair", options, seed, num_steps)
+        self.least_s[mode].append(least_s)
+        return statistics.median(seconds[NUM_SKIPPED:])
 
     def median_s(self, mode: str) -> float:
         return statistics.median(self.step_s[mode])
 
-    def best(self, word: str, modes: Iterable[str]) -> str:
-        """The fastest of the runs named `word` and of these."""
-        named = [mode for mode in self.step_s if mode.startswith(word)]
-        return min([*named, *modes], key=self.median_s)
+    def best(self, *beginnings: str) -> str:
+        """The fastest of the runs whose names begin so, and that carry nothing over."""
+        some = [mode for mode in self.step_s if mode.startswith(beginnings)]
+        most = {*part_modes(self.args.groups), *SYNC, *ASYNC} - {CARRIED}
+        return min((mode for mode in some if mode in most), key=self.median_s)
 
     def summary(self, mode: str) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.folders[mode] / "summary.json").read_text())
@@ -189,22 +216,6 @@ class Runs:
         """The sum of a tag over a run's steps."""
         steps = read_metrics(self.folders[mode] / "metrics.jsonl").values()
         return sum(float(step.get(tag, 0.0)) for step in steps)
-
-
-def ideal_step_s(run_dir: Path, num_rollouts: int) -> float:
-    """Seconds of a step of `num_rollouts` in which every processor is always busy with what cannot
-    be left out."""
-    num_cores = len(os.sched_getaffinity(0))
-    trace = read_trace(run_dir, ROLLOUTS, num_cores=num_cores)
-    costs, scale = trace.costs, num_rollouts / len(trace.lengths)
-    num_tokens = sum(trace.lengths) * scale
-    num_prompts = num_rollouts / ROLLOUTS
-    decode_s = num_tokens * (costs.decode_row_s + costs.decode_step_s / MAX_NUM_SEQS)
-    prefill_s = num_prompts * trace.prompt_tokens * costs.prefill_token_s
-    train_s = (num_tokens + num_rollouts * trace.prompt_tokens) * costs.token_s
-    train_s += costs.part_s + costs.optimizer_s
-    score_s = num_rollouts * (costs.score_row_s + 2 * costs.store_row_s)
-    return (decode_s + prefill_s + train_s + score_s) / num_cores / costs.shared_speed
 
 
 def parts_of(runs: Runs) -> dict[str, Any]:
@@ -244,24 +255,43 @@ def orders_of(runs: Runs) -> dict[str, Any]:
     return found
 
 
-def figures_of(runs: Runs) -> dict[str, Any]:
-    """The figures of one workload."""
-    parts = ("batch", "fixed", "dynamic")
-    sync = runs.best("sync", [f"S=0, {name}" for name in parts])
-    quick = runs.best("async", [f"S=1, {name}" for name in parts])
-    ideal_s = ideal_step_s(runs.folders["S=1, dynamic"], runs.args.groups * ROLLOUTS)
+def asynchrony_of(runs: Runs) -> dict[str, Any]:
+    """What asynchrony is worth, and what it could be."""
+    sync, quick = runs.best("sync", "S=0"), runs.best("async", "S=1")
+    duels = bench_async.take_turns(runs.seconds_of, sync, quick, runs.args.duels)
+    ratio, least_s = (
+        runs.median_s(sync) / runs.median_s(quick),
+        statistics.median(runs.least_s[quick]),
+    )
+    share = least_s / runs.median_s(quick)
     return {
-        "step_s": {mode: runs.median_s(mode) for mode in runs.step_s},
-        **parts_of(runs),
-        **orders_of(runs),
         "best_sync": sync,
         "best_async": quick,
-        "async_vs_sync": runs.median_s(sync) / runs.median_s(quick),
-        "ideal_async_s": ideal_s,
-        "ideal_async_vs_sync": runs.median_s(sync) / ideal_s,
-        "share_of_ideal": ideal_s / runs.median_s(quick),
+        "medians_async_vs_sync": ratio,
+        "duels": duels,
+        "async_vs_sync": statistics.median(duels),
+        "least_step_s": least_s,
+        "share_of_least": share,
+        "least_vs_sync": statistics.median(duels) / share,
         "both_busy_share": {mode: runs.summary(mode)["both_busy_share"] for mode in ASYNC},
     }
+
+
+FIGURES = {"parts": parts_of, "orders": orders_of, "asynchrony": asynchrony_of}
+
+
+def measure_workload(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All runs and figures of one workload."""
+    runs = Runs(write_recipe(folder, shape), WORKLOADS[shape].most, folder / shape, args)
+    for seed in range(args.seeds):
+        for mode, options in modes_of(args.figures, args.groups).items():
+            runs.run(mode, options, seed)
+        for mode, options in TURNS.items() if "orders" in args.figures else ():
+            runs.run_in_turns(mode, options, seed)
+    found: dict[str, Any] = {"step_s": {mode: runs.median_s(mode) for mode in runs.step_s}}
+    for name in args.figures:
+        found |= FIGURES[name](runs)
+    return found
 
 
 def write_recipe(folder: Path, shape: str) -> Path:
@@ -279,27 +309,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
     parser.add_argument("--steps", type=int, default=8, help="steps of a run that count")
+    parser.add_argument("--rounds", type=int, default=20, help="steps of each order in turn")
+    parser.add_argument("--duels", type=int, default=3, help="pairs of the best of both kinds")
     parser.add_argument("--groups", type=int, default=64, help="groups of a step")
     parser.add_argument("--workloads", nargs="*", default=[*WORKLOADS], choices=[*WORKLOADS])
+    parser.add_argument("--figures", nargs="*", default=[*FIGURES], choices=[*FIGURES])
     parser.add_argument("--quick", action="store_true", help="one small run of each mode")
     parser.add_argument("--simulate", action="store_true", help="the simulated run too")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     if args.quick:
-        args.seeds, args.steps, args.groups, args.workloads = 1, 3, 16, ["tail"]
+        args.seeds, args.steps, args.rounds, args.duels = 1, 3, 4, 2
+        args.groups, args.workloads = 16, ["tail"]
+    args.rounds += args.rounds % 2  # prompts come back every second step
     figures: dict[str, Any] = {"seeds": args.seeds, "steps": args.steps, "groups": args.groups}
-    modes = part_modes(args.groups)
     with tempfile.TemporaryDirectory() as temporary:
         for shape in args.workloads:
             print(shape)
-            folder = Path(temporary) / shape
-            runs = Runs(write_recipe(Path(temporary), shape), WORKLOADS[shape].most, folder, args)
-            for seed in range(args.seeds):
-                for mode, options in {**modes, **SYNC, **ASYNC}.items():
-                    runs.run(mode, options, seed)
-                for mode, options in TURNS.items():
-                    runs.run(mode, options, seed, in_turns=True)
-            figures[shape] = figures_of(runs)
+            figures[shape] = measure_workload(shape, Path(temporary), args)
             print(json.dumps(figures[shape], indent=2), flush=True)
     if args.simulate:
         figures["simulated"] = bands()

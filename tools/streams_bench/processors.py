@@ -1,0 +1,75 @@
+"""Seconds of processor that a run takes, by process: what bounds any schedule of its work.
+
+Owns: running a command and reading /proc meanwhile. Does not own: what a run is (bench_streams.py).
+Invariant: only whole steps count, those between the ends of two.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+POLL_S = 0.01
+Seconds = dict[int, float]
+"""By process id."""
+
+
+def run_steps(
+    command: list[str], environment: dict[str, str], metrics: Path, num_skipped: int
+) -> Seconds:
+    """Run a command that trains; processor seconds of a step, by process, without the first ones.
+
+    `metrics` is the file to which the run adds a line per step. SystemExit, with what the command
+    wrote, if it fails.
+    """
+    mark = f"LLAMARL_BENCH_{uuid.uuid4().hex}"
+    samples: dict[int, Seconds] = {}  # by number of steps that have ended
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, env={**environment, mark: "1"}, stdout=output, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None:
+            num_steps = _num_steps(metrics)
+            if num_steps >= num_skipped and num_steps not in samples:
+                samples[num_steps] = _seconds(mark)
+            time.sleep(POLL_S)
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(command)}\n{output.read()}")
+    del samples[max(samples)]  # with the end of the run
+    first, last = min(samples), max(samples)
+    return {
+        pid: (seconds - samples[first].get(pid, 0.0)) / (last - first)
+        for pid, seconds in samples[last].items()
+    }
+
+
+def least_step_s(seconds: Seconds) -> float:
+    """Seconds below which no schedule of this work gets, on these processors, by processes that
+    compute in one thread each."""
+    num_cores = len(os.sched_getaffinity(0))
+    return max(max(seconds.values()), sum(seconds.values()) / num_cores)
+
+
+def _num_steps(metrics: Path) -> int:
+    return metrics.read_text().count('"time/step_s"') if metrics.exists() else 0
+
+
+def _seconds(mark: str) -> Seconds:
+    """Of each process that has inherited `mark`."""
+    found: Seconds = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                found[int(folder.name)] = TICK_S * (int(fields[11]) + int(fields[12]))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
