@@ -25,6 +25,9 @@ POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 MIN_POLL_MS, MAX_POLL_MS = 500, 10_000  # above, Monarch takes the controller for dead
 POLL_MS_PER_PROCESS = 32  # a check costs the controller 0.6 ms: 2 % of a core, to 312 processes
 os.environ.setdefault(POLL, f"{MIN_POLL_MS}ms")
+# How long a process may take to start. Monarch's default, 30 s, is too short on a machine that is
+# busy or reads torch from a cold network disk. With hosts, a dead one would be noticed later, too.
+SPAWN, SPAWN_LIMIT = "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE", "120s"
 
 
 def make_cluster(
@@ -45,6 +48,8 @@ def make_cluster(
     if config.backend == "inline":
         return InlineCluster(make_spans)
     configure_monarch(config)
+    if not config.hosts:
+        os.environ.setdefault(SPAWN, SPAWN_LIMIT)
     if os.environ[POLL] == f"{MIN_POLL_MS}ms":  # else it is the user's choice
         poll_ms = min(MAX_POLL_MS, max(MIN_POLL_MS, POLL_MS_PER_PROCESS * num_processes))
         os.environ[POLL] = f"{poll_ms}ms"
