@@ -17,7 +17,8 @@ S = 0 they take turns in one run, step by step (streams_bench/turns.py), since t
 more than an order gains, with two trainer ranks, so that both cores train, and 32 slots, so that a
 replica writes a step in eight waves, as where the KV cache limits the batch. At S = 1, where a step
 begins in the one before, each order has its own run. `share_of_oracle`: of the seconds that the
-oracle saves, what the ranker does.
+oracle saves, what the ranker does; `decode_steps` of a training step, on the replica that makes
+most, by order: what an order changes, while seconds depend on what shares the processors too.
 
 `asynchrony`: the best of `ASYNC` and of the runs above with S = 1, over the best of `SYNC` and of
 those with S = 0 that carry nothing over. These two then run in pairs, one directly after the other,
@@ -47,6 +48,7 @@ from typing import Any
 import bench_async
 import numpy as np
 from staging_bench.exposure import measure, read_spans
+from streams_bench.decode_steps import decode_steps
 from streams_bench.processors import least_step_s, run_steps
 from streams_bench.simulated import bands
 from streams_bench.turns import ORDERS
@@ -144,6 +146,8 @@ class Runs:
     """By mode, of all seeds."""
     least_s: dict[str, list[float]] = field(default_factory=dict)
     """By mode, of each seed."""
+    decode_steps: dict[str, list[int]] = field(default_factory=dict)
+    """By mode with orders in turn, of all seeds."""
     folders: dict[str, Path] = field(default_factory=dict)
     """By mode, of the last seed."""
 
@@ -185,11 +189,16 @@ class Runs:
         num_steps = len(ORDERS) * (self.args.rounds + NUM_SKIPPED)
         name, module = f"{mode}, in turns", "streams_bench.turns"
         self.folders[name], seconds, _ = self.train(name, options, seed, num_steps, module)
-        seconds = seconds[NUM_SKIPPED * len(ORDERS) :]
+        counts = decode_steps(read_spans(self.folders[name] / "spans"))
+        num_skipped = NUM_SKIPPED * len(ORDERS)
+        seconds, counts = seconds[num_skipped:], counts[num_skipped:]
         for index, order in enumerate(ORDERS):
             some = seconds[index :: len(ORDERS)]  # their prompts are those of step 1, 2, 1, ...
             pairs = [(one + two) / 2 for one, two in zip(some[::2], some[1::2], strict=True)]
             self.step_s.setdefault(f"{name}, {order}", []).extend(pairs)
+            self.decode_steps.setdefault(f"{name}, {order}", []).extend(
+                counts[index :: len(ORDERS)]
+            )
 
     def seconds_of(self, mode: str, turn: int) -> float:
         """A step of one more run in this mode, with a seed of its own."""
@@ -251,7 +260,17 @@ def orders_of(runs: Runs) -> dict[str, Any]:
         fifo_s, ranked_s, oracle_s = map(runs.median_s, names)
         found["ranked_vs_fifo"][mode] = fifo_s / ranked_s
         found["oracle_vs_fifo"][mode] = fifo_s / oracle_s
-        found["share_of_oracle"][mode] = (fifo_s - ranked_s) / (fifo_s - oracle_s)
+        saved_s = fifo_s - oracle_s
+        found["share_of_oracle"][mode] = (fifo_s - ranked_s) / saved_s if saved_s > 0 else None
+    found["decode_steps"] = {
+        mode: [statistics.mean(runs.decode_steps[name]) for name in names]
+        for mode, names in modes.items()
+        if mode != RANKED
+    }
+    found["share_of_oracle_decode_steps"] = {
+        mode: (fifo - ranked) / (fifo - oracle)
+        for mode, (fifo, ranked, oracle) in found["decode_steps"].items()
+    }
     return found
 
 
