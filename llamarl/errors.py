@@ -49,6 +49,10 @@ class StaleVersion(RuntimeError):  # noqa: N818 - names what was found
     """The source no longer holds the version it should write; the target takes a newer one."""
 
 
+class NotStored(KeyError):  # noqa: N818 - names what was found
+    """A row was never written, or is retired."""
+
+
 class TargetLost(RuntimeError):  # noqa: N818 - an outcome more than an error
     """A source cannot reach a replica's memory; only that replica is given up."""
 

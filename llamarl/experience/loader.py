@@ -28,6 +28,7 @@ import numpy as np
 
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.errors import NotStored
 from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD
 from llamarl.experience.connection import Connection
 from llamarl.experience.graph import Stage
@@ -82,7 +83,8 @@ class StageBatch(Mapping[str, list[Any]]):
         """Write what the stage writes, one entry per rollout, and hand the batch back.
 
         `drop` has the reason for each row that is not to be trained on. ValueError for other
-        columns or lengths, and if the batch was not finished in time.
+        columns or lengths, and if the batch was not finished in time. Without effect once the run
+        has ended: it needs no results then.
         """
         self._loader.finish(self._lease, self.row_ids, {**(columns or {}), **more}, drop or {})
 
@@ -223,7 +225,10 @@ class StageLoader:
         try:
             for number in itertools.count():
                 await self._room.acquire()
-                self._batches.put(await self._take(number))
+                try:
+                    self._batches.put(await self._take(number))
+                except NotStored:  # the run ends: the rollouts it does not train on are retired
+                    self._room.release()
         except ConnectionError:  # the run has ended
             pass
         except Exception as error:  # noqa: BLE001 - raised in the consumer's loop
@@ -249,7 +254,8 @@ class StageLoader:
         names, arrays = columns_message(columns)
         pairs = [*drop.items()]
         header = {"ask": "finish", "lease": lease, "drop": pairs, "columns": names}
-        (await self._connection.ask((header, arrays))).close()
+        with suppress(ConnectionError):  # the run has ended
+            (await self._connection.ask((header, arrays))).close()
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:

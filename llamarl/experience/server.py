@@ -15,13 +15,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from llamarl.errors import NotStored
 from llamarl.experience.channel import Buffer, Channel, Packet
 
 log = logging.getLogger(__name__)
 
 Answer = tuple[dict[str, Any], Sequence[Buffer], Sequence[int]]
 """(header, body, files)"""
-TRAVELLING: tuple[type[Exception], ...] = (KeyError, ValueError, RuntimeError, OSError)
+TRAVELLING: tuple[type[Exception], ...] = (
+    NotStored,
+    KeyError,
+    ValueError,
+    RuntimeError,
+    OSError,
+)
 
 
 class UnitServer:

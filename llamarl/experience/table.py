@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from llamarl.errors import NotStored
 from llamarl.experience.cells import Cells, widths
 from llamarl.experience.columns import COLUMNS
 from llamarl.experience.slabs import Slab, Slabs
@@ -82,14 +83,14 @@ class Table:
         self._slabs.free_if_empty(slab)  # all rows were stale
 
     def locate(self, row_ids: list[int], names: Sequence[str]) -> Cells:
-        """Where these cells are: `which` has slab numbers. KeyError if a row is not stored or lacks
-        a column."""
+        """Where these cells are: `which` has slab numbers. NotStored for a row that is not,
+        KeyError for one that lacks a column."""
         try:
             slots = np.array([self._slots[row_id] for row_id in row_ids], np.int64)
         except KeyError:
             missing = next(row_id for row_id in row_ids if row_id not in self._slots)
             wanted = f"column {names[0]} was asked for" if names else "no column was asked for"
-            raise KeyError(f"row {missing} is not stored ({wanted})") from None
+            raise NotStored(f"row {missing} is not stored ({wanted})") from None
         for name in names:
             if name not in self._index:
                 has = self._names(int(slots[0])) if len(slots) else []

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,7 @@ def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or
 
 TAKE_AND_WAIT = """
 import sys
+import threading
 from llamarl.experience.loader import StageLoader
 for batch in StageLoader(sys.argv[1], "judge", batch_size=10):
     batch.finish(quality=[1.0] * len(batch.row_ids))
@@ -178,6 +180,36 @@ def test_what_is_finished_too_late_is_refused_and_leaves_nothing(tmp_path: Path)
         await asyncio.to_thread(slow.close)
 
     run(tmp_path, make(timeout_s=0.3), scenario)
+
+
+def test_a_consumer_meets_the_end_of_a_run_without_an_error(tmp_path: Path) -> None:
+    seen: list[int] = []
+    is_over, has_ended = threading.Event(), threading.Event()
+
+    def judge() -> None:
+        for batch in StageLoader(tmp_path, "judge", batch_size=4):
+            seen.extend(batch.row_ids)
+            if 8 in batch.row_ids:
+                is_over.wait(30)
+            batch.finish(quality=[1.0] * 4)
+        has_ended.set()
+
+    async def scenario(running: Run) -> None:
+        early = asyncio.create_task(running.stage.process(alone(0, 4)))
+        await asyncio.sleep(0)
+        await running.store.retire([0, 1, 2, 3], {"outcome": "unused"})
+        threading.Thread(target=judge, daemon=True).start()
+        assert len(await running.stage.process(alone(4, 8))) == 4
+        late = asyncio.create_task(running.stage.process(alone(8, 12)))
+        while 8 not in seen:
+            await asyncio.sleep(0.01)
+        for unused in (early, late):
+            unused.cancel()
+
+    run(tmp_path, make(), scenario)
+    is_over.set()
+    assert has_ended.wait(30), "what it held counts for nothing, and there is no more"
+    assert seen == [*range(4, 12)]
 
 
 def test_a_consumer_that_never_finishes_makes_its_rollouts_hung_and_then_ends_the_run(
