@@ -12,7 +12,7 @@ import pytest
 from llamarl.control import ask
 from tests.e2e.commands import RECIPE, SMALL, finish, start
 
-SHORT, LONG = 8, 32  # tokens: they double twice
+SHORT, LONG = 4, 64  # tokens: they double four times
 NUM_SHORT_STEPS, NUM_STEPS = 12, 60
 PER_STEP = 64  # rollouts
 TASK = '''"""Rewards drawn from the text: half of them 1, so that every rollout is trained."""
@@ -26,7 +26,7 @@ def reward(prompt, completion):
 
 
 def write_recipe(folder: Path) -> None:
-    """The quickstart with lengths that double twice, and rewards that do not depend on them."""
+    """The quickstart with lengths that double four times, which rewards do not depend on."""
     folder.mkdir()
     for name in ("checkpoint", "prompts.jsonl"):
         (folder / name).symlink_to(RECIPE / name)
@@ -45,8 +45,8 @@ def write_recipe(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_rollouts_become_longer_adds_a_replica(tmp_path: Path) -> None:
-    """With four slots and short rollouts training takes more than half as long as generation, so
-    that a second replica would not pay."""
+    """With two slots and short rollouts training takes more than half as long as generation, so
+    that a second replica would not pay; with long ones it takes a third."""
     recipe, run_dir = tmp_path / "recipe", tmp_path / "run"
     write_recipe(recipe)
     command = start(
@@ -56,7 +56,7 @@ def test_a_run_whose_rollouts_become_longer_adds_a_replica(tmp_path: Path) -> No
         *SMALL,
         f"num_steps={NUM_STEPS}",
         "generator.elastic=[1,2]",
-        "generator.max_num_seqs=4",
+        "generator.max_num_seqs=2",
         "checkpoint.export=false",
     )
     added_at = None
