@@ -26,7 +26,7 @@ and `async_vs_sync` is the median of the pairs' ratios. `least_step_s` is the sh
 schedule of the asynchronous run's work could reach on these processors: its busiest process's
 seconds of processor, or all processes' over the number of cores (streams_bench/processors.py).
 
-`--simulate` adds simulated runs of StreamRL's size (streams_bench/simulated.py), in 6 minutes.
+`--simulate` adds simulated runs of StreamRL's size (streams_bench/simulated.py), in 3 minutes.
 """
 
 from __future__ import annotations
