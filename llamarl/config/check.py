@@ -83,14 +83,18 @@ def check_fields(section: str, config: Any) -> None:
     """ValueError unless every field of the dataclass `config` makes sense by itself.
 
     A number must lie within its limits, or be finite where it has none; a text must be one of its
-    choices, and not be empty unless that is its default, and be one that files can hold.
+    choices, and not be empty unless that is its default, and be one that files can hold. A list
+    must hold such values.
     `section` is the key of `config` in a recipe, "" for the root.
     """
     for field in dataclasses.fields(config):
         key = f"{section}.{field.name}".lstrip(".")
         value = getattr(config, field.name)
         limits = limits_of(type(config), field.name)
-        for each in value if isinstance(value, list) else [value]:
+        is_list = isinstance(value, list)
+        for each in value if is_list else [value]:
+            is_one = not is_list or isinstance(each, str | int | float)  # OmegaConf takes any
+            require(is_one, key, "hold texts or numbers", value)
             if isinstance(each, str):
                 require(bool(each) or field.default == "", key, "not be empty", value)
                 require(_can_be_written(each), key, "be text without null characters", value)

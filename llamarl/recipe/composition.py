@@ -280,6 +280,9 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
         kinds = {each.section.__name__: name for name, all_ in sections for each in all_.values()}
         key = kinds.get(merge[1], merge[1])
         return f"{_place(recipe, key) if recipe else ''}{key} must be a section, got {merge[2]}"
+    known = reference().keys.get(full_key)
+    if known is not None and "Cannot merge DictConfig with ListConfig" in str(error):
+        return f"{place}{full_key} must be {WANTED[known.type]}, got a section"
     if ambiguous := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", words):
         key, value = ambiguous.groups()
         return f"{key} must be one value, a list as [{value}], or come with --multirun, got {value}"

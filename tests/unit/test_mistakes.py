@@ -44,6 +44,7 @@ OF_THE_SAME_KINDS = [  # as the first ones below
     ("num_steps=1.5", "num_steps must be a whole number, got 1.5"),
     ("trainer.betas=[a,0.1]", "trainer.betas must be a list of numbers, got 'a'"),
     ("data.chat=maybe", "data.chat must be true or false, got 'maybe'"),
+    ("cluster.sites=[{x: 1}]", "cluster.sites must hold texts or numbers, got [{'x': 1}]"),
     ("num_steps='a", "an argument must be KEY=VALUE, where text with special characters"),
     ("cluster=in_line", "got 'in_line' (did you mean inline?)"),
     (
@@ -56,6 +57,8 @@ OF_THE_SAME_KINDS = [  # as the first ones below
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
+        ("generator.pools={x: 1}", "generator.pools must be a list of texts, got a section"),
+        ("generator.pools=[{x: 1}]", "generator.pools must hold texts or numbers, got [{"),
         ("num_step=3", "num_step must be a known key, got a new one (did you mean num_steps?)"),
         (
             "+trainer.lrr=3",
@@ -152,7 +155,7 @@ def test_a_wrong_command_ends_with_code_two_and_one_line(
 
 
 WRONG = [math.nan, math.inf, -math.inf, -1, 2**63, 1e308, 1e-320, "", None, [1], {"a": 1}, "\0"]
-WRONG += ["\ud800", "é" * 1000, True, "x"]
+WRONG += ["\ud800", "é" * 1000, True, "x", [{"a": 1}], [[1]], [None]]
 MINIMUM: dict[str, dict[str, Any]] = {
     "ModelConfig": {"checkpoint": "x"},
     "DataConfig": {"prompts": "x"},
@@ -179,7 +182,7 @@ def refusal(section: type, name: str, value: object) -> str | None:
 
 def is_sane(value: object) -> bool:
     if isinstance(value, list):
-        return all(map(is_sane, value))
+        return all(isinstance(each, str | int | float) and is_sane(each) for each in value)
     if isinstance(value, str):
         return value.isprintable() and bool(value)
     return not isinstance(value, float | int) or (math.isfinite(value) and abs(value) < 2**60)
@@ -217,6 +220,7 @@ def test_whatever_a_field_is_set_to_it_makes_sense_or_is_refused_in_one_line(sec
 
 WRITTEN = ["nan", "inf", "-inf", "-1", str(2**63), "1e308", "1e-320", "", "''", "null", "[1]"]
 WRITTEN += ["{a: 1}", "é", "'\\ud800'", "true", "x", "[]", "{}", "???", "${x}", "1,2", "a=b", "'"]
+WRITTEN += ["[{a: 1}]", "[[1]]", "[null]"]
 
 
 @pytest.mark.slow
