@@ -153,7 +153,7 @@ class ExternalExecutor:
         if header["ask"] == "stage":
             stage = as_data(self._stage, "external")
             about = {"stage": stage, "units": self._spec.units, "tokenizer": self._spec.tokenizer}
-            return about, (), ()
+            return about | {"has_ranks": self._has_ranks}, (), ()
         if header["ask"] == "take":
             return self._take(header, packet.channel)
         return self._finish(packet)

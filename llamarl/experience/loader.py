@@ -216,19 +216,26 @@ class StageLoader:
         self._connections += units
         self._store = Store(units)
         self.stage: Stage = from_data(about["stage"])
+        self._has_ranks = about["has_ranks"]
         if COMPLETION in self.stage.reads:
             self._tokenizer = load_tokenizer(about["tokenizer"])
         self._taking = asyncio.create_task(self._take_all())
 
     async def _take_all(self) -> None:
         """Batch after batch, while fewer than `prefetch` are in the queue."""
+        missed: NotStored | None = None
         try:
             for number in itertools.count():
                 await self._room.acquire()
                 try:
-                    self._batches.put(await self._take(number))
-                except NotStored:  # the run ends: the rollouts it does not train on are retired
+                    batch = await self._take(number)
+                except NotStored as error:  # retired: others finished it late, or the run ends
+                    missed = error
                     self._room.release()
+                    continue
+                if missed is not None and self._has_ranks:
+                    raise missed  # the other processes have had a batch that this one has not
+                self._batches.put(batch)
         except ConnectionError:  # the run has ended
             pass
         except Exception as error:  # noqa: BLE001 - raised in the consumer's loop

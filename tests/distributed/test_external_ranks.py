@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.errors import NotStored
 from llamarl.experience.graph import External
 from llamarl.experience.loader import StageBatch, StageLoader
 from tests.distributed.external import Run, alone, consume, lengths_of, make, run
@@ -56,6 +57,26 @@ def test_a_peer_that_comes_when_all_is_finished_sees_what_the_others_saw(tmp_pat
     run(tmp_path, make(External(num_peers=2)), scenario)
     assert sorted(row_id for batch in seen[0] for row_id in batch) == list(range(20))
     assert seen[1] == seen[0]
+
+
+def test_a_peer_that_missed_a_batch_raises_instead_of_going_on_with_the_next(
+    tmp_path: Path,
+) -> None:
+    seen: list[list[int]] = []
+
+    async def scenario(running: Run) -> None:
+        finish = lambda batch: batch.finish(quality=lengths_of(batch))  # noqa: E731
+        consume(tmp_path, seen, finish, batch_size=5, prefetch=1)
+        await running.stage.process(alone(0, 5))
+        await running.store.retire([*range(5)], {"outcome": "trained"})
+        await running.stage.process(alone(5, 10))
+        late = await asyncio.to_thread(StageLoader, tmp_path, "judge", batch_size=5, peer=1)
+        with pytest.raises(NotStored, match="row 0 is not stored"):
+            await asyncio.to_thread(next, iter(late))
+        await asyncio.to_thread(late.close)
+
+    run(tmp_path, make(External(num_peers=2)), scenario)
+    assert seen == [[*range(5)], [*range(5, 10)]]
 
 
 def test_when_a_data_rank_ends_all_begin_again_and_no_rollout_is_lost(

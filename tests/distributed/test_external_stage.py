@@ -101,7 +101,6 @@ def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or
 
 TAKE_AND_WAIT = """
 import sys
-import threading
 from llamarl.experience.loader import StageLoader
 for batch in StageLoader(sys.argv[1], "judge", batch_size=10):
     batch.finish(quality=[1.0] * len(batch.row_ids))
