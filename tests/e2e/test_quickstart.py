@@ -72,8 +72,8 @@ def test_nothing_is_learnt_without_a_learning_rate(tmp_path: Path) -> None:
     assert summary["accuracy_after"] == pytest.approx(summary["accuracy_before"], abs=0.03)
 
 
-def test_shuffled_rewards_do_not_teach_the_task(tmp_path: Path) -> None:
-    """They move the policy at random, to 0.40 to 0.54 with five seeds; the right ones to 0.98."""
+def test_nothing_is_learnt_from_shuffled_rewards(tmp_path: Path) -> None:
+    """In ten steps; in more of them such rewards move the policy at random."""
     recipe = tmp_path / "recipe"
     shutil.copytree(RECIPE, recipe)
     rows = [json.loads(line) for line in (recipe / "prompts.jsonl").read_text().splitlines()]
@@ -82,8 +82,9 @@ def test_shuffled_rewards_do_not_teach_the_task(tmp_path: Path) -> None:
     shuffled = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
     text = "".join(json.dumps(row) + "\n" for row in shuffled)
     (recipe / "prompts.jsonl").write_text(text)
-    summary = quickstart(tmp_path / "run", recipe=recipe)
-    assert summary["accuracy_after"] < 0.7
+    summary = quickstart(tmp_path / "shuffled", "num_steps=10", recipe=recipe)
+    assert summary["accuracy_after"] == pytest.approx(summary["accuracy_before"], abs=0.03)
+    assert quickstart(tmp_path / "right", "num_steps=10")["accuracy_after"] > 0.75
 
 
 def attestation_share(run_dir: Path) -> float:
