@@ -32,6 +32,7 @@ seconds of processor, or all processes' over the number of cores (streams_bench/
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -50,7 +51,7 @@ import numpy as np
 from staging_bench.exposure import measure, read_spans
 from streams_bench.decode_steps import decode_steps
 from streams_bench.processors import least_step_s, run_steps
-from streams_bench.simulated import bands
+from streams_bench.simulated import CASES, bands, gains
 from streams_bench.turns import ORDERS
 
 from llamarl.metrics.metrics_log import read_metrics
@@ -348,7 +349,11 @@ def main() -> None:
             figures[shape] = measure_workload(shape, Path(temporary), args)
             print(json.dumps(figures[shape], indent=2), flush=True)
     if args.simulate:
-        figures["simulated"] = bands()
+        found = [gains(case) for case in CASES]
+        pairs = zip(CASES, found, strict=True)
+        figures["simulated_cases"] = [dataclasses.asdict(case) | each for case, each in pairs]
+        print(json.dumps(figures["simulated_cases"], indent=2))
+        figures["simulated"] = bands(found)
         print(json.dumps(figures["simulated"], indent=2))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")

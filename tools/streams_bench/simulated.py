@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -231,10 +232,10 @@ def gains(case: Case) -> dict[str, float]:
         "recall": skewed(recipe(case, num_train), case).recall(),
         "train_gpus": num_train,
         "colocated_step_s": colocated.step_s,
+        "colocated_ranked_busy_share": sum(map(ranked.busy_shares.get, ("generator", "trainer"))),
     }
 
 
-def bands() -> dict[str, tuple[float, float]]:
+def bands(found: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
     """(least, most) of each gain over all cases."""
-    found = [gains(case) for case in CASES]
     return {name: (min(f[name] for f in found), max(f[name] for f in found)) for name in found[0]}
