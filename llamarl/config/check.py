@@ -93,7 +93,8 @@ def check_fields(section: str, config: Any) -> None:
         limits = limits_of(type(config), field.name)
         is_list = isinstance(value, list)
         for each in value if is_list else [value]:
-            is_one = not is_list or isinstance(each, str | int | float)  # OmegaConf takes any
+            # OmegaConf lets sections, lists and null stand in a list of any type.
+            is_one = not is_list or isinstance(each, str | int | float)
             require(is_one, key, "hold texts or numbers", value)
             if isinstance(each, str):
                 require(bool(each) or field.default == "", key, "not be empty", value)
