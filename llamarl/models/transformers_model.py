@@ -8,6 +8,7 @@ of its own.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ TRIAL_LENGTHS = (11, 7)
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest difference, in nats, of log-probs computed in two ways: rounding is below, positions
 counted through the pack are above."""
+BUILDING = threading.Lock()
+"""The library imports a family's code on first use, which two threads must not do at once."""
 
 
 class TransformersModel(TrainedModel):
@@ -60,16 +63,19 @@ class TransformersModel(TrainedModel):
         super().__init__()
         transformers_logging.set_verbosity_error()
         try:
-            config = AutoConfig.from_pretrained(
-                checkpoint, local_files_only=True, trust_remote_code=False
-            )
-            with torch.device("meta"):
+            with BUILDING, torch.device("meta"):
+                config = AutoConfig.from_pretrained(
+                    checkpoint, local_files_only=True, trust_remote_code=False
+                )
+                # Any other dtype would become the default of all threads of the process meanwhile.
                 self.causal = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, trust_remote_code=False
+                    config, dtype=torch.float32, trust_remote_code=False
                 )
         except BUILD_ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"transformers cannot build {checkpoint}: {reason}") from error
+        for parameter in self.causal.parameters():
+            parameter.data = parameter.data.to(dtype)
         self.causal.eval()
         self._compute_dtype = compute_dtype
         kinds = set(self.causal._no_split_modules or ())

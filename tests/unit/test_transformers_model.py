@@ -165,3 +165,14 @@ def test_a_family_whose_files_name_other_tensors_than_its_code_is_refused(tmp_pa
     folder = make_checkpoint(tmp_path / "moe", "qwen3_moe", experts)
     with pytest.raises(ValueError, match=r"mlp\.experts.* of the model must have the shape"):
         load(folder)
+
+
+def test_a_bfloat16_model_leaves_the_default_dtype_of_other_threads_alone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_dtype, seen = torch.set_default_dtype, []
+    monkeypatch.setattr(torch, "set_default_dtype", lambda d: (seen.append(d), set_dtype(d)))
+    config = TransformersConfig(compute_dtype="bfloat16")
+    made = load_model(str(folders["llama"]), config, torch.device("cpu"), None, torch.bfloat16)
+    assert {*seen} <= {torch.float32}
+    assert {each.dtype for each in made.parameters()} == {torch.bfloat16}
