@@ -100,6 +100,15 @@ class Slabs:
             self._forget(slab)
             os.close(slab.file)
 
+    def drop_empty(self) -> None:
+        """Give back all slabs without a cell, also the one that takes small writes."""
+        self.drop_spares()
+        slab, self.shared = self.shared, None
+        if slab is not None and slab.num_cells:
+            self.shared = slab
+        elif slab is not None:
+            self.free_if_empty(slab)
+
     def read_done(self, numbers: Sequence[int]) -> None:
         """Clients look at these slabs no more, each in one answer."""
         for number in numbers:

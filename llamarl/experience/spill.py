@@ -53,7 +53,7 @@ class Spill:
         """Return once no more slabs than allowed are in memory, or no further one can move."""
         async with self._lock:
             while self.is_over:
-                self._slabs.drop_spares()
+                self._slabs.drop_empty()
                 slab = self._oldest() if self.is_over and not self._is_blocked else None
                 if slab is None:
                     return

@@ -71,16 +71,20 @@ class Table:
         kept = [place for place, row_id in enumerate(row_ids) if row_id not in stale]
         slots = self._take_slots([row_ids[place] for place in kept])
         columns = self._places(cells.dtypes)
-        self._release(columns, slots)
         sizes = cells.sizes[:, kept]
+        # Counted before the cells that they replace are released, which may lie in the same slab:
+        # it would be joined again, or given back, without them.
         slab.num_cells += sizes.size
         slab.live_bytes += int(sizes.sum())
+        if not sizes.size:  # all rows were stale
+            self._slabs.free_if_empty(slab)
+        replaced, replaced_sizes = self._cells(columns, slots)
         self._which[columns, slots] = slab.number
         self._starts[columns, slots] = cells.starts[:, kept]
         self._lengths[columns, slots] = cells.lengths[:, kept]
         if codes is not None:
             self._is_partial[slots] = codes[kept] == PARTIAL
-        self._slabs.free_if_empty(slab)  # all rows were stale
+        self._release(replaced, replaced_sizes)
 
     def locate(self, row_ids: list[int], names: Sequence[str]) -> Cells:
         """Where these cells are: `which` has slab numbers. NotStored for a row that is not,
@@ -120,15 +124,15 @@ class Table:
         """Free these rows, of which some may not be stored."""
         slots = [self._slots.pop(row_id) for row_id in row_ids if row_id in self._slots]
         everything = np.arange(len(self._index))[:, None]
-        self._release(everything, np.array(slots, np.int64))
         self._is_partial[slots] = False
+        self._forget(everything, np.array(slots, np.int64))
         self._free += slots
 
     def erase(self, row_ids: Iterable[int], names: Iterable[str]) -> None:
         """Free these cells, as far as they are written."""
         slots = [self._slots[row_id] for row_id in row_ids if row_id in self._slots]
         columns = self._places([name for name in names if name in self._index])
-        self._release(columns, np.array(slots, np.int64))
+        self._forget(columns, np.array(slots, np.int64))
 
     def is_complete(self, slab: Slab) -> bool:
         """Whether no rollout in the slab is partial."""
@@ -173,14 +177,21 @@ class Table:
         self._starts, self._lengths = np.pad(self._starts, more), np.pad(self._lengths, more)
         self._is_partial = np.pad(self._is_partial, more[1])
 
-    def _release(self, columns: np.ndarray, slots: np.ndarray) -> None:
-        """Forget these cells, as far as there are any, and give back what memory that leaves."""
-        which = self._which[columns, slots]
-        if not (written := which != NOWHERE).any():
-            return
+    def _cells(self, columns: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(slab numbers, bytes) of these cells, each int64 [columns, slots], as they are."""
         width = widths({name: self._dtypes[name] for name in self._index})[columns]
-        sizes = self._lengths[columns, slots] * width
+        return self._which[columns, slots], self._lengths[columns, slots] * width
+
+    def _forget(self, columns: np.ndarray, slots: np.ndarray) -> None:
+        """Let go of these cells, as far as there are any."""
+        which, sizes = self._cells(columns, slots)
         self._which[columns, slots] = NOWHERE
+        self._release(which, sizes)
+
+    def _release(self, which: np.ndarray, sizes: np.ndarray) -> None:
+        """Give back what memory is left by cells that the tables do not name any more: the slab
+        numbers (NOWHERE: no cell) and bytes of each."""
+        written = which != NOWHERE
         numbers, inverse = np.unique(which[written], return_inverse=True)
         counts, sums = np.bincount(inverse), np.bincount(inverse, sizes[written])
         for number, count, sum_bytes in zip(numbers, counts, sums, strict=True):

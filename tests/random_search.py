@@ -1,0 +1,36 @@
+"""Which cases a random search runs.
+
+The default suite runs a few, other ones every day; the slow set runs many, always the same. A case
+that fails says its seed: LLAMARL_SEARCH_SEED=SEED runs that case alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+GIVEN = os.environ.get("LLAMARL_SEARCH_SEED")
+TODAY = datetime.datetime.now(datetime.UTC).date().toordinal() * 100_000
+
+
+def searched(few: int, many: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a test its argument `seeds`: of today's `few` cases, and, in the slow set, of `many`."""
+    slow = pytest.param(range(many), id=f"{many} cases", marks=pytest.mark.slow)
+    today = pytest.param(range(TODAY, TODAY + few), id=f"{few} cases of today")
+    if GIVEN is not None:
+        today = pytest.param([int(GIVEN)], id=f"seed {GIVEN}")
+    return pytest.mark.parametrize("seeds", [today, slow])
+
+
+@contextmanager
+def case(seed: int) -> Iterator[None]:
+    """What fails within names the seed."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"to run this case alone: LLAMARL_SEARCH_SEED={seed}")
+        raise
