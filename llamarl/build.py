@@ -42,7 +42,8 @@ from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.protocols import WeightSource
-from llamarl.recipe.inputs import Inputs, evaluation_sampling, make_prompts, train_sampling
+from llamarl.recipe.inputs import Inputs, make_prompts
+from llamarl.recipe.sampling import evaluation_sampling, train_sampling
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 

@@ -33,7 +33,8 @@ from llamarl.metrics.provenance import record_provenance
 from llamarl.metrics.span import Spans
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.composition import compose, to_config, to_yaml
-from llamarl.recipe.inputs import Inputs, check_lengths, read_frozen, read_inputs, train_sampling
+from llamarl.recipe.inputs import Inputs, check_lengths, read_frozen, read_inputs
+from llamarl.recipe.sampling import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import (
     RESPONSE_IDS,
@@ -80,6 +81,8 @@ async def start_engines(
     config = to_config(composed)
     must = "be false under a loop of one's own, for it has no phases"
     config.require(not config.placement.colocated, "placement.colocated", must)
+    must = "be none under a loop of one's own, whose order is its own"
+    config.require(config.dispatch.ranker == "none", "dispatch.ranker", must)
     must = "be off under a loop of one's own, which calls load_state"
     config.require(config.checkpoint.resume == "off", "checkpoint.resume", must)
     inputs = read_inputs(config)
@@ -127,10 +130,8 @@ class Engines:
         self._spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
         self._dispatch = build.make_dispatch(config, executors)
         self.gate = build.make_gate(config, inputs, executors, self._dispatch, self._spans, {})
-        self._rules, self._sampling = (
-            build.make_rules(config, inputs),
-            train_sampling(config, inputs),
-        )
+        self._rules = build.make_rules(config, inputs)
+        self._sampling = train_sampling(config, inputs)
         stages = {stage: group.call_one for stage, group in executors.stages.items()}
         self._storage = executors.storage
         self._groups = GroupsInFlight(self._dispatch, stages, inputs.graph, self._storage)
@@ -174,11 +175,10 @@ class Engines:
         self._require("generate", "generator")
         if "trainer" in self._parts and self._published < 0:
             raise RuntimeError("generate must come after the first sync_weights, got no weights")
-        drawn = replace(self._sampling, **sampling)
-        config = replace(self.config.sampling, max_tokens=drawn.max_tokens)
+        drawn = replace_sampling(self._sampling, sampling, self.tokenizer)
         groups = [self._make_group(question, num_rollouts) for question in questions]
         prompts = [group.prompt for group in groups]
-        check_lengths(replace(self.config, sampling=config), prompts, [])
+        check_lengths(self._replace_sampling(max_tokens=drawn.max_tokens), prompts, [])
         asked = (self._rules.make_requests(group, sampling=drawn) for group in groups)
         return await self._groups.submit(groups, [*chain.from_iterable(asked)])
 
@@ -202,11 +202,14 @@ class Engines:
     async def settle(self, group: Group, rewards: Sequence[float] | None = None) -> str | None:
         """Set the group's advantages by the recipe's algorithm; or the reason to drop the group.
 
-        `rewards`, one per rollout, take the place of `score`'s.
+        `rewards`, one per rollout, take the place of `score`'s, or of those given before.
         """
         self._require("settle", "storage")
         row_ids = self._groups.rows([group])
+        self._replace_sampling(rollouts_per_prompt=len(row_ids))  # may be too few for a baseline
         if rewards is not None:
+            require(len(rewards) == len(row_ids), "rewards", "be one per rollout", rewards)
+            await self._storage.erase(row_ids, [REWARD], 0)
             await self.put_experience(row_ids, {REWARD: [[reward] for reward in rewards]})
             for row_id, reward in zip(row_ids, rewards, strict=True):
                 score = Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward))
@@ -322,14 +325,17 @@ class Engines:
         return -1 if self._publisher is None else self._publisher.version
 
     def _require(self, call: str, part: str) -> Any:
-        """The trainer, if there is one. Raises what ended the background tasks; RuntimeError if the
-        part was not started."""
+        """The trainer, if there is one. Raises what ended the background tasks, or RuntimeError."""
         if self._groups.error is not None:
             raise self._groups.error
         if part not in self._parts:
             started = ", ".join(sorted(self._parts))
             raise RuntimeError(f"{call} must have the {part} among parts, got {started}")
         return self._executors.trainer
+
+    def _replace_sampling(self, **fields: Any) -> Config:
+        """The recipe with these fields of `sampling`; ValueError if they do not suit the rest."""
+        return replace(self.config, sampling=replace(self.config.sampling, **fields))
 
     def _make_group(self, question: Question, num_rollouts: int | None) -> Group:
         if isinstance(question, Group):

@@ -18,7 +18,7 @@ TODAY = datetime.datetime.now(datetime.UTC).date().toordinal() * 100_000
 
 
 def searched(few: int, many: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a test its argument `seeds`: of today's `few` cases, and, in the slow set, of `many`."""
+    """Gives a test its argument `seeds`: of `few` cases of today; in the slow set, of `many`."""
     slow = pytest.param(range(many), id=f"{many} cases", marks=pytest.mark.slow)
     today = pytest.param(range(TODAY, TODAY + few), id=f"{few} cases of today")
     if GIVEN is not None:

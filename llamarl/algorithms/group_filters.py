@@ -15,6 +15,7 @@ from typing import Any
 from llamarl.algorithms.advantages import ADVANTAGES, shaped_rewards
 from llamarl.config import AlgorithmConfig
 from llamarl.config.check import require_choice
+from llamarl.config.reward import LARGEST
 from llamarl.errors import TaskError
 from llamarl.task_file import FILE
 from llamarl.types import REWARD, Dropped, Group, Kept, ScoredGroup, Verdict
@@ -65,8 +66,9 @@ def filter_group(
 
     Rollouts that a stage of the recipe's own dropped are left out; if too few are left for a
     baseline, their most frequent reason is the group's. Next comes "failed_reward": a score without
-    reward (`reward.on_failure: zero` gives it one). A baseline over the other rollouts would favour
-    those that reward code happens to handle, so the whole group is dropped.
+    reward (`reward.on_failure: zero` gives it one), or a sum beyond `LARGEST`. A baseline over the
+    other rollouts would favour those that reward code happens to handle, so the whole group is
+    dropped.
 
     `max_tokens` is the longest completion, which the overlong penalty counts back from; `task` are
     the functions of task.py that the recipe names. TaskError if one of them fails or returns an
@@ -80,7 +82,7 @@ def filter_group(
     num_tokens = [rollout.num_tokens for rollout in rollouts]
     summed = [_summed_reward(group, row_id, config) for row_id in row_ids]
     rewards = shaped_rewards(summed, num_tokens, max_tokens, config)
-    if any(map(math.isnan, rewards)):
+    if not all(abs(reward) <= LARGEST for reward in rewards):  # NaN: none was given
         return Dropped(FAILED_REWARD)
     scored = ScoredGroup(
         prompt=group.prompt,

@@ -24,7 +24,8 @@ class SamplingConfig(Section):
     max_tokens: int = number(512, least=1, most=2**24)
     """Longest completion, in tokens."""
     stop_strings: list[str] = field(default_factory=list)
-    """Texts that end a completion, besides the tokenizer's end-of-sequence token."""
+    """Texts that end a completion, besides the tokenizer's end-of-sequence token. One may be a
+    special token, such as <|im_end|>."""
     segment_tokens: int = number(0, least=0, most=2**24)
     """Interrupt a rollout after this many new tokens and continue it on any replica; 0 never
     does."""

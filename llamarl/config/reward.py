@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, number
 
+LARGEST = 1e9
+"""What a reward may be at most, with either sign: squares of gradients that it scales must not
+overflow float32."""
+
 
 @dataclass(kw_only=True)
 class RewardConfig(Section):
@@ -30,9 +34,10 @@ class RewardConfig(Section):
     """A reward that runs longer is killed and counted as hung."""
     on_failure: str = choice("drop", "zero")
     """What happens when the reward of a rollout fails (its code raises, exceeds the time limit or
-    returns no finite number): drop (its group is not trained on: a baseline over the others would
-    favour completions that reward code can process) | zero (its reward is 0, for reward code that
-    fails on wrong answers, such as a verifier that runs out of time). Failures are counted."""
+    returns no number from -1e9 to 1e9): drop (its group is not trained on: a baseline over the
+    others would favour completions that reward code can process) | zero (its reward is 0, for
+    reward code that fails on wrong answers, such as a verifier that runs out of time). Failures are
+    counted."""
     max_failure_rate: float = number(0.1, least=0, most=1)
     """The run stops when more than this share of the last 1000 rewards failed (after 50), with
     any `on_failure`; 1 never stops it."""

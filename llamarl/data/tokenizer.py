@@ -10,6 +10,7 @@ does).
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +21,9 @@ from llamarl.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+IMPORTING = threading.Lock()
+"""transformers finds its names on first use, which two threads must not do at once."""
 
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": "user", "content": "..."}."""
@@ -32,6 +36,10 @@ class TextDecoder(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]:
         """All ids that end a completion."""
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """By their texts, the ids of special tokens, which `decode` leaves out."""
+
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids."""
 
@@ -39,8 +47,9 @@ class TextDecoder(Protocol):
 class Tokenizer:
     """The tokenizer of one checkpoint; make it with `load_tokenizer`.
 
-    `eos_token_ids` are all ids that end a completion, the tokenizer's own first. `num_ids` is its
-    largest id plus one.
+    `eos_token_ids` are all ids that end a completion, the tokenizer's own first. `special_ids` are
+    those of special tokens, which `decode` leaves out, by their texts. `num_ids` is its largest id
+    plus one.
     """
 
     def __init__(
@@ -48,6 +57,9 @@ class Tokenizer:
     ) -> None:
         self.folder = folder
         self.eos_token_ids = eos_token_ids
+        self.special_ids = {
+            token.content: i for i, token in backend.added_tokens_decoder.items() if token.special
+        }
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
         self._backend = backend
 
@@ -112,7 +124,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if (path / "tokenizer_config.json").exists():
         read_object(path / "tokenizer_config.json")
 
-    from transformers import PreTrainedTokenizerFast
+    with IMPORTING:
+        from transformers import PreTrainedTokenizerFast
 
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
@@ -137,6 +150,25 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"{largest} from {tokenizer.folder}; set model.tokenizer to the tokenizer the "
             f"checkpoint was trained with"
         )
+
+
+def split_stops(
+    tokenizer: TextDecoder, texts: Sequence[str], key: str = "sampling.stop_strings"
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(ids of the stop strings that are a special token each, the other stop strings).
+
+    ValueError for one that has a special token among other characters: as the text of a rollout
+    shows no special token, it would never end one.
+    """
+    special = tokenizer.special_ids
+    others = [text for text in texts if text not in special]
+    for text in others:
+        if found := next((token for token in special if token in text), None):
+            raise ValueError(
+                f"{key} must hold a special token, such as {found!r}, by itself or not at all, "
+                f"got {text!r}"
+            )
+    return tuple(special[text] for text in texts if text in special), tuple(others)
 
 
 def _eos_token_ids(folder: Path, own: int | None) -> tuple[int, ...]:

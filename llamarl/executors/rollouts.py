@@ -28,16 +28,18 @@ class RolloutPart:
         self._spans = spans
         self._storage = RecordingStore(spec.storage, spans)
         self.beside = Beside()  # what has to do with storage
+        self._loading = asyncio.Lock()  # of the tokenizer
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; resumed ones are read back from storage first."""
         engine, session = self._decoding.engine, self._output.session
         self._decoding.check()
         self._output.expect(requests)
-        has_stop_strings = any(request.sampling.stop_strings for request in requests)
-        if has_stop_strings and engine.decode_text is None:
-            tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
-            engine.decode_text = tokenizer.decode
+        if any(request.sampling.stop_strings for request in requests):
+            async with self._loading:
+                if engine.decode_text is None:
+                    tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)
+                    engine.decode_text = tokenizer.decode
         resumed = [request for request in requests if request.resume]
         written: dict[int, PartialOutput] = {}
         if resumed:

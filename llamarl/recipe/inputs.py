@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ from llamarl.checkpoints import manifest
 from llamarl.config import Config, TransformersConfig, VllmConfig
 from llamarl.config.check import require
 from llamarl.config.pools import alone, named, pools_of
-from llamarl.data.tokenizer import TextDecoder, Tokenizer, check_tokenizer, load_tokenizer
+from llamarl.data.tokenizer import (
+    TextDecoder,
+    Tokenizer,
+    check_tokenizer,
+    load_tokenizer,
+    split_stops,
+)
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
@@ -32,7 +38,7 @@ from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_any_checkpoint, check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.recipe.task import load_task, read_graph, read_task
-from llamarl.types import Prompt, Sampling
+from llamarl.types import Prompt
 from llamarl.weights.transports.table import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
@@ -75,6 +81,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_architecture(config, architecture)
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer, architecture.vocab_size)
+    split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
     task_source = read_task(config)
     graph = read_graph(config, task_source)
     _check_models(config, graph, architecture)
@@ -172,30 +179,6 @@ def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:
             with suppress(ValueError):
                 found[stage.name] = read_architecture(_resolve(config, stage.run.checkpoint))
     return found
-
-
-def train_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """The sampling parameters of training rollouts, which end at the tokenizer's and the model's
-    own end-of-sequence ids."""
-    eos_ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
-    return Sampling(
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-        max_tokens=config.sampling.max_tokens,
-        stop_token_ids=tuple(dict.fromkeys(eos_ids)),
-        stop_strings=tuple(config.sampling.stop_strings),
-    )
-
-
-def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
-    """The sampling parameters of held-out rollouts."""
-    return replace(
-        train_sampling(config, inputs),
-        temperature=config.evaluation.temperature,
-        top_p=config.evaluation.top_p,
-        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
-    )
 
 
 def _check_devices(config: Config) -> None:

@@ -252,14 +252,14 @@ def test_columns_of_one_s_own_lie_beside_the_rollout_s(tmp_path: Path) -> None:
         assert [len(cell) for cell in found["teacher"]] == sizes
         assert await engines.settle(group, rewards=[1.0, 0.0]) is None
         assert group.advantages == (0.5, -0.5)
-        with pytest.raises(RuntimeError, match="already has column reward"):
-            await engines.settle(group, rewards=[1.0, 0.0])
+        assert await engines.settle(group, rewards=[0.0, 1.0]) is None
+        assert group.advantages == (-0.5, 0.5)
         with pytest.raises(KeyError, match="has no column ref_logprobs"):
             await engines.get_experience(group.row_ids, ["ref_logprobs"])
 
     run(work, tmp_path, parts=ONLY_GENERATOR)
     (first, second) = sorted(read_archive(tmp_path), key=lambda line: line["row_id"])
-    assert (first["reward"], second["reward"]) == (1.0, 0.0)
+    assert (first["reward"], second["reward"]) == (0.0, 1.0)
     assert first["outcome"] == second["outcome"] == "unused"
 
 

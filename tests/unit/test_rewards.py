@@ -146,11 +146,14 @@ def test_any_real_number_is_a_reward(value, expected):
     assert answer == {"parts": {"f": expected}}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j, np.ones(1)])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j, np.ones(1), 1e300, -3e38]
+)
 def test_what_is_no_finite_number_is_invalid_and_shown(value):
     answer = grade({"f": lambda *_: value}, prompt(), "", True, CONFIG)
     assert answer["status"] is ScoreStatus.INVALID
-    assert f"f: a reward must be a finite number, got {value!r}" == answer["error"]
+    must = "f: a reward must be a finite number, at most 1e+09 either way"
+    assert answer["error"] == f"{must}, got {value!r}"
 
 
 @pytest.mark.parametrize("error", [ValueError("oh"), SystemExit(3), KeyboardInterrupt()])
@@ -236,3 +239,12 @@ def test_a_prompt_without_an_answer_is_named_before_the_run(name, fields, messag
         check_answers(config, [prompt(answer=1), prompt(**fields)], "p.jsonl")
     assert "\n" not in str(error.value)
     check_answers(RewardConfig(functions=["format"]), [prompt(**fields)], "p.jsonl")
+
+
+@pytest.mark.parametrize("answer", ["50%", r"50\%", "$50%$"])
+def test_a_percent_sign_means_the_same_with_and_without_its_backslash(answer: str) -> None:
+    config = RewardConfig(functions=["math"])
+    for text in (r"\boxed{50\%}", r"\boxed{50%}", "so it is 50%."):
+        assert math_reward.reward(prompt(answer=answer), text, True, config) == 1.0, text
+    for text in (r"\boxed{0.5}", r"\boxed{51\%}", r"\boxed{5%}"):
+        assert math_reward.reward(prompt(answer=answer), text, True, config) == 0.0, text

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llamarl.data.tokenizer import check_tokenizer, load_tokenizer
+from llamarl.data.tokenizer import check_tokenizer, load_tokenizer, split_stops
 from tests.unit.tokenizer_files import write_tokenizer
 
 TEXT = "What is 12 + 3 ? It's  n't , caf\u00e9 \U0001f600 ."
@@ -94,3 +94,26 @@ def test_a_setting_of_a_wrong_type_is_refused_when_the_tokenizer_is_loaded(tmp_p
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": []}))
     with pytest.raises(ValueError, match="must be a tokenizer that transformers loads"):
         load_tokenizer(tmp_path)
+
+
+def test_a_stop_string_that_is_a_special_token_is_an_id_and_one_with_more_is_refused(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    token, token_id = next(iter(tokenizer.special_ids.items()))
+    assert split_stops(tokenizer, ["a", token, "b"]) == ((token_id,), ("a", "b"))
+    must = f"sampling.stop_strings must hold a special token, such as '{token}', by itself"
+    with pytest.raises(ValueError, match=must):
+        split_stops(tokenizer, [f"{token}."])
+
+
+def test_threads_may_load_the_first_tokenizer_of_a_process_at_once(tmp_path):
+    write_tokenizer(tmp_path)
+    code = (
+        "import threading, time; from llamarl.data.tokenizer import load_tokenizer\n"
+        "failed = []; threading.excepthook = lambda args: failed.append(args.exc_value)\n"
+        f"load = lambda: load_tokenizer({str(tmp_path)!r})\n"
+        "threads = [threading.Thread(target=load) for _ in range(6)]\n"
+        "[(each.start(), time.sleep(0.03)) for each in threads]\n"
+        "[each.join() for each in threads]\n"
+        "assert not failed, failed\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

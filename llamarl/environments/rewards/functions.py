@@ -16,6 +16,7 @@ from typing import Any
 
 from llamarl.config import RewardConfig
 from llamarl.config.check import require_choice
+from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.task_file import execute
 from llamarl.types import Prompt, ScoreStatus
@@ -122,10 +123,11 @@ def grade(
                 "status": ScoreStatus.RAISED,
                 "error": f"{name}: {user_traceback(error, __file__)}",
             }
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST:
             return {
                 "status": ScoreStatus.INVALID,
-                "error": f"{name}: a reward must be a finite number, got {shown}",
+                "error": f"{name}: a reward must be a finite number, at most {LARGEST:g} either "
+                f"way, got {shown}",
             }
         parts[name] = number
     return {"parts": parts}

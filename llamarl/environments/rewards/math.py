@@ -3,6 +3,7 @@ math-verify. 0 means that the answers differ or the completion has none; every o
 """
 
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,8 @@ from llamarl.config import RewardConfig
 from llamarl.environments.rewards.answer import NUMBER, expected_answer, normal_form
 from llamarl.types import Prompt
 
+BARE_PERCENT = re.compile(r"(?<!\\)%")  # LaTeX reads a comment from there on
+PERCENT = r"\\%"
 LATEX_MARKS = ("\\boxed", "\\(", "\\[")
 
 # It warns that its own time limit is off. The pool stops a reward from outside, which also ends
@@ -27,12 +30,13 @@ def reward(prompt: Prompt, completion: str, finished: bool, config: RewardConfig
     it is not a mathematical expression.
     """
     expected = _parse_expected(expected_answer(prompt, config))
-    found = parse(completion, parsing_timeout=None, raise_on_error=True)
+    found = parse(BARE_PERCENT.sub(PERCENT, completion), parsing_timeout=None, raise_on_error=True)
     return float(verify(expected, found, timeout_seconds=None, raise_on_error=True))
 
 
 @lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list[Any]:
+    text = BARE_PERCENT.sub(PERCENT, text)
     if NUMBER.fullmatch(text):
         latex = f"${normal_form(text)}$"
     elif text.count("$") >= 2 or any(mark in text for mark in LATEX_MARKS):

@@ -8,8 +8,8 @@ equal times.
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from llamarl.build import build_controller
 from llamarl.config import Config, DispatchConfig
@@ -240,6 +240,7 @@ class NoTokenizer:
     """Nothing is ever decoded, and rollouts end at their simulated length."""
 
     eos_token_ids: tuple[int, ...] = ()
+    special_ids: Mapping[str, int] = field(default_factory=dict)
 
     def decode(self, token_ids: object) -> str:
         """Never asked for."""

@@ -1,0 +1,70 @@
+"""How the rollouts of a recipe are drawn: in training, in evaluation, under a loop of one's own.
+
+Owns: the sampling parameters of requests, with the ids that end a rollout. Does not own: the checks
+of `sampling` and `evaluation` (`config/`). Invariant: what a caller sets in code passes the checks
+that a recipe's own values pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from llamarl.config import Config, EvaluationConfig, SamplingConfig
+from llamarl.config.check import require, require_choice
+from llamarl.data.tokenizer import TextDecoder, split_stops
+from llamarl.recipe.inputs import Inputs
+from llamarl.types import Sampling
+
+FRACTIONS = ("temperature", "top_p")  # fields that need not be whole numbers
+LISTS = ("stop_token_ids", "stop_strings")
+
+
+def train_sampling(config: Config, inputs: Inputs) -> Sampling:
+    """The sampling parameters of training rollouts, which end at the tokenizer's and the model's
+    own end-of-sequence ids, and where `sampling.stop_strings` says."""
+    stop_ids, stop_strings = split_stops(inputs.tokenizer, config.sampling.stop_strings)
+    eos_ids = (*inputs.tokenizer.eos_token_ids, *inputs.architecture.eos_token_ids)
+    return Sampling(
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        max_tokens=config.sampling.max_tokens,
+        stop_token_ids=tuple(dict.fromkeys((*eos_ids, *stop_ids))),
+        stop_strings=stop_strings,
+    )
+
+
+def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
+    """The sampling parameters of held-out rollouts."""
+    return replace(
+        train_sampling(config, inputs),
+        temperature=config.evaluation.temperature,
+        top_p=config.evaluation.top_p,
+        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+    )
+
+
+def replace_sampling(
+    sampling: Sampling, values: Mapping[str, Any], tokenizer: TextDecoder
+) -> Sampling:
+    """`sampling` with these fields instead. ValueError, with the field's name, for one that does
+    not exist or that no recipe could hold; values that only evaluation may have are allowed."""
+    for name, value in values.items():
+        require_choice("a field of the sampling", name, [each.name for each in fields(Sampling)])
+        kinds: tuple[type, ...] = (int,)
+        must = "be a whole number"
+        if name in FRACTIONS:
+            kinds, must = (int, float), "be a number"
+        elif name in LISTS:
+            kinds, must = (list, tuple), "be a list"
+        require(isinstance(value, kinds) and not isinstance(value, bool), name, must, value)
+    drawn = replace(sampling, **values)
+    try:
+        EvaluationConfig(temperature=drawn.temperature, top_p=drawn.top_p)
+        SamplingConfig(max_tokens=drawn.max_tokens, stop_strings=[*drawn.stop_strings])
+    except ValueError as error:
+        raise ValueError(str(error).partition(".")[2]) from None
+    require(drawn.top_k >= 0, "top_k", "be 0 or more", drawn.top_k)
+    stop_ids, stop_strings = split_stops(tokenizer, drawn.stop_strings, "stop_strings")
+    stop_ids = tuple(dict.fromkeys((*drawn.stop_token_ids, *stop_ids)))
+    return replace(drawn, stop_token_ids=stop_ids, stop_strings=stop_strings)
