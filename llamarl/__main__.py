@@ -1,5 +1,5 @@
 """`python -m llamarl` is the `llamarl` command."""
 
-from llamarl.main import main
+from llamarl.main import program
 
-main()
+program()

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import difflib
 import errno
-import gc
 import logging
 import os
 import shutil
@@ -24,14 +23,14 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from llamarl import __version__, control, jobs, reports
 from llamarl.checkpoints import checkpoint
-from llamarl.cluster import GroupLost, exiting_process
+from llamarl.cluster import GroupLost
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean
@@ -82,20 +81,38 @@ REPORTS: dict[str, Callable[..., None]] = {"plan": reports.plan, "graph": report
 OWN_OPTIONS = {"plan": PLAN_OPTIONS, "graph": GRAPH_OPTIONS}
 
 
+def program() -> NoReturn:
+    """Entry point of the `llamarl` command: `main` in a process that ends with it.
+
+    Python's own shutdown would wait for threads and exit handlers of a recipe's task.py, and the
+    actor library's threads may abort the process during it.
+    """
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 - what Python itself would show
+        traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader has closed it
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 def main() -> None:
-    """Entry point of the `llamarl` command."""
-    with exiting_process():
-        try:
-            _main(*(sys.argv[1:] or ["--help"]))
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader of the output, such as head, has closed it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except ValueError as error:
-            sys.exit(_complain(str(error)))
-        except KeyboardInterrupt:
-            sys.exit(_end(signal.SIGINT))
-        finally:
-            gc.freeze()  # else the interpreter, as it ends, collects garbage among all modules
+    """What the command does; SystemExit with its exit code unless that is 0."""
+    try:
+        _main(*(sys.argv[1:] or ["--help"]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ValueError as error:
+        sys.exit(_complain(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(_end(signal.SIGINT))
 
 
 def _main(command: str, *arguments: str) -> None:
@@ -277,7 +294,7 @@ def _is_mistake(error: Exception) -> bool:
     return isinstance(error, ValueError) and not isinstance(error, BaseExceptionGroup)
 
 
-def _exit(code: int, command: list[str], run_dir: str) -> Any:
+def _exit(code: int, command: list[str], run_dir: str) -> NoReturn:
     """Say which version of a run that ended early is saved, and how to resume it; then exit."""
     if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
         version = checkpoint.version_of(newest)
@@ -292,3 +309,7 @@ def _complain(message: str) -> int:
     """Write one line; the exit code for it."""
     sys.stderr.write(f"llamarl: {message}\n")
     return 2
+
+
+if __name__ == "__main__":
+    program()

@@ -4,11 +4,7 @@ Owns: the choice of backend. Does not own: what executors do, or which of them a
 Invariant: importing this loads neither monarch nor torch; `inline` never does.
 """
 
-import logging
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,32 +52,6 @@ def make_cluster(
     from llamarl.cluster.meshes import MonarchCluster  # here, for it imports monarch
 
     return MonarchCluster(config, make_spans, logs_folder=logs_folder)
-
-
-@contextmanager
-def exiting_process() -> Iterator[None]:
-    """Around all that a process does: if it used cluster.hosts, it exits at the block's end.
-
-    In Python's own shutdown, Monarch's threads that still receive messages of hosts call into
-    Python and abort the process, one time in eight, with another exit code.
-    """
-    code: object = 0
-    try:
-        yield
-    except SystemExit as end:
-        code = end.code
-        if not _has_hosts():
-            raise
-    if _has_hosts():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _has_hosts() -> bool:
-    hosts = sys.modules.get("llamarl.cluster.hosts")
-    return hosts is not None and bool(hosts.own_names)
 
 
 def make_rdma() -> Any:

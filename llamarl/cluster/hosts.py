@@ -54,9 +54,6 @@ KILL_LIMIT_S = 8.0  # for a host to kill what is left there
 DETACH_LIMIT_S = 3.0
 
 
-own_names: set[str] = set()  # by which hosts reach this process, once it attached to any
-
-
 class Host:
     """Where processes are started: this machine, over abstract unix sockets, without a port."""
 
@@ -272,7 +269,6 @@ def _start_client(scheme: str, own_name: str) -> None:
         raise ValueError(
             "cluster.hosts must be those of the first run of this process, got others"
         ) from error
-    own_names.add(own_name)
     with quiet_stderr():
         monarch.actor.context()
 

@@ -238,8 +238,8 @@ def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface()
 
 
 CONTROLLER = """
-import asyncio, json, sys
-from llamarl.cluster import make_cluster, exiting_process
+import asyncio, json, os, sys
+from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
 from tests.distributed.executors import Probe
@@ -275,8 +275,8 @@ async def main():
         await asyncio.to_thread(sys.stdin.readline)
     finally:
         await cluster.stop()
-with exiting_process():
-    asyncio.run(main())
+asyncio.run(main())
+os._exit(0)  # as the command does: Monarch's threads disturb Python's own shutdown
 """
 
 

@@ -128,7 +128,7 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
 
 
 def test_the_help_names_the_commands() -> None:
-    command = [sys.executable, "-m", "llamarl", "--help"]
+    command = [sys.executable, "-m", "llamarl.main", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "train" in done.stdout
@@ -299,3 +299,33 @@ def test_a_bad_command_or_recipe_is_one_clear_line(forks: Forks, tmp_path: Path)
         done = forks.run(*arguments)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
+
+
+LINGERING = """
+import atexit, threading, time
+
+threading.Thread(target=time.sleep, args=(600,)).start()
+atexit.register(time.sleep, 600)
+
+def reward(prompt, completion):
+    return float(len(completion) % 3)
+
+def advantages(rewards):
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+"""
+
+
+def test_a_finished_run_ends_whatever_task_py_has_started(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe"
+    shutil.copytree(RECIPE, recipe)
+    (recipe / "task.py").write_text(LINGERING)
+    own = ["reward.functions=[task]", "algorithm.advantage=task", "data.held_out=null"]
+    command = [sys.executable, "-m", "llamarl", "train", f"--config-dir={recipe}", *SMALL, *own]
+    done = subprocess.run(
+        [*command, "num_steps=1", f"run_dir={tmp_path}/run"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llamarl: done" in done.stdout
