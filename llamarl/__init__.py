@@ -1,6 +1,6 @@
 """llamarl: asynchronous reinforcement learning for pretrained language models.
 
-Read `controller.py` first: it is the whole loop. `types.py` holds the glossary. For a loop of your
+Read `loop/controller.py` first: it is the whole loop. `types.py` holds the glossary. For a loop of your
 own there is `llamarl.start_engines` (`library.py`).
 """
 

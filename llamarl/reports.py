@@ -34,15 +34,21 @@ def plan(
     Reads no prompts, tokenizer or weights and makes no run folder; starts one short process if
     task.py has stages.
     """
+    from llamarl.planner.hardware import timed
+    from llamarl.planner.memory.ranks import forecast_memory
     from llamarl.planner.report.chart import draw_page
     from llamarl.planner.report.published_results import published_figures
     from llamarl.planner.report.recipe import figures, forecast_recipe
-    from llamarl.planner.report.text import assumptions, render_report, title_of
+    from llamarl.planner.report.text import assumptions, render_memory, render_report, title_of
 
     _check_writable("--json", json)
     _check_writable("--html", html)
     architecture = read_planned_architecture(config)
     frozen = read_frozen(config, read_graph(config, read_task(config)))
+    if not timed(config) and not (json or html or trace or sweep):
+        memory = render_memory(config, forecast_memory(config, architecture, frozen))
+        console.print(memory, markup=False, highlight=False, soft_wrap=True, end="")
+        return
     forecast = forecast_recipe(config, architecture, frozen=frozen, run_dir=trace, sweep=sweep)
     text = render_report(config, forecast, published_figures(architecture))
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")

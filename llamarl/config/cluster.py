@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from llamarl.config.check import DAY_S, Section, choice, number
 
+AUTO = "auto"
+PLANNED_GPU = "H100-80GB"
+"""What AUTO stands for in forecasts, where no GPU can be asked."""
+
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
@@ -26,10 +30,11 @@ class ClusterConfig(Section):
     """Hosts of the run; 0: as many as `hosts` names, or this machine alone."""
     num_gpus_per_host: int = number(8, least=1, most=1024)
     """GPUs of each host that the run may use."""
-    gpu: str = "H100-80GB"
-    """The kind of GPU that the recipe was planned for: H100-80GB | H200-141GB | A100-80GB |
-    H800-80GB | H20-96GB. A run on CUDA refuses others; `generator.pools` may name another kind for
-    their own hosts."""
+    gpu: str = AUTO
+    """The kind of GPU. auto: whatever card is there; `llamarl plan` then plans for H100-80GB. A
+    kind that the planner knows, such as RTX-4090-24GB: a run on CUDA refuses others; a wrong name
+    lists them all. A size, such as 24GB: any card with as much memory, and no forecast of times.
+    `generator.pools` may name another kind for their own hosts."""
     data_interface: str = ""
     """Network interface of tensor traffic between hosts (gloo, NCCL), which is not encrypted: name
     a trusted one. Empty: loopback, which serves a single host."""
@@ -72,6 +77,11 @@ class ClusterConfig(Section):
     def size(self) -> int:
         """Hosts of the run."""
         return self.num_hosts or len(self.hosts) or 1
+
+    @property
+    def planned_gpu(self) -> str:
+        """The kind of GPU that forecasts are for."""
+        return PLANNED_GPU if self.gpu == AUTO else self.gpu
 
     def name_host(self, index: int) -> str:
         """What the executors on a host call it: its address, if that is known."""

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llamarl.models.gpu_kind import is_kind
+
 INTERFACE = "LLAMARL_DATA_INTERFACE"  # set where a run has several hosts
 GPU = "LLAMARL_GPU"  # the kind of GPU that the recipe is for, such as H100-80GB
 GPU_INDEX = "LOCAL_RANK"  # index of this process's GPU on its host; vLLM reads it too
@@ -32,7 +34,6 @@ JOIN = timedelta(minutes=10)  # between the first rank and the last one
 POLL_S = 0.05
 GET_ADDRESS = 0x8915  # SIOCGIFADDR, Linux
 BACKLOG = 4096  # thousands of ranks connect at once
-SIZE_TOLERANCE = 0.1  # GPUs sold with 80 GB have 79e9 to 85e9 bytes
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {"12": "525", "13": "580"}  # by CUDA's major version
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is formed
@@ -114,13 +115,10 @@ def formed_to_fail_alone() -> Iterator[None]:
 
 
 def check_gpu(wanted: str, name: str, memory_bytes: int) -> None:
-    """ValueError unless a GPU called `name` is the `wanted` kind, such as H100-80GB; "" is any."""
-    model, _, size = wanted.partition("-")
-    wanted_bytes = float(size.removesuffix("GB") or 0) * 1e9
-    is_size = not size or abs(memory_bytes / wanted_bytes - 1) <= SIZE_TOLERANCE
-    if model.lower() not in name.lower() or not is_size:
+    """ValueError unless a GPU called `name` is of the `wanted` kind, such as H100-80GB."""
+    if not is_kind(wanted, name, memory_bytes):
         raise ValueError(
-            f"cluster.gpu must be the kind of GPU of every host, got {wanted}, but "
+            f"cluster.gpu must be auto, or the kind of GPU of every host, got {wanted}, but "
             f"{socket.gethostname()} has {name} with {memory_bytes / 1e9:.1f} GB"
         )
 

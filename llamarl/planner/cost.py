@@ -42,7 +42,7 @@ def kinds_of(config: Config) -> dict[str, int]:
     devices = {device for places in assign(config).values() for device in places}
     places = {(device.host, device.gpu): device.gpu_kind for device in devices}
     counts = Counter(kind or config.cluster.gpu for (_, i), kind in places.items() if i is not None)
-    return dict(sorted(counts.items(), key=lambda item: item[0] != config.cluster.gpu))
+    return dict(sorted(counts.items(), key=lambda item: item[0] != config.cluster.planned_gpu))
 
 
 def cost_of(config: Config) -> Cost | None:

@@ -6,6 +6,11 @@ computed from them. Invariant: the constants are published peaks; EFFICIENCY is 
 
 from dataclasses import dataclass, replace
 
+from llamarl.config import Config
+from llamarl.config.check import require
+from llamarl.config.pools import pools_of
+from llamarl.models.gpu_kind import size_bytes
+
 EFFICIENCY = 0.7
 """Share of a published peak that forecasts use."""
 
@@ -54,23 +59,51 @@ H100 = Gpu(
     card_bytes_per_s=50e9,
     host_link_bytes_per_s=64e9,
 )
+# NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8,
+# NVLink 3 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of
+# 200 Gb/s and 2 TB for 8 GPUs. NVML: 81,920 MiB.
+A100 = Gpu(
+    memory_bytes=81_920 * 2**20,
+    memory_bytes_per_s=2.039e12,
+    flops={"bfloat16": 312e12, "float32": 19.5e12},
+    link_bytes_per_s=300e9,
+    card_bytes_per_s=25e9,
+    host_link_bytes_per_s=32e9,
+)
+
+
+def _card(
+    mib: int,
+    gb_per_s: float,
+    tflops: tuple[float, float],
+    *,
+    pcie_gb_per_s: float,
+    fp8: float = 0,
+    host_gb: int = 64,
+) -> Gpu:
+    """A card in a PCIe slot; `tflops` are those of bfloat16 (0: none) and float32, `mib` NVML's.
+
+    Our assumptions: it talks to its neighbours over PCIe, as a bridge joins two cards at most, its
+    host has a 10 Gb/s network, and `host_gb` of memory for each card.
+    """
+    flops = {"bfloat16": tflops[0] * 1e12, "float32": tflops[1] * 1e12, "fp8": fp8 * 1e12}
+    return Gpu(
+        memory_bytes=mib * 2**20,
+        memory_bytes_per_s=gb_per_s * 1e9,
+        flops={dtype: rate for dtype, rate in flops.items() if rate},
+        link_bytes_per_s=pcie_gb_per_s * 1e9,
+        card_bytes_per_s=1.25e9,
+        host_link_bytes_per_s=pcie_gb_per_s * 1e9,
+        host_memory_bytes=host_gb * 10**9,
+    )
+
 
 GPUS: dict[str, Gpu] = {
     "H100-80GB": H100,
     # NVIDIA H200 data sheet, SXM: 4.8 TB/s HBM3e, else as the H100. DGX H200 user guide: eight
     # ConnectX-7 of 400 Gb/s, 2 TB. NVML: 143,771 MiB.
     "H200-141GB": replace(H100, memory_bytes=143_771 * 2**20, memory_bytes_per_s=4.8e12),
-    # NVIDIA A100 80GB data sheet, SXM4: 2.039 TB/s HBM2e, 312 TFLOP/s bf16, 19.5 fp32, no fp8,
-    # NVLink 3 600 GB/s, PCIe 4 x16 64 GB/s. DGX A100 640GB user guide: eight ConnectX-6 or 7 of
-    # 200 Gb/s and 2 TB for 8 GPUs. NVML: 81,920 MiB.
-    "A100-80GB": Gpu(
-        memory_bytes=81_920 * 2**20,
-        memory_bytes_per_s=2.039e12,
-        flops={"bfloat16": 312e12, "float32": 19.5e12},
-        link_bytes_per_s=300e9,
-        card_bytes_per_s=25e9,
-        host_link_bytes_per_s=32e9,
-    ),
+    "A100-80GB": A100,
     # Prices, memory sizes and bandwidths of both: digests of StreamRL (arXiv 2504.15930), not
     # compared with the paper itself. 80 GB at 3.35 TB/s, a machine of eight at 2.85 times the price
     # of one with H20. NVLink 400 GB/s is unconfirmed: public pages say only that it is reduced. All
@@ -85,6 +118,73 @@ GPUS: dict[str, Gpu] = {
         flops={"bfloat16": 148e12, "float32": 44e12, "fp8": 296e12},
         price=1.00,
     ),
+    # NVIDIA A100 40GB data sheet, SXM4: 1,555 GB/s HBM2, else as 80 GB. DGX A100 320GB: 1 TB of
+    # host memory for 8 GPUs. NVML: 40,960 MiB.
+    "A100-40GB": replace(
+        A100,
+        memory_bytes=40_960 * 2**20,
+        memory_bytes_per_s=1.555e12,
+        host_memory_bytes=125 * 10**9,
+    ),
+    # NVIDIA H100 data sheet, H100 NVL: 94 GB HBM3 at 3.9 TB/s, 1,671 TFLOP/s bf16 and 3,341 fp8
+    # with sparsity, 60 fp32, PCIe 5 x16 128 GB/s. NVML: 95,830 MiB.
+    "H100-NVL-94GB": _card(95_830, 3900, (835.5, 60), fp8=1670.5, pcie_gb_per_s=64, host_gb=250),
+    # NVIDIA GH200 Grace Hopper Superchip data sheet: 96 GB HBM3 at 4 TB/s or 144 GB HBM3e at 4.9,
+    # an H100's peaks, 900 GB/s NVLink-C2C to 480 GB of LPDDR5X. One GPU per host: what joins GPUs
+    # is taken to be a card of 400 Gb/s. NVML: 97,871 MiB; 144 GB less the same share.
+    "GH200-96GB": replace(
+        H100,
+        memory_bytes=97_871 * 2**20,
+        memory_bytes_per_s=4e12,
+        link_bytes_per_s=50e9,
+        host_link_bytes_per_s=450e9,
+        host_memory_bytes=480 * 10**9,
+    ),
+    "GH200-144GB": replace(
+        H100,
+        memory_bytes=146_806 * 2**20,
+        memory_bytes_per_s=4.9e12,
+        link_bytes_per_s=50e9,
+        host_link_bytes_per_s=450e9,
+        host_memory_bytes=480 * 10**9,
+    ),
+    # NVIDIA DGX B200 data sheet, an eighth of: 1,440 GB at 64 TB/s HBM3e, 72 PFLOP/s fp8 with
+    # sparsity, NVLink 5 14.4 TB/s, eight ConnectX-7 of 400 Gb/s, 2 TB of host memory. HGX B200: 36
+    # PFLOP/s bf16 with sparsity, 600 TFLOP/s fp32. NVML: 183,359 MiB.
+    "B200-180GB": replace(
+        H100,
+        memory_bytes=183_359 * 2**20,
+        memory_bytes_per_s=8e12,
+        flops={"bfloat16": 2250e12, "float32": 75e12, "fp8": 4500e12},
+        link_bytes_per_s=900e9,
+    ),
+    # NVIDIA RTX Blackwell PRO architecture white paper, RTX PRO 6000 Workstation Edition: 1,792
+    # GB/s GDDR7, 503.8 TFLOP/s bf16, 1,007.6 fp8, 126 fp32, PCIe 5 x16. The Server and Max-Q
+    # editions pass as this kind, with lower peaks. NVML: 97,887 MiB.
+    "RTX-PRO-6000-96GB": _card(
+        97_887, 1792, (503.8, 126), fp8=1007.6, pcie_gb_per_s=64, host_gb=128
+    ),
+    # NVIDIA L40S data sheet: 864 GB/s GDDR6, 362 TFLOP/s bf16, 733 fp8, 91.6 fp32, PCIe 4 x16 64
+    # GB/s. NVML: 46,068 MiB (ECC on).
+    "L40S-48GB": _card(46_068, 864, (362.05, 91.6), fp8=733, pcie_gb_per_s=32),
+    # NVIDIA RTX A6000 data sheet: 768 GB/s GDDR6, 309.7 TFLOP/s of tensor cores with sparsity, 38.7
+    # fp32, PCIe 4 x16. NVML: 49,140 MiB (ECC off), 46,068 with ECC.
+    "RTX-A6000-48GB": _card(46_068, 768, (154.8, 38.7), pcie_gb_per_s=32),
+    # NVIDIA RTX Blackwell architecture white paper, GeForce RTX 5090: 1,792 GB/s GDDR7; bf16 and
+    # fp8 with float32 sums 209.5 and 419 TFLOP/s, 104.8 fp32, PCIe 5 x16. NVML: 32,607 MiB.
+    "RTX-5090-32GB": _card(32_607, 1792, (209.5, 104.8), fp8=419, pcie_gb_per_s=64),
+    # NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 1,008 GB/s GDDR6X; bf16 and fp8
+    # with float32 sums 165.2 and 330.3 TFLOP/s, 82.6 fp32, PCIe 4 x16. NVML: 24,564 MiB.
+    "RTX-4090-24GB": _card(24_564, 1008, (165.2, 82.6), fp8=330.3, pcie_gb_per_s=32),
+    # NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3090: 936 GB/s GDDR6X, 71
+    # TFLOP/s bf16 with float32 sums, 35.6 fp32, PCIe 4 x16. NVML: 24,576 MiB.
+    "RTX-3090-24GB": _card(24_576, 936, (71, 35.6), pcie_gb_per_s=32),
+    # NVIDIA A10G data sheet (at AWS): 600 GB/s GDDR6, 70 TFLOP/s bf16, 35 fp32, PCIe 4 x16 64
+    # GB/s. NVML: 23,028 MiB (ECC on).
+    "A10G-24GB": _card(23_028, 600, (70, 35), pcie_gb_per_s=32),
+    # NVIDIA T4 data sheet: 320 GB/s GDDR6, 65 TFLOP/s fp16, 8.1 fp32, PCIe 3 x16 32 GB/s. Turing
+    # (compute capability 7.5) has no arithmetic in bf16. NVML: 15,360 MiB (ECC on).
+    "T4-16GB": _card(15_360, 320, (0, 8.1), pcie_gb_per_s=16),
     # One core of a laptop and its share of the memory. Two channels of DDR4-3200: 51.2 GB/s (JEDEC
     # JESD79-4); a copy within the host reads and writes, so half. AVX2 at 3 GHz: two 8-wide fused
     # multiply-adds per cycle (Intel 64 and IA-32 optimization manual), in bfloat16 no faster.
@@ -104,10 +204,34 @@ GPUS: dict[str, Gpu] = {
 
 def gpu(name: str, device: str = "cuda") -> Gpu:
     """What a rank on this kind of `device` has: the GPU of this name (`cluster.gpu`), or a CPU's
-    share. ValueError that lists the names if there is no such GPU."""
+    share. Of a size only the memory is known. ValueError that lists the names if there is no such
+    GPU."""
     if device == "cpu":
         return GPUS[CPU]
-    if name not in GPUS or name == CPU:
-        known = ", ".join(known for known in GPUS if known != CPU)
-        raise ValueError(f"cluster.gpu must be one of {known}, got {name!r}")
+    known = [each for each in GPUS if each != CPU]
+    num_bytes = size_bytes(name)
+    if num_bytes:
+        return replace(H100, memory_bytes=int(num_bytes), flops={})
+    wanted = f"be auto, a size such as 24GB, or one of {', '.join(known)}"
+    require(name in known, "cluster.gpu", wanted, name)
     return GPUS[name]
+
+
+def check_kinds(config: Config) -> None:
+    """ValueError if a GPU of the recipe is unknown, or has no arithmetic in a dtype asked for."""
+    asked = [("trainer.compute_dtype", config.trainer.device, config.trainer.compute_dtype, "")]
+    asked += [
+        (f"{pool.key}.dtype", pool.generator.device, pool.generator.dtype, pool.gpu)
+        for pool in pools_of(config.generator)
+    ]
+    for key, device, dtype, own in asked:
+        kind = own or config.cluster.planned_gpu
+        flops = gpu(kind, device).flops
+        wanted = f"be float32 on {kind}, which has no arithmetic in {dtype}"
+        require(not flops or dtype in flops, key, wanted, dtype)
+
+
+def timed(config: Config) -> bool:
+    """Whether there are peaks to forecast times from: no GPU of the recipe is only a size."""
+    kinds = {config.cluster.planned_gpu, *(pool.gpu for pool in pools_of(config.generator))}
+    return all(size_bytes(kind) is None for kind in kinds)

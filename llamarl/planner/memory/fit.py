@@ -14,8 +14,9 @@ from llamarl.config.rank_assignment import devices_of
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
+from llamarl.planner.card import on_this_card
 from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
-from llamarl.planner.hardware import CPU, GPUS, gpu
+from llamarl.planner.hardware import CPU, GPUS, check_kinds
 from llamarl.weights.transports.available import available_bytes
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ def check_fit(
 ) -> None:
     """ValueError, in one line with numbers and what to change, if the recipe does not fit.
 
-    On CUDA against `cluster.gpu` (ValueError too if that is unknown), on CPUs against what this
+    On CUDA against `cluster.gpu`, which is the card of this machine if it is auto (ValueError too
+    if it is unknown, or lacks a dtype), on CPUs against what this
     machine has left, where all executors of a host count together. Of a family that we do not know
     there is no forecast: one line says so.
     """
@@ -37,7 +39,8 @@ def check_fit(
         log.warning("no forecast of the memory that a %s needs", architecture.model_type)
         return
     if "cuda" in devices_of(config):
-        gpu(config.cluster.gpu)
+        config = on_this_card(config)
+        check_kinds(config)
     elif upper_bound_bytes(config, architecture, frozen) <= available_bytes():
         return
     from llamarl.planner.memory.ranks import forecast_memory, fullest
@@ -108,7 +111,7 @@ def refusal(config: Config, rank: RankMemory) -> str:
     if "cuda" in devices_of(config):
         pools = {pool.key: pool for pool in pools_of(config.generator)}
         pool = pools.get(rank.executor)
-        kind = (pool.gpu if pool else "") or config.cluster.gpu
+        kind = (pool.gpu if pool else "") or config.cluster.planned_gpu
         who += f" at {pool.site}" if pool and pool.site else ""
         where = "a host has" if rank.executor == "host" else f"one {kind} has"
     return (

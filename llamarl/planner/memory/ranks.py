@@ -96,7 +96,7 @@ def _pool_ranks(
             for rank in _ranks(_with_room(part), architecture, frozen):
                 name = pool.key if rank.executor == "generator" else rank.executor
                 if name == "trainer" and config.trainer.device == "cuda":
-                    rank = replace(rank, device_bytes=gpu(config.cluster.gpu).memory_bytes)
+                    rank = replace(rank, device_bytes=gpu(config.cluster.planned_gpu).memory_bytes)
                 parts[name] = fullest([rank, parts.get(name, rank)])
     hosts, host = _hosts(config), parts.pop(HOST, None)
     for name, rank in parts.items():
@@ -137,7 +137,7 @@ def _phases(config: Config, trainer: TrainerMemory, generator: GeneratorMemory) 
 def _gpu_ranks(
     config: Config, trainer: TrainerMemory, generator: GeneratorMemory, phases: list[_Phase]
 ) -> Iterator[RankMemory]:
-    device, num_ranks = gpu(config.cluster.gpu), sum(_hosts(config), Counter())
+    device, num_ranks = gpu(config.cluster.planned_gpu), sum(_hosts(config), Counter())
     pinned = config.placement.colocated and config.placement.offload == "pinned"
     trainer_host = {"offloaded": trainer.weights + trainer.state.get("optimizer", 0)}
     generator_host = {"offloaded": generator.kept + generator.kv_cache}

@@ -19,6 +19,7 @@ from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
 from llamarl.planner.cost import cost_of
 from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
+from llamarl.planner.hardware import check_kinds, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
@@ -46,7 +47,7 @@ def forecast_recipe(
     splits of the processes between trainer and generators. Neither goes with pools. ValueError if
     the ranks do not fit onto the hosts, or the run lacks what is needed.
     """
-    _check_alike(config, run_dir, sweep)
+    _check_known(config, run_dir, sweep)
     cost = cost_of(config)
     taken = {device for places in rank_assignment.assign(config).values() for device in places}
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
@@ -130,8 +131,11 @@ def figures(forecast: Forecast) -> dict[str, Any]:
     return found
 
 
-def _check_alike(config: Config, run_dir: str | None, sweep: bool) -> None:
-    """ValueError if there are pools and a flag that knows none."""
+def _check_known(config: Config, run_dir: str | None, sweep: bool) -> None:
+    """ValueError if there are pools and a flag that knows none, or a GPU without known peaks."""
+    check_kinds(config)
+    wanted = "be a kind of GPU with known peaks for a forecast of times"
+    config.cluster.require(timed(config), "gpu", wanted)
     for flag, is_on in {"--trace": bool(run_dir), "--sweep": sweep}.items():
         must = f"be [] with {flag}, which takes all replicas to be alike"
         config.generator.require(not (is_on and config.generator.pools), "pools", must)

@@ -45,7 +45,7 @@ ARGUMENT = (
 
 def title_of(config: Config, forecast: Forecast) -> str:
     """One line: what is planned, on what, and whether it fits."""
-    kinds = {config.cluster.gpu: forecast.num_gpus}
+    kinds = {config.cluster.planned_gpu: forecast.num_gpus}
     if config.generator.pools:
         kinds = kinds_of(config)
     size = (
@@ -62,6 +62,17 @@ def render_report(config: Config, forecast: Forecast, published: Published | Non
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     console.print(title_of(config, forecast), highlight=False, markup=False)
     for part in _parts(config, forecast, published):
+        console.print(part, highlight=False, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def render_memory(config: Config, memory: MemoryForecast) -> str:
+    """The report of a recipe on cards of which only the memory is known."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    verdict = "fits" if memory.fits else "does not fit"
+    console.print(f"on cards of {config.cluster.planned_gpu}: {verdict}", highlight=False)
+    for part in ("", *_memory_parts(memory, config), "no forecast of times: peaks are not known"):
         console.print(part, highlight=False, markup=False)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
@@ -107,10 +118,7 @@ def _parts(
     config: Config, forecast: Forecast, published: Published | None
 ) -> Iterator[RenderableType]:
     yield ""
-    yield _memory_table(forecast.memory)
-    yield from (refusal(config, rank) for rank in forecast.memory.ranks if not rank.fits)
-    for advice in forecast.memory.advice:
-        yield f"to change: {advice}"
+    yield from _memory_parts(forecast.memory, config)
     if missing := _left_out(config, forecast):
         yield missing
     yield _publish_words(forecast.publish)
@@ -142,6 +150,13 @@ def _parts(
         yield from _gain_parts(forecast.decomposition)
     if published is not None:
         yield from _published_parts(forecast, published)
+
+
+def _memory_parts(memory: MemoryForecast, config: Config) -> Iterator[RenderableType]:
+    yield _memory_table(memory)
+    yield from (refusal(config, rank) for rank in memory.ranks if not rank.fits)
+    for advice in memory.advice:
+        yield f"to change: {advice}"
 
 
 def _memory_table(memory: MemoryForecast) -> Table:
@@ -202,7 +217,9 @@ def _pool_table(config: Config, forecast: Forecast) -> Table:
     table = _table("pools: what they write", *columns)
     for pool in pools_of(config.generator):
         step, num_ranks = forecast.step.pools[pool.key], pool.generator.num_ranks
-        kind = (pool.gpu or config.cluster.gpu) if pool.generator.device == "cuda" else "CPU"
+        kind = (
+            (pool.gpu or config.cluster.planned_gpu) if pool.generator.device == "cuda" else "CPU"
+        )
         cost, per_cost = forecast.cost, "-"
         if cost is not None and pool.generator.device == "cuda":
             price = len(pool.replicas) * num_ranks * cost.prices[kind]

@@ -257,7 +257,7 @@ def _num_relayed(config: Config, architecture: Architecture) -> int:
 
 def _hardware(config: Config, device: Device) -> Gpu:
     """What a rank there has."""
-    kind = device.gpu_kind or config.cluster.gpu
+    kind = device.gpu_kind or config.cluster.planned_gpu
     return gpu(kind, "cpu" if device.gpu is None else "cuda")
 
 
@@ -304,7 +304,7 @@ def _seconds(
         bucket_bytes = config.weights.bucket_bytes
         num_buckets = len(buckets.cut_buckets(parameters, max(1, bucket_bytes // item)))
     num_messages = max(most_sent, part.messages().sum(0).max())
-    device = gpu(own.cluster.gpu, generator.device)
+    device = gpu(own.cluster.planned_gpu, generator.device)
     received = int(part.first.num_bytes.sum(0).max())
     waiting_s = NUM_READINGS * received / (device.memory_bytes_per_s * EFFICIENCY)
     if generator.device == "cpu":

@@ -100,7 +100,7 @@ def kv_bytes(config: Config, architecture: Architecture) -> float:
 
 def _generator(config: Config, architecture: Architecture) -> dict[str, Any]:
     a, generator, count = architecture, config.generator, sizes(architecture)
-    num_ranks, gpu = generator.num_ranks, hardware.gpu(config.cluster.gpu, generator.device)
+    num_ranks, gpu = generator.num_ranks, hardware.gpu(config.cluster.planned_gpu, generator.device)
     is_fp8 = generator.quantization.startswith("fp8") and "fp8" in gpu.flops
     peak = gpu.flops["fp8" if is_fp8 else generator.dtype] * EFFICIENCY
     memory = gpu.memory_bytes_per_s * EFFICIENCY
@@ -126,7 +126,7 @@ def _generator(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 def _trainer(config: Config, architecture: Architecture) -> dict[str, Any]:
     a, trainer, count = architecture, config.trainer, sizes(architecture)
-    gpu, tensor = hardware.gpu(config.cluster.gpu, trainer.device), trainer.tensor_parallel
+    gpu, tensor = hardware.gpu(config.cluster.planned_gpu, trainer.device), trainer.tensor_parallel
     peak = gpu.flops[trainer.compute_dtype] * EFFICIENCY
     checkpointing = trainer.activation_checkpointing
     num_passes = 4 if checkpointing == "full" else 3  # a backward is two
@@ -200,7 +200,10 @@ def _publish(
 ) -> dict[str, Any]:
     """A version's way to the first replica of a host, on to the others (`is_relayed`), and into
     use; together they take `publish_s`."""
-    generator, gpu = config.generator, hardware.gpu(config.cluster.gpu, config.generator.device)
+    generator, gpu = (
+        config.generator,
+        hardware.gpu(config.cluster.planned_gpu, config.generator.device),
+    )
     rank_bytes = _published_bytes(config, architecture) / generator.num_ranks
     relay_s = rank_bytes / (gpu.link_bytes_per_s * EFFICIENCY)
     commit_s = 0.0
@@ -222,7 +225,9 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
     if not config.placement.colocated or config.placement.offload == "none":
         return {}
     trainer, generator = config.trainer, config.generator
-    rate = hardware.gpu(config.cluster.gpu, trainer.device).host_link_bytes_per_s * EFFICIENCY
+    rate = (
+        hardware.gpu(config.cluster.planned_gpu, trainer.device).host_link_bytes_per_s * EFFICIENCY
+    )
     local = sizes(architecture).total / (trainer.num_shard_ranks * trainer.tensor_parallel)
     weights_bytes = generator_bytes(config, architecture)
     if generator.quantization != "none":

@@ -69,7 +69,7 @@ def _baselines(config: Config, architecture: Architecture) -> Iterator[Config]:
     num_gpus = config.trainer.num_ranks + config.generator.num_replicas * config.generator.num_ranks
     if config.placement.colocated:
         num_gpus = config.trainer.num_ranks
-    device = gpu(config.cluster.gpu, config.trainer.device)
+    device = gpu(config.cluster.planned_gpu, config.trainer.device)
     workload = make_workload(config)
     context = workload.prompt_tokens + sum(workload.lengths) / len(workload.lengths)
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
@@ -161,7 +161,7 @@ def _unquantized(config: Config, architecture: Architecture) -> Config:
     if config.generator.quantization == "none":
         return config
     generator = replace(config.generator, quantization="none")
-    device = gpu(config.cluster.gpu, generator.device)
+    device = gpu(config.cluster.planned_gpu, generator.device)
     room = device.memory_bytes - device.reserve_bytes
     context = generator.max_model_len
     while generator.num_replicas > 1:

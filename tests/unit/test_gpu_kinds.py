@@ -1,0 +1,159 @@
+"""Any card runs: known kinds are told by name and memory, others by their memory alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import Config
+from llamarl.models.gpu_kind import is_kind
+from llamarl.models.process_group import check_gpu
+from llamarl.planner.card import kind_here, on_this_card
+from llamarl.planner.hardware import CPU, GPUS, gpu
+from llamarl.planner.memory.fit import check_fit
+from llamarl.planner.memory.ranks import forecast_memory
+from llamarl.planner.report.recipe import forecast_recipe
+from llamarl.planner.report.text import render_memory, render_report
+from llamarl.recipe.inputs import read_planned_architecture
+from tests.unit.composing import compose_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
+SMALL = (
+    *("trainer.activation_checkpointing=full", "trainer.tokens_per_micro_batch=4096"),
+    *("generator.max_num_seqs=64", "trainer.groups_per_step=4", "plan.num_steps=3"),
+)
+CARDS = [  # name and MiB as NVML gives them
+    ("NVIDIA H100 80GB HBM3", 81_559, "H100-80GB"),
+    ("NVIDIA H100 PCIe", 81_559, "H100-80GB"),
+    ("NVIDIA H100 NVL", 95_830, "H100-NVL-94GB"),
+    ("NVIDIA H200", 143_771, "H200-141GB"),
+    ("NVIDIA H20", 97_871, "H20-96GB"),
+    ("NVIDIA GH200 480GB", 97_871, "GH200-96GB"),
+    ("NVIDIA GH200 144G HBM3e", 146_831, "GH200-144GB"),
+    ("NVIDIA B200", 183_359, "B200-180GB"),
+    ("NVIDIA A100-SXM4-80GB", 81_920, "A100-80GB"),
+    ("NVIDIA A100 80GB PCIe", 81_920, "A100-80GB"),
+    ("NVIDIA A100-SXM4-40GB", 40_960, "A100-40GB"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97_887, "RTX-PRO-6000-96GB"),
+    ("NVIDIA L40S", 46_068, "L40S-48GB"),
+    ("NVIDIA RTX A6000", 49_140, "RTX-A6000-48GB"),
+    ("NVIDIA GeForce RTX 5090", 32_607, "RTX-5090-32GB"),
+    ("NVIDIA GeForce RTX 4090", 24_564, "RTX-4090-24GB"),
+    ("NVIDIA GeForce RTX 3090", 24_576, "RTX-3090-24GB"),
+    ("NVIDIA A10G", 23_028, "A10G-24GB"),
+    ("Tesla T4", 15_360, "T4-16GB"),
+    ("NVIDIA GeForce RTX 4090 D", 24_564, ""),
+    ("NVIDIA GeForce RTX 3090 Ti", 24_564, ""),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16_376, ""),
+    ("NVIDIA RTX 6000 Ada Generation", 49_140, ""),
+    ("NVIDIA GB200", 189_471, ""),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_856, ""),
+]
+
+
+def config_of(*overrides: str) -> Config:
+    return compose_recipe(RECIPE, [f"recipe_dir='{RECIPE}'", *overrides])
+
+
+def install_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: str) -> None:
+    """An nvidia-smi that answers with these rows."""
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(("name", "mib", "kind"), CARDS)
+def test_a_card_is_of_one_kind_at_most(name: str, mib: int, kind: str) -> None:
+    found = [each for each in GPUS if each != CPU and is_kind(each, name, mib * 2**20)]
+    assert found == [kind] * bool(kind)
+    if kind:  # torch counts up to 3% less than NVML
+        assert is_kind(kind, name, int(0.97 * mib * 2**20))
+    check_gpu("auto", name, mib * 2**20)
+
+
+def test_a_size_is_any_card_with_as_much_memory() -> None:
+    check_gpu("16GB", "Quadro RTX 5000", 16_384 * 2**20)
+    check_gpu("16GB", "NVIDIA L40S", 46_068 * 2**20)
+    with pytest.raises(ValueError, match=r"cluster.gpu must be auto, or .*, got 24GB, but .* RTX"):
+        check_gpu("24GB", "Quadro RTX 5000", 16_384 * 2**20)
+
+
+def test_the_card_with_the_least_memory_of_this_machine_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = "NVIDIA GeForce RTX 4090, 24564, 8.9"
+    install_tool(tmp_path, monkeypatch, big, big)
+    assert kind_here() == "RTX-4090-24GB"
+    assert on_this_card(config_of()).cluster.gpu == "RTX-4090-24GB"
+    for own in ({"gpu": "H200-141GB"}, {"num_hosts": 2}):  # named, or elsewhere
+        config = config_of()
+        config = replace(config, cluster=replace(config.cluster, **own))
+        assert on_this_card(config) == config
+    install_tool(tmp_path, monkeypatch, big, "NVIDIA GeForce RTX 3060, 12288, 8.6")
+    assert kind_here() == "12.9GB"
+    for sick in ("No devices were found", "NVIDIA T1000, [N/A], 7.5", ""):
+        install_tool(tmp_path, monkeypatch, sick)
+        assert kind_here() == ""
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert kind_here() == ""
+
+
+def test_a_run_on_an_unknown_card_starts_if_its_memory_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(*SMALL)
+    architecture = read_planned_architecture(config)
+    install_tool(tmp_path, monkeypatch, "Some New Card, 34000, 13.0")
+    check_fit(config, architecture)
+    assert "bfloat16" not in caplog.text
+    install_tool(tmp_path, monkeypatch, "Tesla V100-SXM2-32GB, 32768, 7.0")
+    check_fit(config, architecture)
+    assert "a Tesla V100-SXM2-32GB has no arithmetic in bfloat16: set float32" in caplog.text
+    install_tool(tmp_path, monkeypatch, "NVIDIA GeForce RTX 3060, 12288, 8.6")
+    with pytest.raises(ValueError, match=r"must fit into the 12\.0 GiB that one 12\.9GB has"):
+        check_fit(config, architecture)
+    install_tool(tmp_path, monkeypatch, "Tesla T4, 15360, 7.5")
+    with pytest.raises(ValueError, match=r"trainer\.compute_dtype must be float32 on T4-16GB, whi"):
+        check_fit(config, architecture)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GPUS if kind != CPU])
+def test_every_kind_has_a_forecast_of_the_1b_recipe_or_too_little_memory(kind: str) -> None:
+    dtypes = () if "bfloat16" in GPUS[kind].flops else ("float32",)
+    own = (
+        f"{key}={name}" for name in dtypes for key in ("trainer.compute_dtype", "generator.dtype")
+    )
+    config = config_of(f"cluster.gpu={kind}", *SMALL, *own)
+    architecture = read_planned_architecture(config)
+    forecast = forecast_recipe(config, architecture)
+    assert 0.1 < forecast.step.step_s < 60
+    assert f"1 x {kind} (1 host): " in render_report(config, forecast, None)
+    assert forecast.memory.fits == (GPUS[kind].memory_bytes > 30 * 2**30)
+
+
+def test_a_size_is_planned_by_its_memory_alone() -> None:
+    config = config_of("cluster.gpu=40GB", *SMALL)
+    architecture = read_planned_architecture(config)
+    text = render_memory(config, forecast_memory(config, architecture))
+    assert text.startswith("on cards of 40GB: fits\n")
+    assert text.endswith("no forecast of times: peaks are not known\n")
+    with pytest.raises(ValueError, match=r"cluster\.gpu must be a kind of GPU with known peaks"):
+        forecast_recipe(config, architecture)
+
+
+@pytest.mark.parametrize("name", ["B300", "0GB", "cpu", "80 GB"])
+def test_what_is_no_kind_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(ValueError, match=r"cluster\.gpu must be auto, a size such as 24GB, or one"):
+        gpu(name)
+
+
+def test_auto_is_planned_like_the_kind_that_its_key_names() -> None:
+    config = config_of(*SMALL)
+    named = replace(config, cluster=replace(config.cluster, gpu="H100-80GB"))
+    architecture = read_planned_architecture(config)
+    assert forecast_recipe(config, architecture) == forecast_recipe(named, architecture)
