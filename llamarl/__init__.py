@@ -1,7 +1,7 @@
 """llamarl: asynchronous reinforcement learning for pretrained language models.
 
-Read `loop/controller.py` first: it is the whole loop. `types.py` holds the glossary. For a loop of your
-own there is `llamarl.start_engines` (`library.py`).
+Read `loop/controller.py` first: it is the whole loop. `types.py` holds the glossary. For a loop of
+your own there is `llamarl.start_engines` (`library.py`).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -14,7 +14,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.executor_groups import name_executor, place_executors
 from llamarl.metrics.provenance import Record
-from llamarl.recipe.inputs import read_frozen, read_planned_architecture
+from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
 from llamarl.recipe.task import read_graph, read_task
 
 
@@ -31,8 +31,8 @@ def plan(
 ) -> None:
     """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
 
-    Reads no prompts, tokenizer or weights and makes no run folder; starts one short process if
-    task.py has stages.
+    Reads no weights and makes no run folder; of prompts and tokenizer only what their length needs.
+    Starts one short process if task.py has stages.
     """
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
@@ -40,11 +40,13 @@ def plan(
     from llamarl.planner.report.published_results import published_figures
     from llamarl.planner.report.recipe import figures, forecast_recipe
     from llamarl.planner.report.text import assumptions, render_memory, render_report, title_of
+    from llamarl.planner.simulation.workload import with_lengths
 
     _check_writable("--json", json)
     _check_writable("--html", html)
     architecture = read_planned_architecture(config)
     frozen = read_frozen(config, read_graph(config, read_task(config)))
+    config = with_lengths(with_measured_prompts(config))
     if not timed(config) and not (json or html or trace or sweep):
         memory = render_memory(config, forecast_memory(config, architecture, frozen))
         console.print(memory, markup=False, highlight=False, soft_wrap=True, end="")

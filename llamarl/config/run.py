@@ -174,10 +174,12 @@ class MetricsConfig(Section):
 class PlanConfig(Section):
     """Lengths that `llamarl plan` assumes: log-normal, cut at sampling.max_tokens."""
 
-    prompt_tokens: int = number(200, least=1, most=2**24)
-    """Tokens of a prompt."""
-    median_tokens: int = number(400, least=1, most=2**24)
-    """Tokens that half of the rollouts stay below."""
+    prompt_tokens: int = number(0, least=0, most=2**24)
+    """Tokens of a prompt. 0: the mean of the first 256 prompts, if they and the tokenizer are
+    there; else 200, or what sampling.max_tokens leaves of generator.max_model_len."""
+    median_tokens: int = number(0, least=0, most=2**24)
+    """Tokens that half of the rollouts stay below. 0: 400, or half of sampling.max_tokens if that
+    is less."""
     spread: float = number(0.8, least=0, most=1e6)
     """Standard deviation of the logarithm of a rollout's length; 0 makes all equally long."""
     num_steps: int = number(12, least=3, most=10_000)

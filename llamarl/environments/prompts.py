@@ -11,6 +11,7 @@ from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ NumberedRow = tuple[int, dict[str, Any]]
 """A data row and its number: the line of a .jsonl or the row of a .parquet file, from 1."""
 
 
-def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Read and tokenize every prompt of a .jsonl or .parquet file, in file order.
+def read_prompts(
+    path: str | Path, config: DataConfig, tokenizer: Tokenizer, *, most: int | None = None
+) -> list[Prompt]:
+    """Read and tokenize every prompt of a .jsonl or .parquet file, or the first `most`, in order.
 
     `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises a
     one-line ValueError that names file and line if the file is missing, empty or malformed, if
@@ -40,7 +43,7 @@ def read_prompts(path: str | Path, config: DataConfig, tokenizer: Tokenizer) -> 
             f"{tokenizer.folder}"
         )
     prompts = []
-    for number, row in read_rows(path):
+    for number, row in islice(read_rows(path), most):
         try:
             prompts.append(_prompt(number, row, config, tokenizer))
         except ValueError as error:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from llamarl.weights.transports.table import TRANSPORTS
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
 PROMPTS = "data.prompts"
+NUM_MEASURED = 256  # prompts; a plan needs only their mean length
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
 
@@ -168,6 +169,19 @@ def read_planned_architecture(config: Config) -> Architecture:
         _check_planned(config, architecture)
     _check_architecture(config, architecture)
     return architecture
+
+
+def with_measured_prompts(config: Config) -> Config:
+    """The recipe with the mean length of its prompts in `plan`, if the plan leaves it open and both
+    the prompts and the tokenizer are there. ValueError as for a run."""
+    folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
+    path = _resolve(config, config.data.prompts)
+    is_there = os.path.isfile(path) and os.path.isfile(Path(folder, "tokenizer.json"))
+    if config.plan.prompt_tokens or not is_there:
+        return config
+    prompts = read_prompts(path, config.data, load_tokenizer(folder), most=NUM_MEASURED)
+    mean = round(sum(len(prompt.token_ids) for prompt in prompts) / len(prompts))
+    return replace(config, plan=replace(config.plan, prompt_tokens=max(1, mean)))
 
 
 def read_frozen(config: Config, graph: Graph) -> dict[str, Architecture]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.config import PlanConfig
 from llamarl.planner.forecast import (
     Activity,
     BestSplit,
@@ -31,8 +32,10 @@ from llamarl.planner.report.published_results import PUBLISHED
 from llamarl.planner.report.recipe import figures
 from llamarl.planner.report.text import WIDTH as REPORT_WIDTH
 from llamarl.planner.report.text import assumptions, render_report
-from llamarl.recipe.inputs import read_planned_architecture
+from llamarl.planner.simulation.workload import with_lengths
+from llamarl.recipe.inputs import read_planned_architecture, with_measured_prompts
 from tests.unit.composing import compose_recipe
+from tests.unit.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -316,6 +319,26 @@ def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
         "Stages of the recipe's own (brief, teacher) are left out, but for the memory of teacher."
     )
     assert words in done.stdout
+
+
+def test_the_readmes_own_recipe_plans_with_lengths_that_it_has_room_for(tmp_path: Path) -> None:
+    """Its prompts are there, so their mean is measured; half of its max_tokens is the median."""
+    text = blocks((ROOT / "README.md").read_text(), "yaml")[0]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "quickstart").symlink_to(RECIPES / "quickstart")
+    (tmp_path / "mine" / "run.yaml").write_text(text)
+    folder = tmp_path / "mine"
+    (folder / "task.py").write_text("def reward(prompt, completion): return 1.0\n")
+    done = plan(tmp_path, "plan", "--config-dir", "mine", "plan.num_steps=4")
+    assert done.returncode == 0, done.stderr
+    config = compose_recipe(folder, [f"recipe_dir='{folder}'"])
+    assert with_lengths(with_measured_prompts(config)).plan == PlanConfig(
+        prompt_tokens=12, median_tokens=48
+    )
+    missing = replace(config, data=replace(config.data, prompts="later.jsonl"))
+    assert with_lengths(with_measured_prompts(missing)).plan.prompt_tokens == 128 - 96
+    asked = replace(config, plan=PlanConfig(prompt_tokens=3, median_tokens=5))
+    assert with_lengths(with_measured_prompts(asked)) == asked
 
 
 def test_assumptions_say_what_lengths_and_times_rest_on() -> None:

@@ -53,7 +53,7 @@ from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProces
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import drive, make_inputs
 from llamarl.planner.simulation.setting import Setting
-from llamarl.planner.simulation.workload import make_workload
+from llamarl.planner.simulation.workload import USUAL_PROMPT_TOKENS, make_workload
 from llamarl.sessions import GC_THRESHOLDS
 from llamarl.weights.integrity.comparison import Fingerprints
 
@@ -291,7 +291,7 @@ def make_config(shape: Shape) -> Config:
         staleness=StalenessConfig(max_staleness=shape.max_staleness),
         evaluation=EvaluationConfig(),
         checkpoint=CheckpointConfig(every_steps=0, export=False),
-        plan=PlanConfig(median_tokens=shape.median_tokens),
+        plan=PlanConfig(prompt_tokens=USUAL_PROMPT_TOKENS, median_tokens=shape.median_tokens),
     )
 
 

@@ -28,6 +28,7 @@ from llamarl.planner.simulation.roofline import hardware_costs
 from llamarl.planner.simulation.run import simulate
 from llamarl.planner.simulation.split import best_split
 from llamarl.planner.simulation.variants import best_baseline, decompose
+from llamarl.planner.simulation.workload import with_lengths
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
 
@@ -47,7 +48,7 @@ def forecast_recipe(
     splits of the processes between trainer and generators. Neither goes with pools. ValueError if
     the ranks do not fit onto the hosts, or the run lacks what is needed.
     """
-    _check_known(config, run_dir, sweep)
+    config = with_lengths(_check_known(config, run_dir, sweep))
     cost = cost_of(config)
     taken = {device for places in rank_assignment.assign(config).values() for device in places}
     trace = _calibrate(run_dir, config, architecture) if run_dir else None
@@ -131,14 +132,15 @@ def figures(forecast: Forecast) -> dict[str, Any]:
     return found
 
 
-def _check_known(config: Config, run_dir: str | None, sweep: bool) -> None:
-    """ValueError if there are pools and a flag that knows none, or a GPU without known peaks."""
+def _check_known(config: Config, run_dir: str | None, sweep: bool) -> Config:
+    """The recipe; ValueError if there are pools and a flag that knows none, or a GPU without known peaks."""
     check_kinds(config)
     wanted = "be a kind of GPU with known peaks for a forecast of times"
     config.cluster.require(timed(config), "gpu", wanted)
     for flag, is_on in {"--trace": bool(run_dir), "--sweep": sweep}.items():
         must = f"be [] with {flag}, which takes all replicas to be alike"
         config.generator.require(not (is_on and config.generator.pools), "pools", must)
+    return config
 
 
 def _calibrate(run_dir: str, config: Config, architecture: Architecture) -> Trace:

@@ -6,11 +6,12 @@ depends on its seed alone, so two systems that are compared write the same rollo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llamarl.config import Config
+from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.experience.columns import NUMBER
 from llamarl.experience.graph import Stage
@@ -18,6 +19,8 @@ from llamarl.types import Prompt, Request, Score, ScoreStatus, StageResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
+USUAL_PROMPT_TOKENS = 200
+USUAL_MEDIAN_TOKENS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,16 @@ def spread(number: float) -> float:
     return math.modf(number)[0]
 
 
+def with_lengths(config: Config) -> Config:
+    """The recipe with lengths in `plan` where it leaves them open, within its own limits."""
+    plan, most = config.plan, config.sampling.max_tokens
+    room = min(pool.generator.max_model_len for pool in pools_of(config.generator)) - most
+    prompt_tokens = plan.prompt_tokens or max(1, min(USUAL_PROMPT_TOKENS, room))
+    median_tokens = plan.median_tokens or max(1, min(USUAL_MEDIAN_TOKENS, most // 2))
+    plan = replace(plan, prompt_tokens=prompt_tokens, median_tokens=median_tokens)
+    return replace(config, plan=plan)
+
+
 def make_workload(
     config: Config, *, lengths: Sequence[int] | None = None, equal_share: float = 0.0
 ) -> Workload:
@@ -71,6 +84,7 @@ def make_workload(
 
     Log-normal: exp(N(ln median, spread^2)), rounded, at least 1, cut at sampling.max_tokens.
     """
+    config = with_lengths(config)
     if lengths is None:
         rng = np.random.default_rng(config.seed)
         draws = rng.normal(math.log(config.plan.median_tokens), config.plan.spread, NUM_DRAWN)
