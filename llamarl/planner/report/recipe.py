@@ -133,7 +133,8 @@ def figures(forecast: Forecast) -> dict[str, Any]:
 
 
 def _check_known(config: Config, run_dir: str | None, sweep: bool) -> Config:
-    """The recipe; ValueError if there are pools and a flag that knows none, or a GPU without known peaks."""
+    """The recipe. ValueError if there are pools and a flag that knows none, or a GPU without known
+    peaks."""
     check_kinds(config)
     wanted = "be a kind of GPU with known peaks for a forecast of times"
     config.cluster.require(timed(config), "gpu", wanted)
