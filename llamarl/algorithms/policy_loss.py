@@ -105,7 +105,7 @@ def kl_penalty(log_ref_ratio: Tensor, estimator: str) -> Tensor:
     is 20 times as likely as pi, it continues along its tangent: at most 19 in the gradient, still
     convex, and always towards ref. verl clamps d to +-20 and the value to +-10, which is constant,
     so without gradient, for d < -2.6: exactly on the tokens that are farthest from ref. TRL has no
-    bound.
+    bound; by default it multiplies k3 by the ratio, which gives k2's gradient where that is 1.
     """
     if estimator == "k1":
         value = log_ref_ratio.detach()

@@ -41,7 +41,7 @@ ELSEWHERE = {
     "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo",
     "algorithm.normalization": "loss_agg_mode loss_reduction",
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef",
-    "algorithm.kl_estimator": "kl_loss_type kl_penalty",
+    "algorithm.kl_estimator": "kl_loss_type kl_penalty use_bias_correction_kl",
     "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
     "algorithm.filters": "filter_groups dynamic_sampling",
     "algorithm.overlong_penalty_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",

@@ -265,6 +265,23 @@ def test_a_token_without_weight_has_no_part_in_anything(config):
     assert outputs.ratio_max.item() == pytest.approx(8)
 
 
+def test_trl_and_verl_write_the_gradient_of_k2_in_other_ways():
+    """TRL 1.16 (use_bias_correction_kl): k3 times the ratio, 1 here; verl 0.9.1: kl+, low_var_kl+.
+
+    Their plain kl has a gradient of 1 for every token, which the page on both says.
+    """
+    d = torch.tensor([-2.5, -1.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    k3 = torch.exp(-d) + d - 1
+    corrected = k3 * torch.exp(d - d.detach())
+    straight = d.square() / 2 - (d.square() / 2).detach() + k3.detach()
+    (wanted,) = torch.autograd.grad(kl_penalty(d, "k2").sum(), d)
+    for theirs in (corrected, straight, kl_penalty(d, "k1")):
+        (found,) = torch.autograd.grad(theirs.sum(), d)
+        assert found.tolist() == pytest.approx(wanted.tolist())
+    assert torch.equal(straight, k3)
+    assert torch.equal(kl_penalty(d, "k1"), d)
+
+
 def test_k3_goes_on_straight_where_the_reference_is_far_likelier():
     d = torch.tensor([-3.0, -4.0, -20.0], dtype=torch.float64, requires_grad=True)
     penalty = kl_penalty(d, "k3")

@@ -5,7 +5,7 @@ nothing else registers it. Importing a loss does not import torch, because the p
 recipes reads the options: a file that needs more than the methods of its tensors imports torch
 inside `loss`.
 
-What holds for every table in these files, against TRL 1.10 (GRPOTrainer, RLOOTrainer) and verl 0.8:
+What holds for every table in these files, against TRL 1.16 (GRPOTrainer, RLOOTrainer), verl 0.9.1:
 
     mu           Here the probability that the generator recorded when it sampled the token, so r
                  corrects staleness and engine in one, as in verl's bypass mode. By default TRL and

@@ -15,8 +15,8 @@
                             KL 0, std + 1e-4 scale_rewards none:  of equal groups, 0.28 if set
                                              the same
     verl      critic, GAE   seq-mean-token-  seq-mean-token-sum-  token-mean, filter_groups,
-                            mean, KL loss    norm: not divided    clip_ratio_high 0.28
-                            0.001 if asked   by the rollouts
+                            mean, KL loss    norm: the same       clip_ratio_high 0.28
+                            0.001 if asked
 
 PPO has no critic here: the group's mean is the value of every token. KL 0.04 is the paper's.
 c (clip_ratio_c 3, dual clip, arXiv 1912.09729) bounds what PPO leaves unbounded: with
