@@ -30,7 +30,7 @@ from rich.logging import RichHandler
 
 from llamarl import __version__, control, jobs, reports
 from llamarl.checkpoints import checkpoint
-from llamarl.cluster import GroupLost
+from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean
@@ -81,25 +81,10 @@ REPORTS: dict[str, Callable[..., None]] = {"plan": reports.plan, "graph": report
 OWN_OPTIONS = {"plan": PLAN_OPTIONS, "graph": GRAPH_OPTIONS}
 
 
-def program() -> NoReturn:
-    """Entry point of the `llamarl` command: `main` in a process that ends with it.
-
-    Python's own shutdown would wait for threads and exit handlers of a recipe's task.py, and the
-    actor library's threads may abort the process during it.
-    """
-    code: object = 0
-    try:
+def program() -> None:
+    """Entry point of the `llamarl` command: `main`, in a process that ends with it."""
+    with exiting_process():
         main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException:  # noqa: BLE001 - what Python itself would show
-        traceback.print_exc()
-        code = 1
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader has closed it
-            stream.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def main() -> None:

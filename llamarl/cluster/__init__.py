@@ -4,7 +4,12 @@ Owns: the choice of backend. Does not own: what executors do, or which of them a
 Invariant: importing this loads neither monarch nor torch; `inline` never does.
 """
 
+import logging
 import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -52,6 +57,28 @@ def make_cluster(
     from llamarl.cluster.meshes import MonarchCluster  # here, for it imports monarch
 
     return MonarchCluster(config, make_spans, logs_folder=logs_folder)
+
+
+@contextmanager
+def exiting_process() -> Iterator[None]:
+    """Around all that a program does: the process ends with the block, without Python's shutdown.
+
+    That would wait for threads and exit handlers of a recipe's task.py; and Monarch's threads that
+    still receive messages call into Python meanwhile and abort the process, with another exit code.
+    """
+    code: object = 0
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 - shown as Python itself would
+        traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader has closed it
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def make_rdma() -> Any:

@@ -41,6 +41,7 @@ from llamarl.cluster.credentials import (
     wait_disconnected,
 )
 from llamarl.cluster.host_check import Report, check_reports, inspect
+from llamarl.cluster.peer_check import private_files, refuse_other_users
 from llamarl.cluster.process import import_path, kill_marked, quiet_stderr, wait_first_exit
 from llamarl.config import ClusterConfig
 
@@ -55,7 +56,7 @@ DETACH_LIMIT_S = 3.0
 
 
 class Host:
-    """Where processes are started: this machine, over abstract unix sockets, without a port."""
+    """Where processes are started: this machine, over unix sockets, without a port."""
 
     def __init__(self) -> None:
         # The import path is the controller's, so that all it can import can be spawned.
@@ -255,7 +256,8 @@ def interface_variables(interface: str) -> dict[str, str]:
 def _this_host() -> HostMesh:
     """This machine; the first use starts Monarch's client, which writes to standard error."""
     monarch.actor.unhandled_fault_hook = _log_fault
-    with quiet_stderr():
+    refuse_other_users()
+    with quiet_stderr(), private_files():
         return this_host()
 
 
@@ -269,7 +271,8 @@ def _start_client(scheme: str, own_name: str) -> None:
         raise ValueError(
             "cluster.hosts must be those of the first run of this process, got others"
         ) from error
-    with quiet_stderr():
+    refuse_other_users()
+    with quiet_stderr(), private_files():
         monarch.actor.context()
 
 

@@ -238,8 +238,8 @@ def test_hosts_must_see_the_run_folder_and_have_our_versions_and_the_interface()
 
 
 CONTROLLER = """
-import asyncio, json, os, sys
-from llamarl.cluster import make_cluster
+import asyncio, json, sys
+from llamarl.cluster import make_cluster, exiting_process
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
 from tests.distributed.executors import Probe
@@ -275,8 +275,8 @@ async def main():
         await asyncio.to_thread(sys.stdin.readline)
     finally:
         await cluster.stop()
-asyncio.run(main())
-os._exit(0)  # as the command does: Monarch's threads disturb Python's own shutdown
+with exiting_process():
+    asyncio.run(main())
 """
 
 
@@ -301,9 +301,9 @@ def test_ranks_of_one_group_sit_on_several_hosts(hosts: Hosts, tmp_path: Path) -
         places = receive()
         assert [place[:3] for place in places] == [[i, 3, f"trainer-{i}"] for i in range(3)]
         assert receive() == [
-            [one, "0", "H100-80GB"],
-            [one, "1", "H100-80GB"],
-            [two, "0", "H100-80GB"],
+            [one, "0", "auto"],
+            [one, "1", "auto"],
+            [two, "0", "auto"],
         ]
         assert receive() == [[7]] * 3
         assert receive() == "'row 7 has no column reward on rank 2'"

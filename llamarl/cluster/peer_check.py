@@ -1,0 +1,155 @@
+"""Monarch's unix sockets serve processes of this user only.
+
+Owns: the check of who connects to a unix socket on which Monarch listens in this process. Does not
+own: TLS (`credentials.py`). Invariant: a connection of another user is closed before Monarch reads
+from it; root, who may do anything, is let in.
+
+Monarch listens on abstract unix sockets, whatever transport is chosen. They have no permissions,
+their names stand in /proc/net/unix, and who connects can run code. The kernel knows a peer's user,
+so the check takes the place of `accept4` in the table of C functions that Monarch's module calls.
+"""
+
+import atexit
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+ACCEPT = "accept4"
+GLOBAL_DATA_AND_JUMP_SLOT = {"x86_64": (6, 7), "aarch64": (1025, 1026)}  # kinds of relocations
+LOAD, DYNAMIC = 1, 2  # kinds of segments
+JUMP_BYTES, STRINGS, SYMBOLS, RELOCATIONS, RELOCATION_BYTES, JUMPS = 2, 5, 6, 7, 8, 23
+SYMBOL_BYTES = 24
+RELOCATION = np.dtype([("place", "<u8"), ("kind", "<u4"), ("symbol", "<u4"), ("addend", "<i8")])
+CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of a peer
+ACCEPT_TYPE = ctypes.CFUNCTYPE(
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int), use_errno=True
+)
+
+
+class ElfSegment(NamedTuple):
+    """A part of an ELF file that lies in memory from address `start` on."""
+
+    kind: int
+    offset: int
+    start: int
+    size: int
+
+
+@functools.cache
+def refuse_other_users() -> None:
+    """Check, from now on, who connects to Monarch's unix sockets of this process.
+
+    To be called before Monarch listens. RuntimeError if its module is built in another way than
+    this knows; does nothing except on Linux.
+    """
+    if platform.system() != "Linux":
+        return
+    from monarch import _rust_bindings
+
+    path = os.path.realpath(str(_rust_bindings.__file__))
+    slot = _base(path) + _find_slot(Path(path), ACCEPT)
+    accept = ctypes.CDLL(None, use_errno=True).accept4
+    accept.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+
+    def accept_own(listening: int, address: int, length: int, flags: int) -> int:
+        while (file := accept(listening, address, length, flags)) >= 0 and not _is_ours(file):
+            os.close(file)
+        return int(file)
+
+    callback = ACCEPT_TYPE(accept_own)
+    before = _write(slot, ctypes.cast(callback, ctypes.c_void_p).value or 0)
+    # The interpreter's end must not meet a call; until then `callback` must live.
+    atexit.register(lambda: (_write(slot, before), callback))
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Monarch makes the folder of its named sockets in this block: for this user only, whatever the
+    process's own mask lets others do."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _is_ours(file: int) -> bool:
+    """Whether the peer of this connection may be served; that of a TCP connection has to show a
+    certificate instead."""
+    try:
+        connection = socket.socket(fileno=file)
+        try:
+            if connection.family != socket.AF_UNIX:
+                return True
+            found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            return CREDENTIALS.unpack(found)[1] in (0, os.geteuid())
+        finally:
+            connection.detach()
+    except BaseException:  # noqa: BLE001 - C calls this, so nothing may be raised
+        return False
+
+
+def _write(slot: int, address: int) -> int:
+    """Set a pointer of a table that is read-only once the module is loaded; the one before."""
+    library = ctypes.CDLL(None, use_errno=True)
+    page = slot // mmap.PAGESIZE * mmap.PAGESIZE
+    where = ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE)
+    pointer = ctypes.c_void_p.from_address(slot)
+    before = pointer.value or 0
+    for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
+        if library.mprotect(*where, protection):
+            raise RuntimeError(f"mprotect failed: {os.strerror(ctypes.get_errno())}")
+        if protection & mmap.PROT_WRITE:
+            pointer.value = address
+    return before
+
+
+def _base(path: str) -> int:
+    """Where the module is loaded."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == path and int(fields[2], 16) == 0:
+            return int(fields[0].partition("-")[0], 16)
+    raise RuntimeError(f"{path} must be loaded, got no memory of it")
+
+
+def _find_slot(path: Path, name: str) -> int:
+    """Where, from the module's start, the address of the C function `name` lies."""
+    data = path.read_bytes()
+    segments = _segments(data)
+
+    def offset_of(address: int) -> int:
+        loads = (each for each in segments if each.kind == LOAD)
+        return next(s.offset + address - s.start for s in loads if 0 <= address - s.start < s.size)
+
+    (dynamic,) = (each for each in segments if each.kind == DYNAMIC)
+    tags = dict(struct.iter_unpack("<QQ", data[dynamic.offset : dynamic.offset + dynamic.size]))
+    strings, symbols = offset_of(tags[STRINGS]), offset_of(tags[SYMBOLS])
+    kinds = GLOBAL_DATA_AND_JUMP_SLOT.get(platform.machine(), ())
+    wanted = name.encode() + b"\0"
+    for table, num_bytes in ((RELOCATIONS, RELOCATION_BYTES), (JUMPS, JUMP_BYTES)):
+        count = tags.get(num_bytes, 0) // RELOCATION.itemsize
+        entries = np.frombuffer(data, RELOCATION, count, offset_of(tags[table]) if count else 0)
+        for place, _, symbol, _ in entries[np.isin(entries["kind"], kinds)].tolist():
+            (start,) = struct.unpack_from("<I", data, symbols + symbol * SYMBOL_BYTES)
+            if data.startswith(wanted, strings + start):
+                return int(place)
+    raise RuntimeError(f"{path} must call {name}, got no such function in its table")
+
+
+def _segments(data: bytes) -> list[ElfSegment]:
+    """Of an ELF file of 64 bits."""
+    (headers,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    found = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
+    return [ElfSegment(kind, offset, start, size) for kind, _, offset, start, _, size in found]
