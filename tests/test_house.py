@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
     {"record"},
     {"types", "errors"},
     {"protocols"},
-    {"json_file", "task_file"},
+    {"json_file", "task_file", "extensions"},
     {"config"},
     {"checkpoints"},
     {"algorithms", "data", "models", "metrics", "lengths"},

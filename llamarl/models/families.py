@@ -9,6 +9,8 @@ these tables. Free of torch, because the controller's process checks checkpoints
 
 from dataclasses import dataclass
 
+from llamarl.extensions import load_extensions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -95,3 +97,6 @@ def split_dimension(name: str) -> int | None:
     module, kind = name.split(".")[-2:]
     split = _SPLITS.get(module)
     return None if split == 1 and kind == "bias" else split
+
+
+load_extensions("llamarl.families")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -324,6 +326,51 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     assert committed is not None
     assert torch.equal(committed.view(30, 40).T, weights)
     target.close()
+
+
+def test_an_installed_package_adds_a_transport_and_a_family(tmp_path: Path) -> None:
+    """As pip leaves it: the modules of the pages, and the entry points of their pyproject.toml."""
+    info = tmp_path / "mine-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1\n")
+    lines = ""
+    for page in ("transport", "model_family"):
+        project = tomllib.loads(block(page, "toml"))
+        for group, entries in project["project"]["entry-points"].items():
+            for name, module in entries.items():
+                lines += f"[{group}]\n{name} = {module}\n"
+                assert project["tool"]["setuptools"]["py-modules"] == [module]
+                (tmp_path / f"{module}.py").write_text(block(page, "python"))
+    (info / "entry_points.txt").write_text(lines)
+    script = (
+        "from llamarl.models.families import FAMILIES\n"
+        "from llamarl.recipe.composition import reference\n"
+        "from llamarl.weights.transports.table import TRANSPORTS\n"
+        "import pkgutil\n"
+        "print(*FAMILIES, *TRANSPORTS, *reference().groups['weights'])\n"
+        "pkgutil.resolve_name(TRANSPORTS['files'].sender)\n"
+    )
+    paths = f"{tmp_path}:{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("files") == 2, "a transport, and a choice of weights"
+    assert "mistral" in done.stdout.split()
+    (tmp_path / "mistral_family.py").write_text("1 / 0\n")
+    broken = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wanted = "while mistral_family, the entry point mistral of llamarl.families, loads"
+    assert wanted in broken.stderr
 
 
 def test_the_tracker_of_the_page_writes_every_scalar(

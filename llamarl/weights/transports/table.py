@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
+from llamarl.extensions import load_extensions
 
 if TYPE_CHECKING:
     import torch
@@ -131,3 +132,6 @@ def check_transport(config: Config) -> None:
         f"be cpu with weights.transport={name} (which reaches a GPU only with "
         f"weights.staging=host; use weights={mapped_on('cuda')} or weights=collective)",
     )
+
+
+load_extensions("llamarl.transports")
