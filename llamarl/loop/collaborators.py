@@ -46,7 +46,7 @@ class RunObserver(Protocol):
         """A version is active on the generators, `seconds` after its publish began."""
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """A held-out evaluation is finished; None if all its generators were lost."""
+        """A held-out evaluation is finished; None if generators were lost with it."""
 
     async def log_step(
         self,

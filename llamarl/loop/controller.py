@@ -111,7 +111,7 @@ class Controller:
         self.run_logger.log_group(group, verdict := self.rules.filter_group(group))
         if isinstance(verdict, Kept):
             for reason, row_ids in self.ledger.leave_out(group).items():
-                dropped: Outcome = {"outcome": "dropped", "reason": reason}
+                dropped: Outcome = {"outcome": "dropped", "reason": reason, "left_out": 1}
                 await self.roles.storage.retire(row_ids, dropped | {"group_id": group.group_id})
             return await self.gate.settle(group, verdict.advantages)
         reason = verdict.reason
@@ -185,9 +185,10 @@ class Controller:
         row_ids = self.gate.allocate_rows(len(self.evaluator.prompts))
         num_replicas = None if version == self.saver.last else self.evaluator.num_replicas
         with self.publisher.hold(version, num_replicas):
-            self.run_logger.log_evaluation(await self.evaluator.evaluate(version, row_ids))
+            whole = self.saver.whole
+            self.run_logger.log_evaluation(await self.evaluator.evaluate(version, row_ids, whole))
 
     async def _retire(self, groups: list[Group], **outcome: str | int | float) -> None:
         row_ids = [row_id for group in groups for row_id in group.row_ids]
+        self.ledger.forget(row_ids)  # first: what is in the ledger when the run ends is unused
         await self.roles.storage.retire(row_ids, outcome)
-        self.ledger.forget(row_ids)

@@ -81,9 +81,12 @@ class Dispatch:
         self._last_loss: Exception | None = None
 
     async def submit(self, requests: list[Request]) -> None:
-        """Queue requests, each run of equal prompts on the replica that suits it best. Those of an
-        evaluation go to replicas that keep their version; once those are lost, nowhere: they come
-        out of `collect` marked ABORTED. NoGenerator if no replica is left and none may come."""
+        """Queue requests, each run of equal prompts on the replica that suits it best, without
+        waiting for the replicas: one that does not answer delays no other.
+
+        Those of an evaluation go to replicas that keep their version; once those are lost, nowhere:
+        they come out of `collect` marked ABORTED. NoGenerator if no replica is left and none may
+        come."""
         shares, left = self.balance.spread([self._renewed(request) for request in requests])
         is_late = [each.purpose is Purpose.EVALUATE and not self._may_hold_more for each in left]
         self._give_up([*compress(left, is_late)])
@@ -91,8 +94,8 @@ class Dispatch:
         if waiting and self.on_lost is None:
             raise NoGenerator("every generator replica is lost") from self._last_loss
         self._waiting |= waiting
-        calls = (self._send(self.replicas[i], i, share) for i, share in shares.items())
-        await asyncio.gather(*calls)
+        for index, share in shares.items():
+            self._start(self._send(self.replicas[index], index, share))
 
     async def submit_to(self, index: int, requests: list[Request]) -> None:
         """Queue requests on this very replica; nothing happens if it is lost."""
@@ -200,6 +203,7 @@ class Dispatch:
 
     async def close(self) -> None:
         """Stop collecting."""
+        await asyncio.sleep(0)  # a task that has not begun would leave its work unawaited
         tasks = [*self._collecting.values(), *self._collector_tasks, *self._tasks]
         for task in tasks:
             task.cancel()

@@ -2,14 +2,16 @@
 
 Owns: the requests of an evaluation and its result. Does not own: generation, scoring (evaluation
 rollouts pass the same stages as training ones) or when to evaluate (`controller.py`). Invariant:
-every token of an evaluation was written by the same version, else it raises; its rows carry
-`Purpose.EVALUATE` and never reach the trainer.
+every token of an evaluation was written by the same version, else it raises; there is no result
+without all of its prompts; its rows carry `Purpose.EVALUATE` and never reach the trainer.
 """
 
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from llamarl.environments.requests import rollout_seed
 from llamarl.errors import NoGenerator
@@ -29,6 +31,9 @@ from llamarl.types import (
 )
 
 log = logging.getLogger(__name__)
+
+Whole = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
+"""Does work that changes a run's state and its records, which are saved before or after it."""
 
 
 @dataclass(kw_only=True)
@@ -62,13 +67,17 @@ class Evaluator:
         has_passed = every > 0 and version // every > self._begun // every
         return self._begun < 0 or has_passed or version == last
 
-    async def evaluate(self, version: int, row_ids: tuple[int, ...]) -> Evaluation | None:
+    async def evaluate(
+        self, version: int, row_ids: tuple[int, ...], whole: Whole = asyncio.shield
+    ) -> Evaluation | None:
         """Evaluate `version`, which the caller keeps active; `row_ids` has one entry per prompt.
 
-        Prompts that no generator with this version was left to answer are not counted; None if that
-        is all of them. RuntimeError if a token has another version or every reward failed.
+        None if no generator with this version was left to answer some prompts: those that were
+        answered are the short ones, so their accuracy would mislead. The next version is due then.
+        The rows are retired by `whole`. RuntimeError if a token has another version or every reward
+        failed.
         """
-        self._begun = version
+        before, self._begun = self._begun, version
         requests = [
             Request(
                 row_id=row_id,
@@ -88,13 +97,20 @@ class Evaluator:
             for taken in await self.ledger.take(EVALUATE):
                 unscored.difference_update(taken)
         result = self._result(version, row_ids)
+        if result is None:
+            self._begun = before
+            await whole(self.storage.retire(list(row_ids), {"outcome": "unused"}))
+        else:
+            await whole(self._retire(version, row_ids))
+        self.ledger.forget(row_ids)
+        return result
+
+    async def _retire(self, version: int, row_ids: tuple[int, ...]) -> None:
         for correct in (True, False):
             those = [r for r in row_ids if self._is_correct(r) is correct]
             outcome: Outcome = {"outcome": "evaluated", "version": version, "correct": int(correct)}
             await self.storage.retire(those, outcome)
-        self.ledger.forget(row_ids)
         self.version = version
-        return result
 
     def _is_correct(self, row_id: int) -> bool:
         score = self.ledger.entries[row_id].score
@@ -105,11 +121,13 @@ class Evaluator:
         rows = [entry.rollout for entry in entries if entry.rollout is not None]
         scores = [entry.score for entry in entries if entry.score and entry.rollout]
         if num_lost := len(entries) - len(rows):
-            words = (
-                "version %d: %d of %d prompts were not evaluated, for their generators were lost"
+            log.warning(
+                "version %d has no held-out accuracy, for generators were lost with %d of the %d "
+                "prompts: the next version is evaluated",
+                version,
+                num_lost,
+                len(entries),
             )
-            log.warning(words, version, num_lost, len(entries))
-        if not rows:
             return None
         foreign = {span.version for row in rows for span in row.spans} - {version}
         if foreign:

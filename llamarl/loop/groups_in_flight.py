@@ -97,7 +97,7 @@ class GroupsInFlight:
     async def leave_out(self, group: Group) -> None:
         """Retire the rollouts that stages dropped from a group that is trained on."""
         for reason, row_ids in self._ledger.leave_out(group).items():
-            dropped: Outcome = {"outcome": "dropped", "reason": reason}
+            dropped: Outcome = {"outcome": "dropped", "reason": reason, "left_out": 1}
             await self._storage.retire(row_ids, dropped | {"group_id": group.group_id})
 
     async def retire(self, groups: Sequence[Group], outcome: Outcome) -> None:

@@ -42,7 +42,8 @@ class Saver:
     last: int
     _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
-    _dropping: set[asyncio.Future[None]] = field(default_factory=set)
+    _whole: set[asyncio.Future[None]] = field(default_factory=set)
+    _taking: set[asyncio.Future[None]] = field(default_factory=set)  # states, one at most
     _made: asyncio.Event = field(default_factory=asyncio.Event)  # by the step under way
     _step: list[asyncio.Future[None]] = field(default_factory=list)  # one at most
     _saving: asyncio.Future[None] | None = None
@@ -68,12 +69,22 @@ class Saver:
         self._step = [task]
 
     async def drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
-        """Let the gate drop `group`, and await `archiving` of its rollouts. Both are done even if
-        the run is cancelled, and no state is saved between them: a run resumed from it would lack
-        the group and its records."""
-        task = self._protect(self._drop(group, reason, archiving))
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
+        """Let the gate drop `group`, and await `archiving` of its rollouts, as `whole` work: a run
+        resumed from a state between them would lack the group and its records."""
+        await self.whole(self._drop(group, reason, archiving))
+
+    async def whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that changes both the state and the records. It is done even if the run is
+        cancelled, and no state is saved amid it; while one is taken, new work waits."""
+        try:
+            while self._taking:
+                await asyncio.wait(self._taking)
+        except asyncio.CancelledError:
+            work.close()
+            raise
+        task = self._protect(work)
+        self._whole.add(task)
+        task.add_done_callback(self._whole.discard)
         await asyncio.shield(task)
 
     def made(self, version: int) -> None:
@@ -174,8 +185,14 @@ class Saver:
 
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
         """Save the present state; with `on_copied`, called once that may change, from a copy."""
-        while self._dropping:
-            await asyncio.wait(self._dropping)
+        taking = asyncio.get_running_loop().create_future()
+        self._taking.add(taking)
+        try:
+            while self._whole:
+                await asyncio.wait(self._whole)
+        finally:  # what follows is done before any other task runs, up to the end of the copies
+            self._taking.discard(taking)
+            taking.set_result(None)
         version, solved = self.version, self.gate.solved
         if (version, solved) == self._saved:
             return

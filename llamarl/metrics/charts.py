@@ -41,6 +41,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "function gave full marks (1 or more).",
     "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
     "full marks (1 or more).",
+    "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy (Wilson).",
+    "evaluation/accuracy_high": "Upper end of that interval.",
+    "evaluation/prompts": "Held-out prompts of the evaluation: always all of them.",
     "evaluation/reward": "Mean reward on held-out prompts.",
     "evaluation/length": "Mean tokens of a held-out completion.",
     "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",

@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llamarl.metrics.accuracy import with_interval
 from llamarl.metrics.aggregate import Shares, executor_of
 from llamarl.metrics.drops import Drops, in_words
 from llamarl.metrics.recent_spans import RecentSpans
@@ -37,6 +38,7 @@ from llamarl.metrics.rendering import (
 from llamarl.metrics.startup import ReportState, Startup
 from llamarl.metrics.step_metrics import Scalars
 from llamarl.metrics.terminal import hide_typed_keys, restore_terminal
+from llamarl.types import Evaluation
 
 LINE_INTERVAL_S = 5.0
 QUIET_INTERVAL_S = 10.0  # after this long without a line, one says how far a start or a step is
@@ -155,11 +157,13 @@ class Progress:
             self._update_shares()
             self._print_line(self._step_line())
 
-    def show_evaluation(self, version: int, accuracy: float, reward: float) -> None:
-        """What `version` reached on the held-out prompts; `accuracy` within 0 and 1."""
+    def show_evaluation(self, evaluated: Evaluation) -> None:
+        """What a version reached on the held-out prompts."""
+        version, accuracy, reward = evaluated.version, evaluated.accuracy, evaluated.reward
         self._evaluations.append((version, accuracy, reward))
         shaped = f"reward {reward:.3f}, " if is_shaped(reward, accuracy) else ""
-        self._print_line(f"held-out {shaped}accuracy {accuracy:.1%} at version {version}")
+        words = with_interval(accuracy, evaluated.num_prompts)
+        self._print_line(f"held-out {shaped}accuracy {words} at version {version}")
         if self._sample:
             self._print_line(f"sample: {self._sample}")
 

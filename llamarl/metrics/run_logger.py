@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from llamarl.metrics.accuracy import interval
 from llamarl.metrics.console import Progress
 from llamarl.metrics.drops import Drops
 from llamarl.metrics.metrics_log import MetricsLog
@@ -55,18 +56,22 @@ class RunLogger:
         self._seconds["publish"] = seconds
 
     def log_evaluation(self, evaluated: Evaluation | None) -> None:
-        """A held-out evaluation has ended; None: all its generators were lost."""
+        """A held-out evaluation has ended; None: generators were lost with prompts of it."""
         if evaluated is None:
             return
+        low, high = interval(evaluated.accuracy, evaluated.num_prompts)
         scalars = {
             "evaluation/accuracy": evaluated.accuracy,
+            "evaluation/accuracy_low": low,
+            "evaluation/accuracy_high": high,
+            "evaluation/prompts": evaluated.num_prompts,
             "evaluation/reward": evaluated.reward,
             "evaluation/length": evaluated.mean_tokens,
             "evaluation/truncated_share": evaluated.truncated_share,
             "evaluation/failed": evaluated.num_failed,
         }
         self.log.log(evaluated.version, scalars)
-        self.progress.show_evaluation(evaluated.version, evaluated.accuracy, evaluated.reward)
+        self.progress.show_evaluation(evaluated)
 
     async def log_step(
         self, stats: StepStats, groups: Sequence[Group], oldest_version: int, found: Scalars

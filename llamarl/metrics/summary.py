@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.json_file import parse
+from llamarl.metrics.accuracy import interval
 from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import length
 from llamarl.metrics.metrics_log import METRICS_FILE, read_metrics
@@ -38,13 +39,16 @@ def summarize(run_dir: str | Path) -> Summary:
     `trace.json` is written beside it from the same spans, which are read once.
 
     accuracy_before, accuracy_after: share of full marks by the first reward function among the
-    scored held-out rollouts of the first and of the last version evaluated; null where there was
-    none (after: no second one). reward_before, reward_after: their mean reward.
+    held-out rollouts, where a failed reward counts as wrong, of version 0 and of the last version
+    evaluated, which is version_after; null where there was none. reward_before, reward_after: their
+    mean reward; held_out_prompts: how many prompts; interval_before, interval_after: Wilson's 95 %
+    interval of the accuracy.
     steps: versions trained. wall_s: from the first process's start to the last span, summed over
     sessions of a resumed run. tokens_per_s: response tokens of the rollouts trained, per second of
     the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
-    groups_dropped: reason -> groups. both_busy_share and executors (busy and wait shares, mean over
-    the executor's processes): shares of the time from the first step's start to the last one's end.
+    groups_dropped: reason -> groups of which nothing was trained. both_busy_share and executors
+    (busy and wait shares, mean over the executor's processes): shares of the time from the first
+    step's start to the last one's end.
     tokens_during_publish: tokens decoded during publishes. (Both it and both_busy_share: over the
     part of the run whose spans are kept one by one.) ratio_*: means over trained tokens, from
     metrics.jsonl. A figure is null where nothing was stored for it.
@@ -55,14 +59,10 @@ def summarize(run_dir: str | Path) -> Summary:
     rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
     steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
     steps_s = length(timeline.steps) / 1e9
-    before, after = rollouts.held_out()
     num_tokens = rollouts.staleness.total()
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
-        "accuracy_before": before[0],
-        "accuracy_after": after[0],
-        "reward_before": before[1],
-        "reward_after": after[1],
+        **rollouts.held_out(),
         "steps": len(rollouts.versions),
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
@@ -94,7 +94,7 @@ class ArchivedRollouts:
     num_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    # Of each version evaluated: (full marks, reward) of its scored rollouts.
+    # Of each version evaluated: (full marks, reward) of its rollouts.
     evaluated: dict[int, list[tuple[bool, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -104,10 +104,12 @@ class ArchivedRollouts:
         if line["outcome"] == "trained":
             self._add_trained(line)
         elif line["outcome"] == "dropped":
-            self.dropped[line["reason"]].add(line["group_id"])
-        elif line["outcome"] == "evaluated" and line["reward"] is not None:
-            correct = line.get("correct", line["reward"] >= 1.0)
-            self.evaluated[line["version"]].append((bool(correct), line["reward"]))
+            if not line.get("left_out"):  # else the rest of its group was trained on
+                self.dropped[line["reason"]].add(line["group_id"])
+        elif line["outcome"] == "evaluated":
+            reward = line["reward"] or 0.0  # null: it failed
+            correct = line.get("correct", reward >= 1.0)
+            self.evaluated[line["version"]].append((bool(correct), reward))
 
     def _add_trained(self, line: dict[str, Any]) -> None:
         self.versions.add(line["version"])
@@ -122,12 +124,19 @@ class ArchivedRollouts:
         """Share of the trained rollouts that several versions wrote."""
         return self.num_mixed / self.num_trained if self.num_trained else None
 
-    def held_out(self) -> tuple[Any, Any]:
-        """(accuracy, reward) of the first version evaluated, and of the last one if it is
-        another."""
-        means = [np.mean(pairs, axis=0).tolist() for _, pairs in sorted(self.evaluated.items())]
-        none = None, None
-        return (means or [none])[0], means[-1] if len(means) > 1 else none
+    def held_out(self) -> dict[str, Any]:
+        """What summary.json says of evaluations."""
+        last = max(self.evaluated, default=0) or None
+        found: dict[str, Any] = {"version_after": last, "held_out_prompts": None}
+        for name, version in (("before", 0), ("after", last)):
+            pairs = [] if version is None else self.evaluated.get(version, [])
+            accuracy, reward = np.mean(pairs, axis=0).tolist() if pairs else (None, None)
+            found[f"accuracy_{name}"], found[f"reward_{name}"] = accuracy, reward
+            found[f"interval_{name}"] = None
+            if accuracy is not None:
+                found[f"interval_{name}"] = [*interval(accuracy, len(pairs))]
+                found["held_out_prompts"] = len(pairs)
+        return found
 
 
 def _write_json(path: Path, value: object) -> None:

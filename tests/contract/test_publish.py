@@ -79,9 +79,8 @@ def test_a_slow_replica_holds_no_other_and_catches_up_with_the_newest() -> None:
         for version in range(5):
             start_s = clock()
             stats = await world.publish(version)
-            assert clock() - start_s == pytest.approx(1.0), (
-                "the timeout for stragglers, not the slow replica"
-            )
+            waited_s = 0.0 if version else 1.0  # once the timeout for stragglers, never the replica
+            assert clock() - start_s == pytest.approx(waited_s, abs=0.01)
             assert stats.num_running == {0: 3, 2: 3}
         world.delay_s = lambda who, step: 0.0
         await asyncio.sleep(20)

@@ -24,7 +24,7 @@ from demo_two_hosts import children, worker
 
 STRANGER = 65534
 LISTENING = "00010000"
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs Linux and its root, who alone can become another user")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, and Linux")
 
 KNOCK = """
 import json, os, socket, sys

@@ -254,3 +254,24 @@ def test_replicas_that_keep_their_version_evaluate_it_and_get_nothing_that_needs
         await dispatch.close()
 
     run(main())
+
+
+def test_a_replica_that_does_not_answer_delays_no_request_of_the_others() -> None:
+    async def main() -> None:
+        loop = Loop(length=five_tokens, num_replicas=2)
+        dispatch = make_dispatch(loop.config, loop.executors)
+        for index in (0, 1):
+            await loop.executors.generators[index].call_one.commit(0, 0)
+            dispatch.committed(index, 0)
+        loop.process("generator-0").freeze()
+        requests = [
+            Request(row_id=i, prompt_ids=(i,), sampling=Sampling(max_tokens=5), seed=0)
+            for i in range(8)
+        ]
+        async with asyncio.timeout(LIVENESS_TIMEOUT_S / 2):  # long before it counts as lost
+            await dispatch.submit(requests)
+            found = await dispatch.collect()
+        assert {row.replica for row in found} == {1}
+        await dispatch.close()
+
+    run(main())

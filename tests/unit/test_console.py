@@ -12,7 +12,20 @@ from rich.console import Console
 
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.types import Evaluation
 from tests.unit.test_metrics_time import write_spans
+
+
+def evaluated(version: int, accuracy: float, reward: float) -> Evaluation:
+    return Evaluation(
+        version=version,
+        accuracy=accuracy,
+        reward=reward,
+        mean_tokens=4.0,
+        truncated_share=0.0,
+        num_prompts=100,
+        num_failed=0,
+    )
 
 
 def show(draw) -> str:
@@ -25,7 +38,7 @@ def drive(progress: Progress) -> None:
     with progress:
         progress.show_phase("starting 4 processes")
         progress.start_training(0)
-        progress.show_evaluation(0, 0.48, 0.48)
+        progress.show_evaluation(evaluated(0, 0.48, 0.48))
         for step in (1, 2, 3):
             scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
             progress.show_step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
@@ -39,7 +52,7 @@ def test_without_a_terminal_progress_is_whole_lines(tmp_path):
     lines = text.splitlines()
     assert len(lines) == 4, "the steps between come every few seconds"
     assert "starting 4 processes" in lines[0]
-    assert "held-out accuracy 48.0% at version 0" in lines[1]
+    assert "held-out accuracy 48.0% of 100 (38.5% to 57.7%) at version 0" in lines[1]
     assert "step 1/3" in lines[2]
     for words in ("step 3/3", "accuracy 75.0%", "tokens/s 1,234", "busy trainer 100%", "eta 0:00"):
         assert words in lines[3]
@@ -60,12 +73,12 @@ def test_on_a_terminal_progress_is_a_display_that_fits():
 
 def test_progress_shows_shaped_rewards_beside_the_accuracy():
     plain = Console(width=80, record=True, file=io.StringIO())
-    Progress(3, live=False, console=plain).show_evaluation(0, 0.0, 0.25)
-    assert "held-out reward 0.250, accuracy 0.0% at version 0" in plain.export_text()
+    Progress(3, live=False, console=plain).show_evaluation(evaluated(0, 0.0, 0.25))
+    assert "held-out reward 0.250, accuracy 0.0% of 100 (0.0% to 3.7%) at" in plain.export_text()
     console = Console(width=80, record=True, force_terminal=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
     progress.show_step(1, {"reward/mean": 0.125, "accuracy/train": 0.0})
-    progress.show_evaluation(1, 0.0, 0.25)
+    progress.show_evaluation(evaluated(1, 0.0, 0.25))
     console.print(progress._render())
     text = console.export_text()
     for words in ("training reward", "0.125", "held-out reward    0.250 (v1)"):
@@ -136,9 +149,9 @@ def test_a_sample_is_one_line_that_no_terminal_obeys(width):
 def test_a_log_file_shows_a_sample_with_each_evaluation():
     console = Console(width=80, record=True, file=io.StringIO())
     progress = Progress(3, live=True, console=console)
-    progress.show_evaluation(0, 0.5, 0.5)
+    progress.show_evaluation(evaluated(0, 0.5, 0.5))
     progress.show_sample("2 + 2?", "4", 1.0)
-    progress.show_evaluation(1, 0.5, 0.5)
+    progress.show_evaluation(evaluated(1, 0.5, 0.5))
     lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
     assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
     assert len(lines) == 3

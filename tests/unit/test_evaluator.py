@@ -127,16 +127,19 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
     assert [outcomes[row_id]["correct"] for row_id in (10, 11, 12, 13)] == [1, 1, 0, 0]
 
 
-def test_prompts_whose_generator_was_lost_are_left_out_and_all_rows_are_let_go() -> None:
+def test_there_is_no_result_without_all_prompts_and_the_next_version_is_due() -> None:
     setting = Setting()
     setting.generator.is_lost = lambda number: number == 1
-    result = setting.evaluate()
-    assert result is not None
-    assert (result.num_prompts, result.num_failed, result.accuracy) == (3, 0, 1.0)
-    assert result.mean_tokens == 4
+    assert setting.evaluate() is None
     assert not setting.ledger.entries
-    assert setting.storage.outcomes.keys() == {10, 11, 12, 13}
+    outcomes = setting.storage.outcomes
+    assert [outcomes[row_id] for row_id in (10, 11, 12, 13)] == [{"outcome": "unused"}] * 4
     assert setting.evaluator.num_replicas == 2
+    assert setting.evaluator.version == -1
+    assert setting.evaluator.is_due(4, last=9)
+    setting.generator.is_lost = lambda number: False
+    assert setting.evaluate() is not None
+    assert not setting.evaluator.is_due(4, last=9)
 
 
 def test_without_any_rollout_there_is_no_result() -> None:

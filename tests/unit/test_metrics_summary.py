@@ -27,6 +27,10 @@ from tests.unit.test_metrics_time import write_spans
 PROMISED = {
     "accuracy_before",
     "accuracy_after",
+    "interval_before",
+    "interval_after",
+    "version_after",
+    "held_out_prompts",
     "reward_before",
     "reward_after",
     "steps",
@@ -102,10 +106,14 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
     summary = summarize(run_dir)
     assert set(summary) == PROMISED
     assert summary == {
-        "accuracy_before": 0.5,
+        "accuracy_before": pytest.approx(1 / 3),
         "accuracy_after": 1.0,
-        "reward_before": 0.5,
+        "reward_before": pytest.approx(1 / 3),
         "reward_after": 0.75,
+        "interval_before": [pytest.approx(0.0615, abs=1e-4), pytest.approx(0.7923, abs=1e-4)],
+        "interval_after": [pytest.approx(0.3424, abs=1e-4), 1.0],
+        "version_after": 2,
+        "held_out_prompts": 2,
         "steps": 3,
         "wall_s": 15.0,
         "tokens_per_s": 9.0,
@@ -143,7 +151,7 @@ def test_a_run_evaluated_once_has_no_accuracy_after(run_dir):
     path = run_dir / "archive" / "rollouts-0.jsonl"
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
     summary = summarize(run_dir)
-    assert summary["accuracy_before"] == 0.5
+    assert summary["accuracy_before"] == pytest.approx(1 / 3)
     assert summary["accuracy_after"] is None
 
 
@@ -152,7 +160,7 @@ def test_the_final_table_shows_everything_and_keeps_paths_and_command_whole(run_
     paths = {"TensorBoard": "/somewhere/" + "deep/" * 20, "exported model": "runs/x/export"}
     command = "llamarl train --config-dir recipes/quickstart " + "a.b=1 " * 10 + "end=1"
     text = show(lambda console: render_summary(summary, paths, command, console))
-    for words in ("50.0% before", "100.0% after", "0:15", "3: 2 equal rewards, 1 failed reward"):
+    for words in ("33.3% before", "100.0% after", "0:15", "3: 2 equal rewards, 1 failed reward"):
         assert words in text
     for words in ("trainer", "60% busy", "40% batch", "mean 0.60, max 1", "67%", "20%"):
         assert words in text
@@ -194,7 +202,7 @@ def test_the_archive_of_a_storage_executor_is_understood(tmp_path):
     assert (summary["staleness_mean"], summary["staleness_max"]) == (1.0, 1)
     assert summary["mixed_version_share"] == 1.0
     assert summary["groups_dropped"] == {"failed_reward": 1}
-    assert summary["accuracy_before"] == 0.0
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.0)
 
 
 def scored(number: int, *rewards: float | None, finish: FinishReason = FinishReason.STOP) -> Group:

@@ -195,3 +195,36 @@ def test_an_end_amid_a_save_waits_for_it_and_saves_what_came_after(tmp_path):
 
     asyncio.run(train())
     assert saved(tmp_path) == [(1, 1, 0), (2, 2, 0)]
+
+
+def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_it(tmp_path):
+    trainer = Trainer()
+    trainer.may_write.set()
+    saver = saver_of(trainer, tmp_path)
+    ended, under_way = [], set()
+
+    async def drop():
+        saver.gate.num_drawn += 1  # the state changes first, then the records
+        await asyncio.sleep(0.005)
+        ended.append(saver.gate.num_drawn)
+
+    async def stream():
+        while True:  # the next begins before the one before has ended
+            task = asyncio.create_task(saver.whole(drop()))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+            await asyncio.sleep(0.001)
+
+    async def train():
+        drops = asyncio.create_task(stream())
+        await asyncio.sleep(0.02)
+        async with asyncio.TaskGroup() as tasks:
+            await make_version(saver, trainer, 1)
+            async with asyncio.timeout(1.0):
+                await saver.save(tasks)
+        drops.cancel()
+        await asyncio.gather(drops, *under_way, return_exceptions=True)
+        ((_, _, num_drawn),) = saved(tmp_path)
+        assert 0 < num_drawn < len(ended), "drops go on after it"
+
+    asyncio.run(train())

@@ -10,13 +10,26 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LATE_S = 1.0  # a timer that fires so late was not held up by other work of the event loop
 
 
 async def attempt(call: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Task[T]:
-    """Wait for the call, then cancel it if it has not ended; its outcome is left in the task."""
+    """Wait for the call, then cancel it if it has not ended; its outcome is left in the task.
+
+    If the timer fires late, this process stood still meanwhile (Ctrl-Z stops the controller alone):
+    the answer, which may lie there unread, gets as much time again.
+    """
     task = asyncio.ensure_future(call)
+    clock = asyncio.get_running_loop().time
     try:
-        await asyncio.wait({task}, timeout=timeout_s)
+        left_s = timeout_s
+        while True:
+            end_s = clock() + left_s
+            await asyncio.wait({task}, timeout=left_s)
+            late_s = clock() - end_s
+            if task.done() or late_s < LATE_S:
+                break
+            left_s = min(late_s, timeout_s)
     finally:
         task.cancel()  # from then on asyncio does not log an exception left in the task
     return task

@@ -122,9 +122,10 @@ class Publisher:
         """Bring `version`, the trainer's present weights, to the connected replicas.
 
         Returns once each at the trainer's site has it, is held, is lost or can no longer get it; or
-        `weights.straggler_timeout_s` after the first has it: the others follow on their own. But
-        replicas that the trainer sends several buckets are waited for: the trainer must be able to
-        write `version` until then.
+        `weights.straggler_timeout_s` after the first has it: the others follow on their own. One
+        that still takes an earlier version when this begins is not waited for. But replicas that
+        the trainer sends several buckets are: the trainer must be able to write `version` until
+        then.
 
         RuntimeError if it is not newer than the last one, a publish is running, or no replica is
         left and none may come; and the error that ended the replicas' tasks (see `watch`).
@@ -192,6 +193,7 @@ class Publisher:
         replicas, until = self._replicas, self._replicas.change.until
         syncs = list(replicas.syncs.values())
         near = [sync for sync in syncs if not self._is_far(sync)] or syncs
+        near = [sync for sync in near if not self._is_behind(sync)] or near
 
         def is_over() -> bool:
             return replicas.error is not None or all(self._is_settled(s, version) for s in near)
@@ -213,6 +215,12 @@ class Publisher:
             await self.close()
             raise replicas.error
         self._require_replicas(f"no generator took version {version}")
+
+    def _is_behind(self, sync: ReplicaSync) -> bool:
+        """Whether the replica, or one that feeds it, still takes an earlier version."""
+        head = sync.source
+        is_behind = sync.replica in self._replicas.updating
+        return is_behind or (isinstance(head, ReplicaSync) and self._is_behind(head))
 
     def _is_far(self, sync: ReplicaSync) -> bool:
         return sync.target[0].host in self._far_sites

@@ -60,6 +60,8 @@ class Replicas:
     ) -> None:
         self.syncs: dict[int, ReplicaSync] = {}
         self.held: set[int] = set()
+        self.updating: set[int] = set()
+        """Those that are being brought to a version."""
         self.error: BaseException | None = None
         self.stats = PublishStats()
         self.change = Change()
@@ -175,11 +177,14 @@ class Replicas:
             return await sync.connect(*await self._route(sync))
         try:
             with self._spans.span("publish", "publish", version=version, replica=sync.replica):
+                self.updating.add(sync.replica)
                 num_running = await sync.update(version)
         except StaleVersion:
             if sync.source is source:  # another one may have it
                 sync.refused = version
             raise
+        finally:
+            self.updating.discard(sync.replica)
         self.stats.num_running[sync.replica] = num_running
         self._on_commit(sync.replica, version)
 
