@@ -16,6 +16,7 @@ import difflib
 import errno
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -33,7 +34,7 @@ from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
-from llamarl.config.check import did_you_mean
+from llamarl.config.check import did_you_mean, require
 from llamarl.errors import NoGenerator, TaskError, unwrap
 from llamarl.metrics.ending import resume_command
 from llamarl.metrics.provenance import Record, record_provenance
@@ -44,7 +45,8 @@ ENDS: dict[int, tuple[str, int]] = {
     signal.SIGINT: ("interrupted", 130),
     signal.SIGTERM: ("terminated", RESUMABLE),
 }
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+LEAST_FILES = 64  # of the processes of the smallest run
 Job = Callable[[Config, str, Console, Record], Coroutine[Any, Any, Any] | None]
 JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
 COMMANDS = {
@@ -218,6 +220,7 @@ def _run(
     signal.signal(signal.SIGTERM, terminate)
     try:
         config = to_config(composed)
+        _raise_open_files()
         record = partial(record_provenance, run_dir, command, to_yaml(composed))
         console = Console()
         handler = RichHandler(console=console, show_path=False)  # never tears the live display
@@ -234,6 +237,15 @@ def _run(
             with contextlib.suppress(OSError):
                 os.rmdir(run_dir)  # made by Hydra, and removed if empty
         _exit(_report(error, run_dir if is_run else None), command, run_dir)
+
+
+def _raise_open_files() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows.
+    ValueError if that is too few for the smallest run."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = most >= LEAST_FILES or most == resource.RLIM_INFINITY
+    require(is_enough, "the limit of open files (ulimit -n)", f"be {LEAST_FILES} or more", most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _end(number: int) -> int:
@@ -255,6 +267,8 @@ def _report(error: Exception, run_dir: str | None) -> int:
         return _complain(
             f"run_dir must be on a disk with room to write to, got {cause} in {run_dir}"
         )
+    if run_dir is not None and isinstance(cause, FileNotFoundError) and _was_moved(cause, run_dir):
+        return _complain(f"run_dir must stay in its place while a run works there, got {cause}")
     if _is_mistake(error):
         sys.exit(_complain(str(error)))
     if isinstance(cause, TaskError):
@@ -272,6 +286,11 @@ def _report(error: Exception, run_dir: str | None) -> int:
     if not remote:  # the note has the remote traceback, and this one says nothing more
         traceback.print_exception(cause)
     return 1
+
+
+def _was_moved(error: FileNotFoundError, run_dir: str) -> bool:
+    """True if what is not there any more is part of the run folder."""
+    return os.path.abspath(str(error.filename or "")).startswith(os.path.abspath(run_dir))
 
 
 def _is_mistake(error: Exception) -> bool:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
 from llamarl.cluster.actors import (
     ExecutorActor,
     GroupActors,
@@ -171,6 +174,8 @@ class MonarchGroup:
         except TimeoutError:
             log.warning("closing %s took over %g s; killed", self.name, CLOSE_LIMIT_S)
             return False
+        except (ActorError, SupervisionError) as error:  # the process was lost, or Monarch's call
+            log.warning("closing %s failed: %s", self.name, last_line(error))
         except Exception as error:  # noqa: BLE001 - tear-down continues
             log.warning("closing %s failed: %s", self.name, describe_failed_close(error))
         return True

@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,11 @@ class Spans:
                 self._flush(self._path)
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write what is still in memory; it goes with the run's folder if that is removed."""
         with self._lock:
             if self._path is not None:
-                self._flush(self._path)
+                with suppress(FileNotFoundError):
+                    self._flush(self._path)
             if self._summing is not None:
                 self._summing.join()
 

@@ -24,6 +24,7 @@ import fcntl
 import importlib
 import json
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -85,7 +86,9 @@ def _serve() -> None:
 def _move(descriptor: int, mode: int) -> int:
     """Move one of the channel's two pipes to another descriptor; its own becomes /dev/null."""
     first, count = CHANNEL_DESCRIPTORS
-    low = first + secrets.randbelow(count)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = min(first, most // 2)
+    low = first + secrets.randbelow(min(count, most - first - 1))
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, low)
     nothing = os.open(os.devnull, mode)
     os.dup2(nothing, descriptor)

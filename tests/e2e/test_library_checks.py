@@ -47,7 +47,7 @@ def test_rewards_may_be_given_in_place_of_those_of_score_and_be_corrected(tmp_pa
         ({"top_k": -1}, "top_k must be 0 or more, got -1"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": 2.5}, "max_tokens must be a whole number, got 2.5"),
-        ({"temperatur": 1.0}, "(did you mean temperature?)"),
+        ({"max_token": 8}, "(did you mean max_tokens?)"),
     ],
 )
 def test_what_a_recipe_could_not_hold_is_refused_of_a_call(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from llamarl.cluster import GroupLost
@@ -42,3 +45,21 @@ def _bug() -> Exception:
         return ValueError(1 / 0)
     except ZeroDivisionError as error:
         return error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_or_file_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _report(OSError(number, os.strerror(number), "/runs/x/archive"), "/runs/x") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("llamarl: run_dir must be on a disk with room to write to, got [Errno")
+    assert said.count("\n") == 1
+
+
+def test_a_run_folder_that_was_removed_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/x/spans/a.jsonl")
+    assert _report(gone, "/runs/x") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("llamarl: run_dir must stay in its place while a run works there, got")
+    assert said.count("\n") == 1
+    other = FileNotFoundError(errno.ENOENT, "No such file or directory", "/elsewhere/a")
+    assert _report(other, "/runs/x") == 1, "a bug"
