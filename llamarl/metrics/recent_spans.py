@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,23 +17,31 @@ import numpy as np
 from llamarl.metrics.aggregate import Shares, by_executor, executor_of, shares_of, tracks_of
 from llamarl.metrics.exposure import Exposure
 from llamarl.metrics.intervals import union
+from llamarl.metrics.span import FLUSH_NS
 from llamarl.metrics.span_file import Span, SpanReader, span_files
 
 WINDOW_NS = 10 * 10**9
+UNFLUSHED_NS = 2 * FLUSH_NS  # a process at work has written no span for less than this
 MAX_FILES = 16  # read per executor: enough for a mean
 
 
 class RecentSpans:
     """Busy and wait shares of the last ten seconds, and seconds waited per step. Thread-safe.
 
-    A span counts once it has ended and its process has flushed it, so a process's window ends at
-    its newest known span. Of an executor with more than `MAX_FILES` processes, that many, evenly
-    spread, are read.
+    The window ends now. A span is known once it has ended and its process has flushed it; processes
+    work and wait in turn, so what follows the newest known span counts as a wait if that was work,
+    and as work if it was a wait. Of an executor with more than `MAX_FILES` processes, that many,
+    evenly spread, are read.
     """
 
-    def __init__(self, folder: str | Path, since_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        since_ns: int | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
         """Spans that ended before `since_ns` (Unix; default: now) belong to older sessions."""
-        self._folder = Path(folder)
+        self._folder, self._clock_ns = Path(folder), clock_ns
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._readers: dict[str, SpanReader] = {}
         self._seen: set[str] = set()
@@ -46,9 +54,11 @@ class RecentSpans:
         """Busy and wait shares by executor over the last ten seconds."""
         with self._lock:
             self._read()
+            known = [(process, spans) for process, spans in self._spans.items() if spans]
+            whole = ((process, spans + self._since_newest(spans)) for process, spans in known)
             shares = {
                 process: shares_of(tracks_of(spans), union(np.array([self._window(spans)])))
-                for process, spans in self._spans.items()
+                for process, spans in whole
             }
         return by_executor(shares)
 
@@ -102,6 +112,18 @@ class RecentSpans:
             room = MAX_FILES - [*map(executor_of, self._readers)].count(executor)
             chosen = paths[:: math.ceil(len(paths) / room)] if room else []
             self._readers |= {path.stem: SpanReader(path) for path in chosen}
+
+    def _since_newest(self, spans: list[Span]) -> list[Span]:
+        """What a process has done since its newest span ended, unless that is not flushed yet."""
+        newest = max(spans, key=lambda span: span.end_ns)
+        now_ns = self._clock_ns()
+        if now_ns - newest.end_ns < UNFLUSHED_NS:
+            return []
+        cat, name = "busy", newest.name
+        if newest.cat == "busy":
+            names = [span.name for span in spans if span.cat == "wait"]
+            cat, name = "wait", names[-1] if names else "work"
+        return [Span(newest.session, name, cat, newest.end_ns, now_ns, {})]
 
     def _window(self, spans: list[Span]) -> tuple[int, int]:
         newest_ns = max((span.end_ns for span in spans), default=0)

@@ -225,17 +225,35 @@ def test_a_reader_continues_where_it_stopped_and_leaves_unfinished_lines(tmp_pat
 def test_recent_shares_cover_the_last_ten_seconds_and_each_wait_counts_once(tmp_path):
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 0, 50), ("batch", "wait", 50, 52)])
     write_spans(tmp_path, "trainer-1", [("batch", "wait", 48, 52)])
-    times = RecentSpans(tmp_path, since_ns=0)
+    now_s = 52
+    times = RecentSpans(tmp_path, since_ns=0, clock_ns=lambda: now_s * S)
     polled = times.shares()["trainer"]
     assert (polled.busy, polled.waits) == (pytest.approx(0.4), {"batch": pytest.approx(0.3)})
     assert times.take_waits_s() == {"trainer": pytest.approx(3.0)}
     write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 52, 60)])
     write_spans(tmp_path, "trainer-1", [("accumulate", "busy", 52, 60)])
+    now_s = 60
     assert times.shares()["trainer"].busy == pytest.approx(0.8)
     assert times.take_waits_s() == {"trainer": 0.0}
     write_spans(tmp_path, "trainer-0", [("batch", "wait", 98, 99)])
     times.take_waits_s()
     assert [s.name for s in times._spans["trainer-0"]] == ["batch"], "what is past is forgotten"
+
+
+def test_the_window_of_recent_shares_ends_now_amid_a_long_wait_or_long_work(tmp_path):
+    now_s = 0.0
+    times = RecentSpans(tmp_path, since_ns=0, clock_ns=lambda: round(now_s * S))
+    write_spans(tmp_path, "trainer-0", [("batch", "wait", 0, 15), ("accumulate", "busy", 15, 16)])
+    now_s = 16.5
+    assert times.shares()["trainer"].busy == pytest.approx(0.1, abs=0.01)
+    now_s = 21.0
+    share = times.shares()["trainer"]
+    assert (share.busy, share.waits) == (pytest.approx(0.1), {"batch": pytest.approx(0.9)})
+    now_s = 61.0
+    assert times.shares()["trainer"].busy == 0, "45 s in the next wait"
+    write_spans(tmp_path, "trainer-0", [("batch", "wait", 16, 61)])
+    now_s = 66.0
+    assert times.shares()["trainer"].busy == pytest.approx(0.5), "a long pass, not yet ended"
 
 
 def test_recent_shares_leave_out_an_earlier_session(tmp_path):
