@@ -170,6 +170,10 @@ class Dispatch:
         called."""
         self._joining[index] = group, serves
 
+    def expects(self, index: int) -> bool:
+        """Whether this replica gets requests, or will once it has committed its first version."""
+        return index in self.replicas or index in self._joining
+
     async def drain(self, index: int) -> None:
         """Give no more requests to this replica; returns when it has stopped those that it has."""
         self.balance.draining.add(index)

@@ -88,16 +88,16 @@ class ReplicaSet:
 
     def status(self) -> list[ReplicaStatus]:
         """Of all replicas, by index."""
-        return [self._status(index) for index in sorted({*self._groups, *self._starting})]
+        return [self._status(index) for index in sorted({*self._known(), *self._starting})]
 
     def wanted(self) -> list[int]:
         """The indices of all replicas but those that are being removed."""
-        return sorted({*self._groups, *self._starting} - self._leaving.keys())
+        return sorted({*self._known(), *self._starting} - self._leaving.keys())
 
     def missing(self, num_replicas: int) -> list[int]:
         """The indices that `scale` starts to have so many: the lowest that are free, but none whose
         host was lost."""
-        taken = {*self._groups, *self._starting, *self._leaving, *self._given_up}
+        taken = {*self._known(), *self._starting, *self._leaving, *self._given_up}
         free = (index for index in itertools.count() if index not in taken)
         return list(itertools.islice(free, max(0, num_replicas - len(self.wanted()))))
 
@@ -121,6 +121,10 @@ class ReplicaSet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _known(self) -> set[int]:
+        """The replicas that were started, but for lost ones that nothing takes the place of."""
+        return {i for i in self._groups if self._max_restarts or self._dispatch.expects(i)}
 
     def _recent_restarts(self, index: int) -> deque[float]:
         """When the replica was started again within the last hour."""

@@ -256,3 +256,30 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
         await dispatch.close()
 
     run(main())
+
+
+def test_a_replica_that_is_not_started_again_counts_no_more_as_one(tmp_path: Path) -> None:
+    loop = Loop(
+        num_replicas=4,
+        num_steps=40,
+        max_restarts=0,
+        costs=RESTART_COSTS,
+        faults=dying(1.0, replica=1),
+    )
+    states: list[list[int]] = []
+
+    async def scale() -> None:
+        await asyncio.sleep(2.0)
+        replica_set = loop.replica_set
+        states.append(replica_set.wanted())
+        await replica_set.scale(2)
+        states.append(replica_set.wanted())
+        await replica_set.scale(3)
+        states.append(replica_set.wanted())
+
+    async def main() -> None:
+        await asyncio.gather(loop.run(tmp_path), scale())
+
+    run(main())
+    assert states == [[0, 2, 3], [0, 2], [0, 1, 2]]
+    check_trained(loop)
