@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from jinja2 import TemplateError
 
+from llamarl.data.bounds import bounded
 from llamarl.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+MAX_REASON_CHARS = 300
 IMPORTING = threading.Lock()
 """transformers finds its names on first use, which two threads must not do at once."""
 
@@ -60,6 +63,8 @@ class Tokenizer:
         self.special_ids = {
             token.content: i for i, token in backend.added_tokens_decoder.items() if token.special
         }
+        self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
+        """No token stands for more characters of a text."""
         self.num_ids = max(backend.get_vocab().values(), default=-1) + 1
         self._backend = backend
 
@@ -86,20 +91,22 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as one text that ends where the assistant's answer begins.
 
-        Needs `has_chat_template`. Raises ValueError if the template refuses the messages (many
-        refuse a system message, or two turns of one role).
+        Needs `has_chat_template`. Raises ValueError, in one line, if the template refuses the
+        messages (many refuse a system message, or two turns of one role), cannot join them, or
+        takes too much time or memory.
         """
-        from jinja2 import TemplateError
-
         conversation = [dict(message) for message in messages]
         try:
-            text = self._backend.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
+            with bounded():
+                text = self._backend.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=True
+                )
+        except Exception as error:  # noqa: BLE001 - the template is a program of the checkpoint's
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
             raise ValueError(
-                f"the messages must suit the chat template of {self.folder}, got: {error}"
-            ) from error
+                f"the messages must suit the chat template of {self.folder}, got: {kind}{reason}"
+            ) from None
         assert isinstance(text, str)
         return text
 

@@ -23,6 +23,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.json_file import parse
 from llamarl.types import Prompt
 
+SLACK = 10  # tokenizers drop blanks, and give one token to a word that they do not know
 NumberedRow = tuple[int, dict[str, Any]]
 """A data row and its number: the line of a .jsonl or the row of a .parquet file, from 1."""
 
@@ -145,6 +146,12 @@ def _prompt(number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tok
         text = tokenizer.render_chat(_messages(question, config))
     else:
         text = _text(question, config.prompt_field)
+    max_chars = SLACK * config.max_prompt_tokens * tokenizer.max_token_chars
+    if len(text) > max_chars:  # said before minutes go into its tokens
+        raise ValueError(
+            f"the prompt must have at most {config.max_prompt_tokens} tokens "
+            f"(data.max_prompt_tokens), got {len(text):,} characters"
+        )
     token_ids = tuple(tokenizer.encode(text, special=not config.chat))
     if not token_ids:
         raise ValueError(f"{config.prompt_field!r} must hold at least one token, got {question!r}")

@@ -1,10 +1,15 @@
 import json
+import re
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from llamarl.config import DataConfig
+from llamarl.data import bounds
 from llamarl.data.tokenizer import check_tokenizer, load_tokenizer, split_stops
+from llamarl.environments.prompts import read_prompts
 from tests.unit.tokenizer_files import write_tokenizer
 
 TEXT = "What is 12 + 3 ? It's  n't , caf\u00e9 \U0001f600 ."
@@ -117,3 +122,46 @@ def test_threads_may_load_the_first_tokenizer_of_a_process_at_once(tmp_path):
         "assert not failed, failed\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "reason"),
+    [
+        ("{{ 'a' + messages[0]['content'] }}", [{"type": "text"}], "TypeError: can only concat"),
+        ("{{ 'a' + messages[0]['content'] }}", 7, "TypeError: can only concat"),
+        ("{{ 1 / 0 }}", "a", "ZeroDivisionError: division by zero"),
+        ("{% for i in range(10**9) %}a{% endfor %}", "a", "OverflowError: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "a", "RecursionError"),
+        (
+            "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
+            "a",
+            "TimeoutError: it took over 0.3 s",
+        ),
+        ("{{ 'a' * 10**11 }}", "a", "MemoryError"),
+    ],
+)
+def test_a_template_that_fails_or_takes_too_much_is_one_line_with_its_place(
+    tmp_path, template, content, reason, monkeypatch
+):
+    monkeypatch.setattr(bounds, "TIME_S", 0.3)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, chat=True))
+    tokenizer._backend.chat_template = template
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"question": [{"role": "user", "content": content}]}))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ValueError, match=re.escape(reason)) as raised:
+        read_prompts(path, DataConfig(prompts="p", chat=True), tokenizer)
+    said = str(raised.value)
+    assert said.startswith(f"{path}:1: the messages must suit the chat template of")
+    assert "\n" not in said
+    assert len(said) < 1000
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_prompt_of_millions_of_characters_is_refused_before_it_becomes_tokens(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path))
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"question": "ab " * 20_000_000}))
+    must = r"p\.jsonl:1: the prompt must have at most 1024 tokens .* got 60,000,000 characters"
+    with pytest.raises(ValueError, match=must):
+        read_prompts(path, DataConfig(prompts="p"), tokenizer)
