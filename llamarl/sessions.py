@@ -192,6 +192,7 @@ class Sessions:
             read_completions=partial(_read_completions, executors.storage, self.inputs.tokenizer),
             num_samples=self.config.metrics.sample_rollouts,
             answer_field=self.config.reward.answer_field,
+            prompt_field=self.config.data.prompt_field,
         )
 
     async def _until_end(

@@ -30,6 +30,7 @@ def show_end(
     next_command = f"{_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
+    if config.checkpoint.export and config.data.held_out is not None:
         next_command = (
             f"{_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
             f"model.checkpoint={run_dir}/export"

@@ -140,7 +140,13 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _held_out(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Accuracy before and after, and above it the reward where that says more."""
+    """Accuracy before and after, and above it the reward where that says more; without held-out
+    prompts the training reward."""
+    if not summary["held_out_prompts"]:
+        first, last = summary.get("training_reward") or (None, None)
+        if first is None or last is None:
+            return []
+        return [("training reward", Text(f"{first:.3f} first step   {last:.3f} last step"))]
     rewards = summary["reward_before"], summary["reward_after"]
     accuracies = summary["accuracy_before"], summary["accuracy_after"]
     accuracy = _before_after(*("-" if value is None else f"{value:.1%}" for value in accuracies))

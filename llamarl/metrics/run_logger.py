@@ -16,9 +16,18 @@ from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.step_metrics import Scalars, sample_rows, step_scalars
-from llamarl.types import Dropped, Evaluation, Group, StepStats, Verdict
+from llamarl.types import Dropped, Evaluation, Group, Prompt, StepStats, Verdict
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]
+
+
+def question_of(prompt: Prompt, prompt_field: str) -> str:
+    """The question as the row has it, of a chat the last message; else the whole prompt, which
+    begins with the same words of the template in every row."""
+    question = prompt.fields.get(prompt_field)
+    if isinstance(question, list) and question:
+        question = question[-1].get("content")
+    return question if isinstance(question, str) else prompt.text
 
 
 @dataclass(kw_only=True)
@@ -26,7 +35,8 @@ class RunLogger:
     """Logs one run.
 
     `read_completions` decodes rows that are still in storage; `num_samples` of them are shown per
-    step, beside the answer in `answer_field` of the prompt's row. `recent_spans` is None where no
+    step, beside the answer in `answer_field` of the prompt's row; one of them after its question,
+    from `prompt_field`, on the console. `recent_spans` is None where no
     spans are kept.
     """
 
@@ -37,6 +47,7 @@ class RunLogger:
     read_completions: ReadCompletions | None = None
     num_samples: int = 0
     answer_field: str | None = None
+    prompt_field: str = ""
     _step_ended_ns: int = field(default_factory=time.monotonic_ns)
     _seconds: dict[str, float] = field(default_factory=dict)
     _drops: Drops = field(default_factory=Drops)
@@ -115,4 +126,5 @@ class RunLogger:
         for group in groups:
             for row_id in completions.keys() & group.scores.keys():
                 reward = group.scores[row_id].reward
-                return self.progress.show_sample(group.prompt.text, completions[row_id], reward)
+                asked = question_of(group.prompt, self.prompt_field)
+                return self.progress.show_sample(asked, completions[row_id], reward)

@@ -42,7 +42,8 @@ def summarize(run_dir: str | Path) -> Summary:
     held-out rollouts, where a failed reward counts as wrong, of version 0 and of the last version
     evaluated, which is version_after; null where there was none. reward_before, reward_after: their
     mean reward; held_out_prompts: how many prompts; interval_before, interval_after: Wilson's 95 %
-    interval of the accuracy.
+    interval of the accuracy. training_reward: mean reward of the groups scored for the first step
+    and for the last one.
     steps: versions trained. wall_s: from the first process's start to the last span, summed over
     sessions of a resumed run. tokens_per_s: response tokens of the rollouts trained, per second of
     the steps' time. staleness_*: over trained tokens (those masked as too old are not trained).
@@ -59,10 +60,12 @@ def summarize(run_dir: str | Path) -> Summary:
     rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
     steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
     steps_s = length(timeline.steps) / 1e9
+    values = [step["reward/mean"] for _, step in sorted(steps.items()) if "reward/mean" in step]
     num_tokens = rollouts.staleness.total()
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
         **rollouts.held_out(),
+        "training_reward": [values[0], values[-1]] if values else None,
         "steps": len(rollouts.versions),
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
