@@ -346,8 +346,7 @@ def test_the_run_logger_turns_events_into_metrics_and_step_marks(tmp_path):
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert steps[6]["dropped/equal_rewards"] == 1
     assert steps[6]["time/publish_s"] == 0.25
-    found = [steps[6][f"evaluation/{name}"] for name in ("accuracy", "accuracy_low", "prompts")]
-    assert found == [0.625, pytest.approx(0.386, abs=1e-3), 16]
+    assert steps[6]["evaluation/accuracy_low"] == pytest.approx(0.386, abs=1e-3)
     assert steps[6]["histograms"]["staleness/tokens"] == {"1": 26}, "older than S=1 is masked"
     assert steps[7]["dropped/groups"] == 0, "drops are counted once"
     assert steps[7]["dropped/equal_rewards"] == 0, "a reason that was met keeps its curve"
