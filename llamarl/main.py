@@ -36,10 +36,18 @@ from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require
 from llamarl.errors import NoGenerator, TaskError, unwrap
-from llamarl.metrics.ending import resume_command
+from llamarl.metrics.ending import find_program, resume_command
 from llamarl.metrics.provenance import Record, record_provenance
 from llamarl.metrics.rendering import shorten
-from llamarl.recipe.composition import DictConfig, for_each_config, reference, to_config, to_yaml
+from llamarl.recipe.composition import (
+    MULTIRUN_FLAGS,
+    DictConfig,
+    arguments_of_job,
+    for_each_config,
+    reference,
+    to_config,
+    to_yaml,
+)
 
 ENDS: dict[int, tuple[str, int]] = {
     signal.SIGINT: ("interrupted", 130),
@@ -183,7 +191,7 @@ def _choose(command: str, arguments: list[str]) -> tuple[Job, list[str]]:
     """The job, and the arguments for Hydra, which makes a run folder for jobs of JOBS only."""
     if command in JOBS:
         return JOBS[command], arguments
-    if {"--multirun", "-m"} & set(arguments):
+    if MULTIRUN_FLAGS & set(arguments):
         raise ValueError(f"--multirun must come with train or evaluate, got {command}")
     if command == "launch":
         return partial(reports.launch, command=arguments), [*arguments, "hydra.run.dir=."]
@@ -221,7 +229,7 @@ def _run(
     try:
         config = to_config(composed)
         _raise_open_files()
-        record = partial(record_provenance, run_dir, command, to_yaml(composed))
+        record = partial(record_provenance, run_dir, _alone(command), to_yaml(composed))
         console = Console()
         handler = RichHandler(console=console, show_path=False)  # never tears the live display
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
@@ -237,6 +245,14 @@ def _run(
             with contextlib.suppress(OSError):
                 os.rmdir(run_dir)  # made by Hydra, and removed if empty
         _exit(_report(error, run_dir if is_run else None), command, run_dir)
+
+
+def _alone(command: list[str]) -> list[str]:
+    """What does the present job again, wherever the program is: of a multirun, that job alone."""
+    program, name, *arguments = command
+    if MULTIRUN_FLAGS & set(arguments):
+        arguments = arguments_of_job(arguments)
+    return [find_program(program), name, *arguments]
 
 
 def _raise_open_files() -> None:

@@ -45,6 +45,7 @@ QUIET_INTERVAL_S = 10.0  # after this long without a line, one says how far a st
 LINE_WIDTH = 140  # of a sample, where there is no terminal
 SHARES_INTERVAL_S = 1.0
 CURVE_STEPS = 24
+RECENT_STEPS = 10  # whose pace the time left follows
 SHOWN_EXECUTORS = ("generator", "trainer")
 STEP_FIGURES = (  # of a line: label, tag, format
     ("reward", "reward/mean", "{:.3f}"),
@@ -80,7 +81,8 @@ class Progress:
         self._drops = Drops()
         self._startup: Startup | None = None
         self._sample = ""
-        self._started_s = self._trained_since_s = self._printed_s = time.monotonic()
+        self._started_s = self._printed_s = time.monotonic()
+        self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS + 1)  # of steps; first, the start
         self._recent_spans = recent_spans
         self._shares: dict[str, Shares] = {}
         self._shares_s = 0.0
@@ -143,12 +145,14 @@ class Progress:
     def start_training(self, version: int) -> None:
         """Training starts (or resumes) at `version`; the time left is estimated from here."""
         self._first_step = self._step = version
-        self._trained_since_s = time.monotonic()
+        self._ends_s.clear()
+        self._ends_s.append(time.monotonic())
         self._phase = "training"
 
     def show_step(self, step: int, scalars: Scalars) -> None:
         """Version `step` is trained; `scalars` as `step_metrics.step_scalars` tags them."""
         self._step, self._scalars = step, scalars
+        self._ends_s.append(time.monotonic())
         if "accuracy/train" in scalars:
             self._accuracies.append(scalars["accuracy/train"])
             self._rewards.append(scalars["reward/mean"])
@@ -168,11 +172,11 @@ class Progress:
             self._print_line(f"sample: {self._sample}")
 
     def show_sample(self, prompt: str, completion: str, reward: float) -> None:
-        """A rollout that was trained, to be shown in one line."""
+        """A rollout that was trained, to be shown in one line, with the end of a long prompt."""
         ending = f"  (reward {reward:g})"
         width = self.console.width if self._live else LINE_WIDTH
         room = width - LABEL_WIDTH - MARGINS - len(ending)
-        asked = one_line(prompt, room // 3, self.console.encoding)
+        asked = one_line(prompt, room // 3, self.console.encoding, keeps_end=True)
         answered = one_line(completion, room - cell_len(asked) - 4, self.console.encoding)
         self._sample = f"{asked} -> {answered}{ending}"
 
@@ -214,11 +218,15 @@ class Progress:
         return [name for name in SHOWN_EXECUTORS if name in self._shares]
 
     def _left(self) -> str:
-        num_done = self._step - self._first_step
-        if not num_done:
+        """The steps to come at the pace of the recent ones; a present step that takes longer than
+        they did counts as one of them."""
+        if len(self._ends_s) < 2:
             return "-"
-        per_step_s = (time.monotonic() - self._trained_since_s) / num_done
-        return duration(per_step_s * (self._num_steps - self._step))
+        first_s, last_s, now_s = self._ends_s[0], self._ends_s[-1], time.monotonic()
+        num_recent = len(self._ends_s) - 1
+        per_step_s = max((last_s - first_s) / num_recent, (now_s - first_s) / (num_recent + 1))
+        left_s = per_step_s * (self._num_steps - self._step) - min(now_s - last_s, per_step_s)
+        return duration(max(0.0, left_s))
 
     def _render(self) -> RenderableType:
         self._update_shares()

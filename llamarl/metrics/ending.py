@@ -27,12 +27,12 @@ def show_end(
     paths = {"metrics": f"{run_dir}/metrics.jsonl", "timeline": f"{run_dir}/trace.json"}
     if "tensorboard" in config.metrics.trackers:
         paths = {"TensorBoard": f"{run_dir}/tensorboard", **paths}
-    next_command = f"{_program('tensorboard')} --logdir {shorten(run_dir)}"
+    next_command = f"{find_program('tensorboard')} --logdir {shorten(run_dir)}"
     if config.checkpoint.export:
         paths["checkpoint"] = f"{run_dir}/export"
     if config.checkpoint.export and config.data.held_out is not None:
         next_command = (
-            f"{_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
+            f"{find_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
             f"model.checkpoint={run_dir}/export"
         )
     render_summary(summary, paths, next_command, console)
@@ -70,10 +70,11 @@ def resume_command(command: Sequence[str], run_dir: str) -> str:
     kept = [argument for argument in arguments if not argument.startswith(replaced)]
     if is_single:
         kept.append(f"run_dir={shorten(run_dir)}")
-    return shlex.join([_program(program), *kept, "checkpoint.resume=auto"])
+    return shlex.join([find_program(program), *kept, "checkpoint.resume=auto"])
 
 
-def _program(name: str) -> str:
-    """How to call a program of this environment from the working folder."""
+def find_program(name: str) -> str:
+    """How to call a program of this environment from the working folder, with or without it on
+    PATH."""
     beside = Path(sys.executable).with_name(name)
     return name if shutil.which(name) or not beside.exists() else shorten(str(beside))

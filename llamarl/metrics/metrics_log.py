@@ -7,8 +7,9 @@ Owns: the file's format. Does not own: which numbers (`step_metrics.py`) or the 
 import json
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ class MetricsLog:
     def __init__(self, run_dir: str | Path, trackers: Mapping[str, Tracker] | None = None) -> None:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.read_bytes() if path.exists() else b""
-        unfinished = bool(written) and not written.endswith(b"\n")
+        unfinished = path.exists() and not _ends_a_line(path)
         self._jsonl = path.open("a")
         if unfinished:
             self._jsonl.write("\n")
@@ -70,18 +70,32 @@ class MetricsLog:
                 logging.warning("tracker %s failed and gets nothing more: %s", name, error)
 
 
-def read_metrics(path: str | Path) -> dict[int, dict[str, Any]]:
+def read_metrics(
+    path: str | Path, tags: Collection[str] | None = None
+) -> dict[int, dict[str, Any]]:
     """Step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged ones are
-    skipped."""
+    skipped. With `tags`, only these are kept of each line, so that its texts take no memory."""
     steps: dict[int, dict[str, Any]] = {}
-    for text in Path(path).read_bytes().splitlines():
-        try:
-            line = parse(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and type(line.get("step")) is int:
-            steps.setdefault(line["step"], {}).update(line)
+    with Path(path).open("rb") as file:
+        for text in file:
+            try:
+                line = parse(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and type(step := line.get("step")) is int:
+                if tags is not None:
+                    line = {tag: line[tag] for tag in tags if tag in line}
+                steps.setdefault(step, {}).update(line)
     return dict(sorted(steps.items()))
+
+
+def _ends_a_line(path: Path) -> bool:
+    """True if the file is empty or its last byte ends a line."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _finite(value: float) -> float | None:

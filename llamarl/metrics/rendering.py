@@ -95,12 +95,17 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def one_line(text: str, width: int, encoding: str) -> str:
+def one_line(text: str, width: int, encoding: str, *, keeps_end: bool = False) -> str:
     """`text` in one line of at most `width` columns, without control characters and those that
-    `encoding` does not have."""
+    `encoding` does not have. Of one that is too long, the beginning or the end is kept."""
     line = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
     line = line.encode(encoding, "replace").decode(encoding)
-    return line if cell_len(line) <= width else set_cell_size(line, max(0, width - 3)) + "..."
+    if cell_len(line) <= width:
+        return line
+    room = max(0, width - 3)
+    if keeps_end:
+        return "..." + set_cell_size(line[::-1], room)[::-1]
+    return set_cell_size(line, room) + "..."
 
 
 def is_shaped(reward: float | None, accuracy: float | None) -> bool:

@@ -29,6 +29,8 @@ SPANS_FOLDER = "spans"
 TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
+RATIO_MEAN, RATIO_CLIPPED = "ratio/mean", "ratio/clipped_share"  # tags of metrics.jsonl
+SUMMED_TAGS = (RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS)
 
 Summary = dict[str, Any]
 
@@ -58,7 +60,8 @@ def summarize(run_dir: str | Path) -> Summary:
     with TraceFile(run_dir / SPANS_FOLDER, run_dir / TRACE_FILE) as trace:
         timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
     rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
-    steps = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).exists() else {}
+    metrics = run_dir / METRICS_FILE
+    steps = read_metrics(metrics, SUMMED_TAGS) if metrics.exists() else {}
     steps_s = length(timeline.steps) / 1e9
     values = [step["reward/mean"] for _, step in sorted(steps.items()) if "reward/mean" in step]
     num_tokens = rollouts.staleness.total()
@@ -76,8 +79,8 @@ def summarize(run_dir: str | Path) -> Summary:
         "both_busy_share": timeline.both_busy_share() if steps_s else None,
         "mixed_version_share": rollouts.mixed_share(),
         "tokens_during_publish": timeline.tokens_during_publish(),
-        "ratio_mean": _mean_over_tokens(steps, "ratio/mean"),
-        "ratio_clipped_share": _mean_over_tokens(steps, "ratio/clipped_share"),
+        "ratio_mean": _mean_over_tokens(steps, RATIO_MEAN),
+        "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
         "executors": {
             executor: {"busy": shares.busy, "wait": shares.waits}
             for executor, shares in by_executor(timeline.shares()).items()

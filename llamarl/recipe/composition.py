@@ -51,7 +51,8 @@ SPECIFIC = (
     yaml.YAMLError,
 )
 WITHOUT_CONFIG = "defaults must begin with config, as in `defaults: [config, _self_]`"
-PLAIN_FLAGS = {"--multirun", "-m", "--resolve"}
+MULTIRUN_FLAGS = {"--multirun", "-m"}
+PLAIN_FLAGS = {*MULTIRUN_FLAGS, "--resolve"}
 CONF_FOLDER = Path(__file__).resolve().parent.parent / "conf"
 
 CHOICES: dict[str, dict[str, Choice]] = {
@@ -148,6 +149,15 @@ def reference() -> KeyReference:
 def _quoted(folder: Path, scheme: str = "") -> str:
     path = str(folder.resolve()).replace("'", "\\'")
     return f"'{scheme}{path}'"
+
+
+def arguments_of_job(arguments: Sequence[str]) -> list[str]:
+    """Of these arguments of a multirun, those that do its present job alone."""
+    flags, _ = _divide(list(arguments))
+    alone = [flag for flag in flags if flag not in MULTIRUN_FLAGS]
+    chosen = HydraConfig.get().overrides.task
+    kept = [each for each in chosen if not each.startswith(("recipe_dir=", "run_dir="))]
+    return [*alone, *kept, f"run_dir={_quoted(Path(_run_dir()))}"]
 
 
 def _run_dir() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,10 @@ def test_multirun_makes_one_folder_per_combination(llamarl: Command, tmp_path: P
     assert done.returncode == 0, done.stderr
     for job in ("0", "1"):
         assert json.loads((tmp_path / job / "summary.json").read_text())["steps"] == 1
+        words = shlex.split((tmp_path / job / "command.txt").read_text().partition(" && ")[2])
+        assert shutil.which(words[0]), "the program is found without an activated environment"
+        assert {"num_steps=1", f"seed={job}", f"run_dir='{tmp_path / job}'"} <= set(words)
+        assert not {"--multirun", "seed=0,1", f"run_dir={tmp_path}"} & set(words)
 
 
 def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Path) -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import io
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from llamarl.metrics.console import Progress
+from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.span import Spans
 from llamarl.types import Evaluation
+from tests.unit.test_metrics_step import TRAINED
 from tests.unit.test_metrics_time import write_spans
 
 
@@ -42,6 +48,27 @@ def drive(progress: Progress) -> None:
         for step in (1, 2, 3):
             scalars = {"reward/mean": 0.5, "accuracy/train": 0.25 * step, "staleness/mean": 1.0}
             progress.show_step(step, {**scalars, "staleness/max": 2, "tokens/per_s": 1234.0})
+
+
+def test_the_time_left_follows_the_recent_steps_and_a_present_one_that_takes_longer(monkeypatch):
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("llamarl.metrics.console.time", clock)
+    progress = Progress(100, live=False, console=Console(file=io.StringIO()))
+    progress.start_training(0)
+    assert progress._left() == "-"
+    for step in range(1, 51):  # of 1 s each
+        now_s = float(step)
+        progress.show_step(step, {})
+    assert progress._left() == "0:50"
+    now_s += 0.5
+    assert progress._left() == "0:50", "half of the present step is over: 49.5 s"
+    for step in range(51, 71):  # most groups are dropped: a minute each
+        now_s += 60
+        progress.show_step(step, {})
+    assert progress._left() == "30:00"
+    now_s += 600
+    assert progress._left() == "52:44", "the present step took 10 minutes, and is not over"
 
 
 def test_without_a_terminal_progress_is_whole_lines(tmp_path):
@@ -138,12 +165,31 @@ def test_a_sample_is_one_line_that_no_terminal_obeys(width):
     console.print(progress._render())
     text = console.export_text()
     (line,) = (line for line in text.splitlines() if "sample" in line)
-    assert "What" in line
-    assert "-> It is" in line
+    assert "+ 2? -> It is" in line, "of a prompt that is too long, the end"
     assert "(reward 1)" in line
     assert cell_len(line) == width
     assert len(text.splitlines()) == 4, "nothing wraps"
     assert not set(text) & {"\x1b", "\a", "\r"}
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_sample_of_a_chat_shows_the_end_of_the_last_user_message(tmp_path, is_long):
+    question = "first words " + "and more " * 40 * is_long + "what is 2+2?"
+    chat = [("system", "be brief"), ("user", "hello"), ("assistant", "hi"), ("user", question)]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    prompt = replace(TRAINED.prompt, text=f"<|im_start|>{messages}", fields={"question": messages})
+    with (tmp_path / "console").open("w") as file:
+        progress = Progress(7, live=False, console=Console(file=file))
+        logger = RunLogger(
+            log=MetricsLog(tmp_path),
+            progress=progress,
+            spans=Spans("controller", tmp_path / "spans"),
+            prompt_field="question",
+        )
+        logger._show_sample([replace(TRAINED, prompt=prompt)], {min(TRAINED.scores): "four"})
+    shown = progress._sample
+    assert "what is 2+2? -> four  (reward" in shown
+    assert shown.startswith("..." if is_long else "first words what")
 
 
 def test_a_log_file_shows_a_sample_with_each_evaluation():

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -349,3 +350,20 @@ def test_an_ascii_terminal_gets_ascii(run_dir, tmp_path):
         progress.show_sample("two", "\u56db", 1.0)
         console.print(progress._render())
     assert "####" in (tmp_path / "out").read_text(encoding="ascii")
+
+
+def test_texts_of_metrics_jsonl_take_no_memory(tmp_path):
+    text = "x" * 2**20
+    metrics = MetricsLog(tmp_path)
+    for step in range(1, 17):
+        scalars = {"ratio/mean": 1.0, "ratio/clipped_share": 0.5, "tokens/trained": 4.0}
+        metrics.log(step, scalars, texts={"rollouts": text})
+    metrics.close()
+    tracemalloc.start()
+    try:
+        MetricsLog(tmp_path).close()
+        assert tracemalloc.get_traced_memory()[1] < 2**20, "its last byte says whether a line ended"
+        assert summarize(tmp_path)["ratio_clipped_share"] == 0.5
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20, "of 16 MiB: a line at a time"
+    finally:
+        tracemalloc.stop()
