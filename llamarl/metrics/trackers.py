@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llamarl.config.check import require, require_choice
+from llamarl.extensions import load_extensions
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 PROJECT = "llamarl"  # where runs are filed, unless the tracker's own variables say otherwise
@@ -142,3 +143,5 @@ TRACKERS = {
     "mlflow": TrackerEntry(_open_mlflow, "mlflow"),
     "trackio": TrackerEntry(_open_trackio, "trackio"),
 }
+
+load_extensions("llamarl.trackers")

@@ -51,6 +51,8 @@ class Search:
             await self.rng.choice(operations)()
             if self.rng.random() < 0.3:
                 await asyncio.sleep(0.001)  # slabs move to disk meanwhile
+        if self.rng.random() < 0.2:
+            return  # the unit is closed amid what goes on
         for task in self.tasks:
             await task
         await self.compare([*self.rows])
@@ -177,10 +179,12 @@ async def run(seed: int, folder: str) -> None:
     )
     unit = StorageExecutor(spec, rank=0, num_ranks=1, spans=Spans("storage", None))
     await unit.start()
+    search = Search(unit, rng)
     try:
-        await Search(unit, rng).run()
+        await search.run()
     finally:
         await unit.close()
+    await asyncio.gather(*search.tasks)
 
 
 @searched(few=100, many=2000)
