@@ -161,7 +161,7 @@ class StorageExecutor:
             self._server.close()
         if self._archive is not None:
             self._archive.close()
-        self._spill.close()
+        await self._spill.close()
         self._slabs.close()
 
     def _answer(self, packet: Packet) -> Answer | Awaitable[Answer]:

@@ -37,7 +37,7 @@ class Spill:
         self._file: Slab | None = None
         self._lock = asyncio.Lock()
         self._next_s = 0.0  # the disk was full: not before
-        self._has_warned = False
+        self._has_warned = self._is_closed = False
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +52,7 @@ class Spill:
     async def relieve(self) -> None:
         """Return once no more slabs than allowed are in memory, or no further one can move."""
         async with self._lock:
-            while self.is_over:
+            while self.is_over and not self._is_closed:
                 self._slabs.drop_empty()
                 slab = self._oldest() if self.is_over and not self._is_blocked else None
                 if slab is None:
@@ -62,8 +62,12 @@ class Spill:
                 except OSError as error:
                     return self._refuse(error)
 
-    def close(self) -> None:
-        """Remove the folder, unless another unit uses it."""
+    async def close(self) -> None:
+        """Once what is under way has ended, move no more; remove the folder, unless another unit
+        uses it."""
+        self._is_closed = True
+        async with self._lock:
+            pass
         if self._folder is not None:
             with suppress(OSError):
                 self._folder.rmdir()
