@@ -328,13 +328,13 @@ def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     target.close()
 
 
-def test_an_installed_package_adds_a_transport_and_a_family(tmp_path: Path) -> None:
+def test_an_installed_package_adds_a_transport_a_family_and_a_tracker(tmp_path: Path) -> None:
     """As pip leaves it: the modules of the pages, and the entry points of their pyproject.toml."""
     info = tmp_path / "mine-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1\n")
     lines = ""
-    for page in ("transport", "model_family"):
+    for page in ("transport", "model_family", "tracker"):
         project = tomllib.loads(block(page, "toml"))
         for group, entries in project["project"]["entry-points"].items():
             for name, module in entries.items():
@@ -346,9 +346,11 @@ def test_an_installed_package_adds_a_transport_and_a_family(tmp_path: Path) -> N
         "from llamarl.models.families import FAMILIES\n"
         "from llamarl.recipe.composition import reference\n"
         "from llamarl.weights.transports.table import TRANSPORTS\n"
+        "from llamarl.metrics.trackers import check_trackers\n"
         "import pkgutil\n"
         "print(*FAMILIES, *TRANSPORTS, *reference().groups['weights'])\n"
         "pkgutil.resolve_name(TRANSPORTS['files'].sender)\n"
+        "check_trackers(['csv'])\n"
     )
     paths = f"{tmp_path}:{ROOT}"
     done = subprocess.run(
