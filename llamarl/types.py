@@ -18,8 +18,8 @@ Glossary
                 metrics: what a process did from one moment to another (metrics/span.py).
     segment     the tokens that a replica adds to a rollout until the rollout is interrupted and may
                 continue on another replica (`sampling.segment_tokens`).
-    full marks  a reward of 1 or more from the first reward function. Accuracy is the share of
-                rollouts with full marks.
+    full marks  a reward of `reward.full_marks` (1) or more from the first reward function. Accuracy
+                is the share of rollouts with full marks.
     Group       the n rollouts of one prompt, scored together.
     admitted, settled, consumed
                 the states of a group: its rollouts were requested; they are scored and worth
@@ -244,16 +244,15 @@ class ScoreStatus(StrEnum):
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`.
-
-    The reward of a failed one is NaN, or 0 with `reward.on_failure: zero`.
-    """
+    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`. The
+    reward of a failed one is NaN, or 0 with `reward.on_failure: zero`."""
 
     row_id: int
     status: ScoreStatus
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    full_marks: float = 1.0
 
     @property
     def has_reward(self) -> bool:
@@ -262,8 +261,9 @@ class Score:
 
     @property
     def correct(self) -> bool:
-        """True if the first reward function gave full marks (1 or more): what accuracy counts."""
-        return self.status is ScoreStatus.OK and next(iter(self.parts.values()), 0.0) >= 1.0
+        """True if the first reward function gave full marks: what accuracy counts."""
+        first = next(iter(self.parts.values()), -math.inf)
+        return self.status is ScoreStatus.OK and first >= self.full_marks
 
 
 @light

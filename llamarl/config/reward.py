@@ -16,11 +16,15 @@ class RewardConfig(Section):
 
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | task (the recipe's own task.py). Accuracy
-    is the share of completions to which the first one gives full marks (1 or more)."""
+    is the share of completions to which the first one gives full marks."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )
     """One weight per function; the reward is the weighted sum."""
+    full_marks: float = number(1.0, least=-LARGEST, most=LARGEST)
+    """What the first function gives to a right completion, or more: what accuracy counts, and what
+    makes a group whose rewards are all equal `solved`. Set it for rewards on another scale than 0
+    to 1."""
     answer_field: str = "answer"
     """Field of the data row that holds the expected answer."""
     pattern: str = r"(?s)^.*Answer: *(.+?)\s*$"

@@ -38,9 +38,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "reward/std": "Standard deviation of the rewards of the rollouts finished in the step.",
     "reward/values": "Number of rollouts by reward.",
     "accuracy/train": "Share of the rollouts finished in the step to which the first reward "
-    "function gave full marks (1 or more).",
+    "function gave full marks (reward.full_marks or more).",
     "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
-    "full marks (1 or more).",
+    "full marks (reward.full_marks or more).",
     "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy (Wilson).",
     "evaluation/accuracy_high": "Upper end of that interval.",
     "evaluation/prompts": "Held-out prompts of the evaluation: always all of them.",
@@ -60,7 +60,8 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "groups/carried_over": "Groups trained in the step of which some tokens were too old for it: "
     "tokens/masked counts them.",
     "dropped/groups": "Groups that the group filter dropped since the last step.",
-    "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy.",
+    "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy, "
+    "or reward.full_marks too low for the scale of the rewards.",
     "dropped/equal_rewards": "Dropped groups whose rewards are all equal: they give no gradient.",
     "dropped/failed_reward": "Dropped groups with a rollout whose reward failed.",
     "dropped/": "Groups dropped for this reason since the last step.",

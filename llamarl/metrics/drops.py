@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 WINDOW_GROUPS = 64  # the latest groups, of which a warning gives the share dropped
 
 MEANINGS = {
-    "solved": "every rollout of such a group has full marks, so the prompts are too easy",
+    "solved": "the rewards within such a group are all equal, and every rollout has full marks: "
+    "the prompts are too easy, or reward.full_marks too low for the scale of the rewards",
     "equal_rewards": "the rewards within such a group are all equal, so they give no signal",
     "failed_reward": "reward code failed for a rollout of such a group",
 }

@@ -1,3 +1,4 @@
+import asyncio
 import math
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from llamarl.environments.rewards.functions import (
     grade,
     load_functions,
 )
+from llamarl.environments.rewards.pool import Completion, RewardPool
 from llamarl.types import Prompt, ScoreStatus
 
 CONFIG = RewardConfig(functions=["exact"])
@@ -248,3 +250,24 @@ def test_a_percent_sign_means_the_same_with_and_without_its_backslash(answer: st
         assert math_reward.reward(prompt(answer=answer), text, True, config) == 1.0, text
     for text in (r"\boxed{0.5}", r"\boxed{51\%}", r"\boxed{5%}"):
         assert math_reward.reward(prompt(answer=answer), text, True, config) == 0.0, text
+
+
+@pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
+def test_full_marks_are_on_the_scale_that_the_recipe_says(full_marks, correct):
+    source = "def reward(prompt, completion):\n    return len(completion)\n"
+
+    async def run():
+        pool = RewardPool(RewardConfig(functions=["task"], full_marks=full_marks), source)
+        try:
+            await pool.start()
+            texts = ("seven..", "ten letters")
+            return await pool.score(
+                [
+                    Completion(row_id=i, prompt=prompt(), text=text, finished=True)
+                    for i, text in enumerate(texts)
+                ]
+            )
+        finally:
+            pool.close()
+
+    assert [score.correct for score in asyncio.run(run())] == correct

@@ -55,7 +55,7 @@ class RewardPool:
         calls = [Call(item.prompt, (item.text, item.finished)) for item in completions]
         results = await self._pool.run(calls)
         return [
-            _score(completion.row_id, result)
+            _score(completion.row_id, result, self._config.full_marks)
             for completion, result in zip(completions, results, strict=True)
         ]
 
@@ -86,8 +86,12 @@ async def try_loading(config: RewardConfig, task_source: str | None) -> None:
     pool.close()
 
 
-def _score(row_id: int, result: tuple[float, dict[str, float]] | Failure) -> Score:
+def _score(
+    row_id: int, result: tuple[float, dict[str, float]] | Failure, full_marks: float
+) -> Score:
     if isinstance(result, Failure):
         return Score(row_id=row_id, status=result.status, error=result.error)
     reward, parts = result
-    return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
+    return Score(
+        row_id=row_id, status=ScoreStatus.OK, reward=reward, parts=parts, full_marks=full_marks
+    )
