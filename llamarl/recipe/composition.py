@@ -285,6 +285,9 @@ def _explain(error: BaseException, recipe: Path | None) -> str:
             return place + _wrong_type(full_key, error)
         case MissingMandatoryValue() if full_key:
             return f"{full_key} must be given, got ???"
+    missing = re.match(r"Could not override '(\w+)'\. No match in the defaults list", words)
+    if missing and missing[1] in reference().groups:
+        return f"{recipe}: {WITHOUT_CONFIG}"
     if merge := re.search(r"is not a subclass of (\w+)\. value: (.*)", words):
         sections = reference().sections.items()
         kinds = {each.section.__name__: name for name, all_ in sections for each in all_.values()}
@@ -328,7 +331,13 @@ def _unknown_key(key: str, section: str) -> str:
         chosen = [choice for choice, each in choices if each.section.__name__ == section]
         wanted = "|".join(known.choices)
         return f"{key} must come with {group}={wanted}, got it with {group}={'|'.join(chosen)}"
-    return f"{key} must be a known key, got a new one{did_you_mean(reference().meant_by(key))}"
+    must = f"{key} must be a known key, got an unknown one"
+    if reason := reference().reason_without(key):
+        return f"{must}: {reason}"
+    if meant := reference().meant_by(key):
+        return f"{must}{did_you_mean(meant)}"
+    head = key.partition(".")[0]
+    return f"{must}: `llamarl config{f' {head}' if head in reference().sections else ''}` lists all"
 
 
 def _wrong_type(key: str, error: ValidationError) -> str:

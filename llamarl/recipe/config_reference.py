@@ -37,7 +37,7 @@ ELSEWHERE = {
     "data.max_prompt_tokens": "max_prompt_length max_prompt_len",
     "reward": "reward_funcs reward_fn custom_reward_function reward_function",
     "reward.weights": "reward_weights",
-    "algorithm": "loss_type adv_estimator policy_loss loss_mode",
+    "algorithm": "loss_type adv_estimator policy_loss loss_mode importance_sampling_level",
     "algorithm.advantage": "scale_rewards norm_adv_by_std_in_grpo",
     "algorithm.normalization": "loss_agg_mode loss_reduction",
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef kl_penalty_coef",
@@ -46,13 +46,15 @@ ELSEWHERE = {
     "algorithm.filters": "filter_groups dynamic_sampling",
     "algorithm.overlong_penalty_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
-    "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
+    "algorithm.rho": "importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold "
+    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
     "algorithm.clip_low": "epsilon clip_ratio clip_ratio_low eps_clip cliprange",
+    "algorithm.clip_ratio_c": "delta",
     "algorithm.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
     "sampling.rollouts_per_prompt": "num_generations n n_samples_per_prompt group_size num_samples",
     "sampling.max_tokens": "max_completion_length max_response_length max_new_tokens",
     "sampling.stop_strings": "stop stop_words",
-    "generator": "use_vllm rollout_backend inference_engine",
+    "generator": "use_vllm rollout_backend inference_engine actor_rollout_ref.rollout.name",
     "generator.num_ranks": "tensor_model_parallel_size vllm_tensor_parallel_size",
     "generator.num_replicas": "num_engines rollout_num_engines vllm_num_engines",
     "generator.max_num_seqs": "max_running_requests",
@@ -71,9 +73,10 @@ ELSEWHERE = {
     "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style",
     "trainer.min_lr_share": "min_lr_ratio",
     "trainer.max_grad_norm": "grad_clip clip_grad clip_grad_norm",
+    "trainer.reshard_after": "reshard_after_forward",
     "trainer.replicate": "dp_replicate hsdp_replicate",
     "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
-    "max_async_level",
+    "max_async_level steps_per_generation",
     "placement.colocated": "colocate vllm_mode colocate_all hybrid_engine",
     "cluster.num_hosts": "nnodes num_nodes",
     "cluster.num_gpus_per_host": "n_gpus_per_node num_gpus_per_node gpus_per_node",
@@ -85,6 +88,14 @@ ELSEWHERE = {
     "metrics.sample_rollouts": "log_completions num_completions_to_print",
 }
 """Keys and groups, and the names of the same in TRL, verl and others."""
+NOT_HERE = {
+    "a batch is always trained in one optimizer step": "num_iterations ppo_epochs",
+    "all weights are trained, there are no adapters": "lora peft lora_rank lora_alpha lora_r "
+    "lora_target_modules lora_dropout use_peft peft_config lora_adapter_path",
+    "a group's mean reward is the baseline, there is no critic": "critic value_model vf_coef "
+    "cliprange_value gae_lambda lam gamma",
+}
+"""Why there is no such key, and the names in TRL, verl and others."""
 
 TYPES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
 WANTED = {
@@ -228,16 +239,31 @@ class KeyReference:
         return "\n\n".join(parts) + "\n"
 
     def about(self, name: str) -> str:
-        """The text of a key, a section or a name from elsewhere; ValueError for any other."""
+        """The text of a key, a section, a last part of keys, or a name from elsewhere, for which it
+        may be the reason that no key does it; ValueError for any other."""
         if name in self.keys:
             return self.keys[name].text()
         if name in self.sections:
             return self._section_text(name)
-        meant = self.meant_by(name)
-        if len(meant) == 1 and name in ELSEWHERE.get(meant[0], "").split():
-            return self.about(meant[0])
+        if reason := self.reason_without(name):
+            return f"{name}\n{_indented(f'No key here: {reason}.')}"
+        if meant := _elsewhere(name) or self._with_leaf(name):
+            return "\n\n".join(map(self.about, meant))
         must = "KEY must be one that `llamarl config` lists"
-        raise ValueError(f"{must}, got {name!r}{did_you_mean(meant)}")
+        raise ValueError(f"{must}, got {name!r}{did_you_mean(self.meant_by(name))}")
+
+    def reason_without(self, name: str) -> str | None:
+        """Why nothing here does what `name` does elsewhere; None where that is not known."""
+        parts = set(name.split("."))
+        found = (reason for reason, names in NOT_HERE.items() if parts & set(names.split()))
+        return next(found, None)
+
+    def _with_leaf(self, name: str) -> list[str]:
+        """The keys whose last part is that of `name`, unless its first part is a section here."""
+        section, _, leaf = name.rpartition(".")
+        if section.partition(".")[0] in self.sections:
+            return []
+        return [key for key in self.keys if key.rpartition(".")[2] == leaf]
 
     def _section_text(self, name: str) -> str:
         choices = self.sections[name]
@@ -255,10 +281,8 @@ class KeyReference:
     def meant_by(self, name: str) -> list[str]:
         """The keys or groups that the unknown `name` may stand for, likeliest first."""
         leaf = name.rpartition(".")[2]
-        for words in (name, leaf):
-            known = [key for key, names in ELSEWHERE.items() if words in names.split()]
-            if known:
-                return known
+        if known := _elsewhere(name):
+            return known
         same = [key for key in self.keys if key.rpartition(".")[2] == leaf and key != name]
         if same:
             return same[:3]
@@ -266,6 +290,14 @@ class KeyReference:
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.keys)}
         near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
         return close or [leaves[each] for each in near]
+
+
+def _elsewhere(name: str) -> list[str]:
+    """The key that a name from elsewhere stands for, in full or by its last part; or none."""
+    for words in (name, name.rpartition(".")[2]):
+        if known := [key for key, names in ELSEWHERE.items() if words in names.split()]:
+            return known
+    return []
 
 
 def _meaning(section: type, name: str) -> str:

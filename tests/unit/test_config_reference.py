@@ -68,12 +68,8 @@ def test_names_from_elsewhere_lead_to_one_key_and_are_none_here() -> None:
     [
         ("num_step", ["num_steps"]),
         ("trainer.lrr", ["trainer.lr"]),
-        ("trainr.lr", ["trainer.lr"]),
-        ("lr", ["trainer.lr"]),
-        ("max_tokens", ["sampling.max_tokens", "evaluation.max_tokens"]),
         ("algorithms", ["algorithm"]),
-        ("algorithm.beta", ["algorithm.kl_coefficient"]),
-        ("actor_rollout_ref.rollout.n", ["sampling.rollouts_per_prompt"]),
+        ("sampling.lr", ["trainer.lr"]),
         ("zebra", []),
     ],
 )
@@ -82,6 +78,31 @@ def test_a_wrong_key_is_understood(written: str, meant: list[str]) -> None:
     with pytest.raises(ValueError, match=f"KEY must .* lists, got '{written}'") as raised:
         reference().about(written)
     assert all(key in str(raised.value) for key in meant)
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys"),
+    [
+        ("lr", ["trainer.lr"]),
+        ("trainr.lr", ["trainer.lr"]),
+        ("sample_rollouts", ["metrics.sample_rollouts"]),
+        ("max_tokens", ["sampling.max_tokens", "evaluation.max_tokens"]),
+        ("algorithm.beta", ["algorithm.kl_coefficient"]),
+        ("actor_rollout_ref.rollout.n", ["sampling.rollouts_per_prompt"]),
+        ("actor_rollout_ref.rollout.max_num_seqs", ["generator.max_num_seqs"]),
+    ],
+)
+def test_the_last_part_of_a_key_and_a_path_from_elsewhere_are_explained(
+    asked: str, keys: list[str]
+) -> None:
+    assert reference().about(asked) == "\n\n".join(reference().keys[key].text() for key in keys)
+
+
+def test_a_key_without_counterpart_is_explained_and_refused_with_the_reason() -> None:
+    assert "No key here: a batch is always trained in one" in reference().about("num_iterations")
+    reasons = [reference().reason_without(name) for name in ("lora.rank", "trainer.lora_rank")]
+    assert reasons == ["all weights are trained, there are no adapters"] * 2
+    assert reference().reason_without("trainer.lr") is None
 
 
 def llamarl(command: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config import Config
 from llamarl.main import main
-from llamarl.recipe.composition import for_each_config, reference, to_config
+from llamarl.recipe.composition import WITHOUT_CONFIG, for_each_config, reference, to_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -40,7 +40,7 @@ def mistake(folder: Path, *overrides: str) -> str:
 
 
 OF_THE_SAME_KINDS = [  # as the first ones below
-    ("trainer={lrr: 3}", "trainer.lrr must be a known key, got a new one (did you mean tr"),
+    ("trainer={lrr: 3}", "trainer.lrr must be a known key, got an unknown one (did you mean tr"),
     ("num_steps=1.5", "num_steps must be a whole number, got 1.5"),
     ("trainer.betas=[a,0.1]", "trainer.betas must be a list of numbers, got 'a'"),
     ("data.chat=maybe", "data.chat must be true or false, got 'maybe'"),
@@ -59,15 +59,20 @@ OF_THE_SAME_KINDS = [  # as the first ones below
     [
         ("generator.pools={x: 1}", "generator.pools must be a list of texts, got a section"),
         ("generator.pools=[{x: 1}]", "generator.pools must hold texts or numbers, got [{"),
-        ("num_step=3", "num_step must be a known key, got a new one (did you mean num_steps?)"),
+        (
+            "num_step=3",
+            "num_step must be a known key, got an unknown one (did you mean num_steps?)",
+        ),
         (
             "+trainer.lrr=3",
-            "trainer.lrr must be a known key, got a new one (did you mean t",
+            "trainer.lrr must be a known key, got an unknown one (did you mean t",
         ),
         (
             "beta=0.1",
-            "beta must be a known key, got a new one (did you mean algorithm.kl_coef",
+            "beta must be a known key, got an unknown one (did you mean algorithm.kl_coef",
         ),
+        ("lora.rank=8", "lora must be a known key, got an unknown one: all weights are trained"),
+        ("+trainer.zebra=8", "got an unknown one: `llamarl config trainer` lists all"),
         ("algorithm.clip_low=0.1", "algorithm.clip_low must come with algorithm=cispo|dapo|"),
         ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
         ("trainer.lr=null", "trainer.lr must be a number, got None"),
@@ -91,13 +96,13 @@ def test_a_wrong_argument_is_one_line(argument: str, line: str) -> None:
         (
             "num_steps: 30",
             "num_step: 30",
-            ":3: num_step must be a known key, got a new one (did",
+            ":3: num_step must be a known key, got an unknown one (did",
         ),
-        ("max_num_seqs", "max_runing", ":13: generator.max_runing must be a known key, got a new"),
+        ("max_num_seqs", "max_runing", ":13: generator.max_runing must be a known key, got an un"),
         (
             "trainer:",
             "trainers:",
-            ":14: trainers must be a known key, got a new one (did you mean t",
+            ":14: trainers must be a known key, got an unknown one (did you mean t",
         ),
         ("num_steps: 30", "num_steps: ten", ":3: num_steps must be a whole number, got 'ten'"),
         ("  lr: 2.0e-4", "  lr: null", ":17: trainer.lr must be a number, got None"),
@@ -119,6 +124,12 @@ def test_a_wrong_recipe_is_named_with_its_line(
     said = mistake(tmp_path)
     assert line in said
     assert not line.startswith(":") or said.startswith(f"{tmp_path}/run.yaml:")
+
+
+def test_a_choice_in_a_recipe_without_defaults_says_what_to_add(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("num_steps: 2\n")
+    said = mistake(tmp_path, "cluster=inline")
+    assert said == f"{tmp_path}/run.yaml: {WITHOUT_CONFIG}"
 
 
 def test_a_key_of_a_group_file_of_the_recipes_own_is_named_with_its_line(tmp_path: Path) -> None:
