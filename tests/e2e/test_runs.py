@@ -31,6 +31,11 @@ from tests.e2e.commands import (
 SUMMARY_KEYS = {
     "accuracy_before",
     "accuracy_after",
+    "interval_before",
+    "interval_after",
+    "version_after",
+    "held_out_prompts",
+    "training_reward",
     "reward_before",
     "reward_after",
     "steps",

@@ -90,7 +90,7 @@ class Shape:
     num_collectors: int = 1
     num_steps: int = 5
     step_s: float = 20.0
-    median_tokens: int = PlanConfig().median_tokens
+    median_tokens: int = MEDIAN_TOKENS
 
     @property
     def num_ranks(self) -> int:

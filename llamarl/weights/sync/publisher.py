@@ -115,7 +115,11 @@ class Publisher:
                 self._replicas.give_up_source(error)
 
     async def drop(self, replica: int) -> None:
-        """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it."""
+        """Forget a replica that left; its source unmaps its memory, and a sibling succeeds it. What
+        takes its place does not keep the version that it was held at."""
+        if replica in self._replicas.held:
+            self._replicas.held.discard(replica)
+            self._on_hold({*self._replicas.held}, self._held_by_all >= 0)
         await self._replicas.leave(replica)
 
     async def publish(self, version: int) -> PublishStats:
