@@ -8,6 +8,8 @@ before a process starts.
 import hashlib
 import json
 import os
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -47,6 +49,7 @@ PROMPTS = "data.prompts"
 NUM_MEASURED = 256  # prompts; a plan needs only their mean length
 GPU_DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"  # old and new name
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORGANISATION/MODEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_allocator(config)
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
+    _check_folder(config, checkpoint)
     architecture = _check_checkpoint(config, checkpoint)
     _check_planned(config, architecture)
     _check_architecture(config, architecture)
@@ -165,6 +169,7 @@ def read_planned_architecture(config: Config) -> Architecture:
     if config.model.architecture is not None and not os.path.isdir(folder):
         architecture = read_architecture(_resolve(config, config.model.architecture))
     else:
+        _check_folder(config, folder)
         architecture = read_architecture(folder)
         _check_planned(config, architecture)
     _check_architecture(config, architecture)
@@ -219,6 +224,16 @@ def _check_allocator(config: Config) -> None:
             name,
             "not have expandable_segments:True with weights.transport=cuda_ipc",
             settings,
+        )
+
+
+def _check_folder(config: Config, folder: str) -> None:
+    """ValueError with the command that downloads a model which is named as on the Hub."""
+    name = config.model.checkpoint
+    if HUB_NAME.fullmatch(name) and not os.path.isdir(folder):
+        raise ValueError(
+            f"the checkpoint must be an existing folder, got {folder!r} (if {name} is a model of "
+            f"the Hub: `hf download {name} --local-dir {shlex.quote(folder)}` gets it)"
         )
 
 

@@ -88,6 +88,10 @@ def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_pa
         (["--trace", "nowhere"], "--trace must name a run's folder, got 'nowhere'"),
         (["trainer.tensor_parallel=3", "trainer.num_ranks=3"], "trainer.tensor_parallel must div"),
         (["model.architecture=null"], "the checkpoint must be an existing folder"),
+        (
+            ["model.architecture=null", "model.checkpoint=Qwen/Qwen2.5-0.5B"],
+            "Hub: `hf download Qwen/Qwen2.5-0.5B --local-dir /",
+        ),
         (["plan.prompt_tokens=1024"], "plan.prompt_tokens must be below generator.max_model_len"),
         (["cluster.gpu=B300"], "cluster.gpu must be auto, a size such as 24GB, or one"),
         (["generator.num_replicas=3"], "cluster.num_hosts must be at least 3"),
