@@ -1,7 +1,10 @@
 """Publishing on fakes that model buckets: who sends what when, and what a failure leaves behind."""
 
 import asyncio
+import cProfile
 import json
+import pstats
+import random
 from collections import Counter
 from itertools import pairwise
 
@@ -13,6 +16,7 @@ from llamarl.weights.sync import publisher
 from llamarl.weights.sync.calls import Stagger
 from tests.contract.publish_fakes import (
     SINGLE,
+    WHOLE,
     FakeGenerator,
     World,
 )
@@ -242,3 +246,29 @@ def test_a_publish_is_one_span_and_each_replica_has_its_own(tmp_path) -> None:
     assert [(span["cat"], span["version"], span.get("replica")) for span in found] == [
         ("publish", 4, 0), ("publish", 4, 1), ("publish", 4, None),
     ]  # fmt: skip
+
+
+def num_calls_of_a_publish(num_replicas, buckets, replicas_per_host):
+    """Calls of Python functions, each replica's answers coming when they will."""
+    rng = random.Random(0)
+
+    async def main():
+        hosts = [f"host {i // replicas_per_host}" for i in range(num_replicas)]
+        world = World(hosts, buckets=buckets, straggler_timeout_s=1000.0)
+        world.delay_s = lambda who, step: rng.uniform(0.001, 0.02)
+        await world.connected()
+        await world.publish(0)
+        with cProfile.Profile() as profile:
+            await world.publish(1)
+        return pstats.Stats(profile).total_calls
+
+    return run(main())
+
+
+@pytest.mark.parametrize("buckets", [WHOLE, SINGLE])
+@pytest.mark.parametrize("replicas_per_host", [1, 8])
+def test_a_publish_to_four_times_as_many_replicas_is_four_times_the_work(
+    replicas_per_host, buckets
+) -> None:
+    few = num_calls_of_a_publish(32, buckets, replicas_per_host)
+    assert num_calls_of_a_publish(128, buckets, replicas_per_host) < 4.3 * few

@@ -5,6 +5,7 @@ Invariant: every wait for another process has a limit.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, TypeVar
@@ -45,28 +46,36 @@ def failure(task: asyncio.Future[Any], what: str, timeout_s: float) -> BaseExcep
 class Change:
     """A condition on state that tasks of one event loop share.
 
-    `notify` wakes only the waiters whose predicate holds: with hundreds of replicas, most changes
-    concern one of them.
+    `notify` wakes only the waiters whose predicate holds, and asks only those that the change may
+    concern: with hundreds of replicas that all wait, a change of one concerns those that it feeds.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.Future[None], Callable[[], object]] = {}
+        self._waiting: defaultdict[object, dict[asyncio.Future[None], Callable[[], object]]] = (
+            defaultdict(dict)
+        )
 
-    def notify(self) -> None:
-        """Wake the tasks whose predicate holds now."""
-        for future, predicate in list(self._waiting.items()):
-            if not future.done() and predicate():
-                future.set_result(None)
+    def notify(self, of: object = None) -> None:
+        """Wake the tasks whose predicate holds now. If only `of` has changed, those that wait for
+        something else are left out."""
+        concerned = self._waiting if of is None else {None, of} & self._waiting.keys()
+        for waiting in [self._waiting[each] for each in concerned]:
+            for future, predicate in list(waiting.items()):
+                if not future.done() and predicate():
+                    future.set_result(None)
 
-    async def until(self, predicate: Callable[[], object]) -> None:
-        """Return once `predicate()` is true."""
+    async def until(self, predicate: Callable[[], object], of: object = None) -> None:
+        """Return once `predicate()` is true. It becomes so by a change of `of` or by one that
+        concerns all; None: by any."""
         while not predicate():
             future = asyncio.get_running_loop().create_future()
-            self._waiting[future] = predicate
+            self._waiting[of][future] = predicate
             try:
                 await future
             finally:
-                del self._waiting[future]
+                del self._waiting[of][future]
+                if not self._waiting[of]:
+                    del self._waiting[of]
 
 
 class Stagger:

@@ -199,8 +199,14 @@ class Publisher:
         near = [sync for sync in syncs if not self._is_far(sync)] or syncs
         near = [sync for sync in near if not self._is_behind(sync)] or near
 
+        unsettled: list[ReplicaSync] = []  # the last of them is asked first, each a few times
+
         def is_over() -> bool:
-            return replicas.error is not None or all(self._is_settled(s, version) for s in near)
+            while unsettled and self._is_settled(unsettled[-1], version):
+                unsettled.pop()
+            if not unsettled:
+                unsettled.extend(sync for sync in near if not self._is_settled(sync, version))
+            return replicas.error is not None or not unsettled
 
         def has_committed() -> bool:
             return any(sync.version >= version for sync in syncs)

@@ -234,7 +234,8 @@ class ReplicaSync(Source):
                 yield
             finally:
                 source.num_readers -= is_reader
-                self._change.notify()
+                if is_reader:  # the source may wait for that, and a publish
+                    self._change.notify(self)
 
     async def _ask(self, call: Coroutine[Any, Any, T], step: str) -> T:
         """Call the replica."""

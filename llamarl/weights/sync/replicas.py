@@ -42,7 +42,8 @@ class Replicas:
 
     `syncs`: by replica number, in the order they joined. `held`: those that keep their version.
     `error`: what ended all tasks. `stats`: what was done since they were last taken. `change` is
-    notified whenever any of this, a version or a state has changed.
+    notified whenever any of this, a version or a state has changed: of the source alone, if only
+    those that it feeds and the publish are concerned.
     """
 
     def __init__(
@@ -148,7 +149,8 @@ class Replicas:
         try:
             while True:
                 await self.change.until(
-                    lambda: not sync.is_connected or self._next_version(sync) is not None
+                    lambda: not sync.is_connected or self._next_version(sync) is not None,
+                    of=sync.source,
                 )
                 try:
                     await self._advance(sync)
@@ -159,7 +161,7 @@ class Replicas:
                         raise ReplicaLost(
                             f"{error}, amid generator {sync.replica}'s commit"
                         ) from error
-                self.change.notify()
+                self.change.notify(sync)
         except ReplicaLost as why:
             self._lose(sync, why)
         except Exception as error:  # noqa: BLE001 - raised again in `watch` and `publish`
