@@ -13,6 +13,7 @@ once.
 
 import asyncio
 import gc
+import logging
 import math
 import os
 import pickle
@@ -31,6 +32,8 @@ from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.process import redirect_output
 from llamarl.errors import GroupLost, RemoteError
 from llamarl.metrics.span import Spans
+
+log = logging.getLogger(__name__)
 
 monarch_config.prefix_python_logs_with_actor = False  # every log line has the process already
 
@@ -112,6 +115,8 @@ class ExecutorActor(Actor):
         result = CallResult(self._rank)
         if hasattr(self._executor, "close"):
             result = await attempt(self._executor, self._where, self._rank, ("close", (), {}))
+            if result.error is not None:
+                log.info("closing failed: %s", "\n".join(pickle.loads(result.error).__notes__))
         if self._spans is not None:
             self._spans.close()
         gc.freeze()  # else the interpreter's end looks at all that was imported: most of a second
@@ -279,8 +284,9 @@ def mark_retrieved(future: asyncio.Future[Any]) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """The cause in a Monarch error, whose text begins with the call."""
-    line = str(error).strip().splitlines()[-1].strip()
+    """The cause in a Monarch error, whose text begins with the call; of another without a text, its
+    type."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
     if "failed to configure process" in line:
         signal = re.search(r"signal: (\d+)", line)
         return "a process ended while it started" + (f" (sig={signal[1]})" if signal else "")

@@ -69,7 +69,7 @@ def failure(error: BaseException, where: str, rank: int) -> CallResult:
         travels = False
     # StopIteration and exits would be changed or acted on by the caller's event loop.
     if not travels or not isinstance(error, Exception) or isinstance(error, _LOOP_SIGNALS):
-        remote = RemoteError(f"{type(error).__name__}: {_text(error)}")
+        remote = RemoteError(f"{type(error).__name__}: {_text(error)}".removesuffix(": "))
         for note in error.__notes__:
             remote.add_note(note)
         data = pickle.dumps(remote)

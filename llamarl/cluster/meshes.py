@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import ActorError
-
 from llamarl.cluster.actors import (
     ExecutorActor,
     GroupActors,
@@ -28,7 +25,6 @@ from llamarl.cluster.actors import (
     send,
     wait_silent,
 )
-from llamarl.cluster.call_result import describe_failed_close
 from llamarl.cluster.group import Calls, ExecutorGroup, Factory, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.process import environment, log_path, log_tail
@@ -174,10 +170,9 @@ class MonarchGroup:
         except TimeoutError:
             log.warning("closing %s took over %g s; killed", self.name, CLOSE_LIMIT_S)
             return False
-        except (ActorError, SupervisionError) as error:  # the process was lost, or Monarch's call
-            log.warning("closing %s failed: %s", self.name, last_line(error))
         except Exception as error:  # noqa: BLE001 - tear-down continues
-            log.warning("closing %s failed: %s", self.name, describe_failed_close(error))
+            # One line: the executor's log has the traceback, if it is the executor's.
+            log.warning("closing %s failed: %s", self.name, last_line(error))
         return True
 
     async def _watch_rank(

@@ -139,6 +139,13 @@ class StuckInClose(Probe):
         time.sleep(1000)
 
 
+class CancelledInClose(Probe):
+    """What its clean-up waits for is cancelled."""
+
+    async def close(self) -> None:
+        raise asyncio.CancelledError
+
+
 class FullDisk(Probe):
     """Has something to write when it is closed."""
 
