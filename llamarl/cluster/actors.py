@@ -12,12 +12,14 @@ once.
 """
 
 import asyncio
+import atexit
 import gc
 import logging
 import math
 import os
 import pickle
 import re
+import signal
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,6 +47,7 @@ class ExecutorActor(Actor):
     """One executor in its process. All endpoints run concurrently on one event loop."""
 
     def __init__(self) -> None:
+        atexit.register(end_process)
         self._executor: object = None
         self._spans: Spans | None = None
         self._where = ""
@@ -119,8 +122,16 @@ class ExecutorActor(Actor):
                 log.info("closing failed: %s", "\n".join(pickle.loads(result.error).__notes__))
         if self._spans is not None:
             self._spans.close()
-        gc.freeze()  # else the interpreter's end looks at all that was imported: most of a second
         return result
+
+    @concurrent_endpoint
+    async def exit(self) -> None:
+        """Run the exit functions, then end the process (`end_process`); never answers.
+
+        Monarch's own end stops the actor before the process, and fails every actor that calls it
+        in between. A call to a process that has been killed fails alone.
+        """
+        atexit._run_exitfuncs()
 
     @concurrent_endpoint
     async def ping(self) -> None:
@@ -135,6 +146,15 @@ class ExecutorActor(Actor):
     async def wait_exit(self) -> None:
         """Never answers: the pending call fails when the process ends."""
         await asyncio.Event().wait()
+
+
+def end_process() -> None:
+    """The exit function that runs after those of an executor, its libraries and `task.py`.
+
+    Monarch's, which would be next, may wait a second for its threads.
+    """
+    logging.shutdown()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class GroupActors:
@@ -244,20 +264,18 @@ async def results_by_rank(
         waiting: list[asyncio.Future[Any]] = [answer] if lost is None else [answer, lost]
         await asyncio.wait(waiting, return_when=FIRST_COMPLETED)
         if not answer.done():
-            assert lost is not None
-            lost.result()
-            raise GroupLost(name, None, "it was stopped during the call")
+            raise_loss(name, lost)
         try:
             found = answer.result()
         except ValueError as error:  # Monarch's own: what an executor raises travels as data
             raise GroupLost(name, None, last_line(error)) from None
         except (SupervisionError, ActorError) as error:
             if isinstance(error, SupervisionError):
-                await _prefer_loss(lost)
+                await _prefer_loss(name, lost)
             raise lost_or_remote(name, error) from error
         for result in found:
             if result.error is not None and num_ranks > 1:
-                await _prefer_loss(lost)
+                await _prefer_loss(name, lost)
             results[result.rank] = result.result()
     return [results[rank] for rank in sorted(results)]
 
@@ -269,12 +287,19 @@ def lost_or_remote(name: str, error: Exception) -> GroupLost | RemoteError:
     return RemoteError(f"{name}: {error}")
 
 
-async def _prefer_loss(lost: asyncio.Future[None] | None) -> None:
-    """Raise GroupLost if a rank of the group just died: other errors are its consequences."""
+async def _prefer_loss(name: str, lost: asyncio.Future[None] | None) -> None:
+    """Raise GroupLost if a rank just died or the group was stopped, of which other errors are
+    consequences."""
     if lost is not None:
         await asyncio.wait({lost}, timeout=LOSS_GRACE_S)
-        if lost.done():
-            lost.result()
+        raise_loss(name, lost)
+
+
+def raise_loss(name: str, lost: asyncio.Future[None] | None) -> None:
+    """Raise GroupLost if `lost` is done: a rank died, or the group was stopped."""
+    if lost is not None and lost.done():
+        lost.result()
+        raise GroupLost(name, None, "it was stopped during the call")
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:

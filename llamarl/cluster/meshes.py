@@ -145,11 +145,12 @@ class MonarchGroup:
             self._lost.set_result(None)
         # The processes of a lost host died with its daemon.
         parts = [part for part in self._parts if not part.host.is_lost]
-        if not is_clean:  # Monarch waits long for a process that hangs
-            await asyncio.gather(*(part.host.kill(self.mark) for part in parts))
-        await asyncio.gather(*map(self._stop_part, parts))
+        await asyncio.gather(*(self._stop_part(part, is_clean) for part in parts))
 
-    async def _stop_part(self, part: HostRanks) -> None:
+    async def _stop_part(self, part: HostRanks, is_clean: bool) -> None:
+        if is_clean:  # a call of `exit` fails when the process has ended
+            await asyncio.wait([*send(part.actors.exit)], timeout=STOP_LIMIT_S)
+        await part.host.kill(self.mark)  # Monarch waits long for a process that hangs
         try:
             await asyncio.wait_for(part.processes.stop().as_asyncio(), STOP_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - tear-down continues

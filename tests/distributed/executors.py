@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
 import logging
 import os
@@ -130,6 +131,14 @@ class Probe:
         if self.folder is not None:
             path = Path(self.folder) / f"closed-{self.rank}"
             path.write_text(path.read_text() + "x" if path.exists() else "x")
+
+
+class AtExit(Probe):
+    """Has what a library does at the end of the interpreter."""
+
+    def __init__(self, spec, **others) -> None:
+        super().__init__(spec, **others)
+        atexit.register(Path(self.folder, "exited").touch)
 
 
 class StuckInClose(Probe):

@@ -21,7 +21,7 @@ from llamarl.cluster.process import MARK
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from tests.distributed.executors import CancelledInClose, Gathering, Probe, StuckInClose
+from tests.distributed.executors import Gathering, Probe, StuckInClose
 from tests.signals import restore_ctrl_c
 
 LIMIT_S = 30.0
@@ -164,20 +164,6 @@ def test_stop_kills_what_does_not_close(
     run(tmp_path, scenario)
     assert not [pid for pid in pids if is_alive(pid)]
     assert "closing stuck took over" in caplog.text
-
-
-def test_a_close_that_fails_is_one_line_and_its_traceback_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(cluster: Cluster) -> None:
-        await cluster.spawn("trainer", CancelledInClose, {})
-
-    run(tmp_path, scenario)
-    (said,) = [each.getMessage() for each in caplog.records if "closing" in each.getMessage()]
-    assert said == "closing trainer failed: CancelledError"
-    text = (tmp_path / "logs" / "trainer-0.log").read_text()
-    assert "raised in trainer-0" in text
-    assert "in close" in text
 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_pending_ones(

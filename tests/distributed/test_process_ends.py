@@ -1,0 +1,54 @@
+"""What a process does at its end, and what its end does to those that call it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from llamarl.cluster import Cluster
+from llamarl.errors import GroupLost
+from tests.distributed.executors import AtExit, CancelledInClose, Probe
+from tests.distributed.test_processes import run
+
+
+def test_a_close_that_fails_is_one_line_and_its_traceback_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.spawn("trainer", CancelledInClose, {})
+
+    run(tmp_path, scenario)
+    (said,) = [each.getMessage() for each in caplog.records if "closing" in each.getMessage()]
+    assert said == "closing trainer failed: CancelledError"
+    text = (tmp_path / "logs" / "trainer-0.log").read_text()
+    assert "raised in trainer-0" in text
+    assert "in close" in text
+
+
+def test_an_executor_that_calls_one_that_is_being_stopped_gets_an_error_and_lives_on(
+    tmp_path: Path,
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        storage = await cluster.spawn("storage", Probe, {})
+        generator = await cluster.spawn("generator", Probe, {"peer": storage.call_one})
+        assert await generator.call_one.ask_peer("echo", 1) == 1
+        stopping = asyncio.create_task(storage.stop())
+        while not stopping.done():
+            calls = [generator.call_one.ask_peer("echo", 1) for _ in range(8)]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            assert {each for each in found if not isinstance(each, GroupLost)} <= {1}
+        with pytest.raises(GroupLost, match="storage"):
+            await generator.call_one.ask_peer("echo", 1)
+        assert await generator.call_one.echo(2) == 2
+
+    run(tmp_path, scenario)
+
+
+def test_a_process_runs_its_exit_functions_at_its_end(tmp_path: Path) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        await cluster.spawn("scorer", AtExit, {"folder": str(tmp_path)})
+
+    run(tmp_path, scenario)
+    assert (tmp_path / "exited").is_file()
