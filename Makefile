@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart chaos-generators demo-two-hosts vllm-cpu rivals test test-all test-vllm test-gpu fuzz check docs format clean
+.PHONY: help quickstart chaos demo-two-hosts vllm-cpu rivals test test-all test-vllm test-gpu fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ help:
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make rivals       a third one, with TransferQueue, which tools/bench_store.py compares with"
 	@echo "make demo-two-hosts  the quickstart over two worker daemons, as on two hosts"
-	@echo "make chaos-generators  the quickstart while its replicas are killed, stopped and slowed"
+	@echo "make chaos        the quickstart while its processes are killed, stopped, and woken again"
 	@echo "make test-gpu     the tests that need a CUDA device, with the python and torch that are there"
 	@echo "make fuzz         damaged files and keys by the thousand: each must be named, or do no harm"
 	@echo "make check        ruff, mypy, codespell"
@@ -74,9 +74,9 @@ quickstart: $(QUICKSTART_READY)
 	@$(dir $<)bin/llamarl train --config-dir recipes/quickstart $(GENERATOR:%=generator=%) \
 	  $(PLACEMENT:%=placement=%) $(ARGS)
 
-# Three replicas, of which one after another is killed, stopped or slowed.
-chaos-generators: $(READY)
-	@$(BIN)/python tools/chaos_generators.py $(ARGS)
+# Any processes of a run but the controller are killed or stopped, at all its moments.
+chaos: $(READY)
+	@$(BIN)/python -m tests.e2e.chaos $(ARGS)
 
 # Two worker daemons on this machine stand for two hosts, over mutual TLS; needs openssl.
 demo-two-hosts: $(READY)

@@ -123,7 +123,7 @@ class Evaluator:
         if num_lost := len(entries) - len(rows):
             log.warning(
                 "version %d has no held-out accuracy, for generators were lost with %d of the %d "
-                "prompts: the next version is evaluated",
+                "prompts: the next version, if there is one, is evaluated",
                 version,
                 num_lost,
                 len(entries),

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from transformers import AutoTokenizer
 
@@ -62,12 +62,13 @@ class Command:
         return self.family()
 
 
-def start(*arguments: str) -> Command:
+def start(*arguments: str, output: IO[str] | None = None) -> Command:
+    """Without `output`, which gets all that it prints, the test reads two pipes at the end."""
     mark = f"LLAMARL_TEST_{uuid.uuid4().hex}"
     process = subprocess.Popen(
         [sys.executable, "-m", "llamarl", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output or subprocess.PIPE,
+        stderr=output or subprocess.PIPE,
         text=True,
         env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"},
         preexec_fn=restore_ctrl_c,
