@@ -261,14 +261,18 @@ def check_records(leg: Leg, num_prompts: int, per_step: int) -> None:
     versions = [line["step"] for line in evaluated]
     assert len(versions) == len(set(versions)), f"{versions}\n{told}"
     assert {line["evaluation/prompts"] for line in evaluated} == {num_prompts}, told
-    if f"version {leg.num_steps} has no held-out accuracy" not in leg.output.read_text():
-        assert versions[-1] == leg.num_steps, told
+    # What is lost once the last version is made may cost its evaluation and lines of the archive.
+    lacks = rf"version {leg.num_steps} (has no held-out accuracy|may lack its evaluation)"
+    is_short = re.search(lacks, leg.output.read_text()) is not None
+    assert is_short or versions[-1] == leg.num_steps, told
     lines = read_archive(leg.folder)
     ids = [line["row_id"] for line in lines]
     twice = [row for row, times in Counter(ids).items() if times > 1]
     assert not twice, f"rows {twice} have two outcomes: {told}"
-    trained = sum(line["outcome"] == "trained" for line in lines)
-    assert trained == leg.num_steps * per_step, f"{trained} rollouts are trained: {told}"
+    trained = Counter(line["version"] for line in lines if line["outcome"] == "trained")
+    last = leg.num_steps - 1
+    wrong = {v: trained[v] for v in range(leg.first, leg.num_steps) if trained[v] != per_step}
+    assert wrong.keys() <= {last} if is_short else not wrong, f"trained by version: {wrong}\n{told}"
     summary = json.loads((leg.folder / "summary.json").read_text())
     assert summary["steps"] == leg.num_steps, told
     assert summary["staleness_max"] <= 1, f"older than staleness.max_staleness: {told}"
