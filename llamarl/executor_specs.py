@@ -161,6 +161,7 @@ def stage_spec(
             task_source=inputs.task_source,
             storage=storage,
             attempt=attempt,
+            has_text=config.experience.archive_text,
         )
     assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
     return StageSpec(

@@ -34,7 +34,7 @@ from llamarl.metrics.provenance import Record
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import shorten
 from llamarl.metrics.span import Spans
-from llamarl.metrics.summary import SUMMARY_FILE, summarize
+from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, summarize
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
@@ -117,6 +117,8 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
         highlight=False,
         soft_wrap=True,
     )
+    words = f"each prompt with its completion and reward: {shorten(f'{run_dir}/{ARCHIVE_FOLDER}')}"
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
     return result
 
 

@@ -86,7 +86,6 @@ Outcome = dict[str, str | int | float]
 """What became of a rollout: "outcome" is trained, dropped, evaluated, logprob_check, lost or
 unused; more keys say at which version, or why."""
 
-
 # Column names of the store, their dtype and shape per row (T response tokens, P prompt tokens).
 PROMPT_IDS = "prompt_ids"  # int32 [P]
 RESPONSE_IDS = "response_ids"  # int32 [T]
@@ -96,6 +95,8 @@ SAMPLING = "sampling"  # float64 [6]: temperature, top_k, top_p, max_tokens, see
 REWARD = "reward"  # float64 [1]
 REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
+PROMPT_ID = "prompt_id"  # float64 [1]
+PROMPT_TEXT, COMPLETION_TEXT = "prompt_text", "completion_text"  # uint8, UTF-8
 
 
 class Purpose(StrEnum):
@@ -132,7 +133,7 @@ class Prompt:
     """One tokenized question.
 
     `prompt_id` is its line in the data file and `epoch` how often the file was walked before;
-    `fields` is the whole data row (answer, source, ...), which reward functions read.
+    `fields` is the whole data row, which reward functions read. `is_held_out`: of data.held_out.
     """
 
     prompt_id: int
@@ -140,6 +141,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,10 +376,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one optimizer step reports, already reduced over trainer ranks.
-
-    `version` is the version the step produced; `scalars` are metric name -> value.
-    """
+    """What the step that made `version` reports, reduced over trainer ranks: metric name -> value
+    in `scalars`."""
 
     version: int
     scalars: dict[str, float]

@@ -103,6 +103,9 @@ class ExperienceConfig(Section):
     archive_tokens: bool = False
     """Write the token ids and log-probs of each rollout to the archive too, not only its outcome,
     reward, length and versions."""
+    archive_text: bool = False
+    """Write prompt and completion of each scored rollout to the archive too, as text. Those of
+    evaluations are always written."""
 
 
 @dataclass(kw_only=True)

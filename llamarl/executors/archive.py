@@ -16,8 +16,11 @@ import numpy as np
 
 from llamarl.experience.columns import COLUMNS
 from llamarl.types import (
+    COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
+    PROMPT_ID,
     PROMPT_IDS,
+    PROMPT_TEXT,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -85,6 +88,7 @@ class Archive:
         line: dict[str, Any] = {
             "row_id": row_id,
             **outcome,
+            "prompt_id": int(cells[PROMPT_ID][0]) if PROMPT_ID in cells else None,
             "num_prompt_tokens": row.lengths.get(PROMPT_IDS, 0),
             "num_tokens": row.lengths.get(RESPONSE_IDS, 0),
             "spans": [[span.version, span.num_tokens] for span in spans],
@@ -102,6 +106,9 @@ class Archive:
                 "max_tokens": int(max_tokens),
                 "seed": int(seed),
             }
+        if COMPLETION_TEXT in cells:
+            line["prompt"] = cells[PROMPT_TEXT].tobytes().decode()
+            line["completion"] = cells[COMPLETION_TEXT].tobytes().decode()
         # What a recipe's own stages wrote.
         numbers = {name: _number(cell) for name, cell in cells.items() if name not in COLUMNS}
         if numbers:

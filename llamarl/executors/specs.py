@@ -98,7 +98,8 @@ class ReferenceSpec:
 @dataclass(frozen=True, kw_only=True)
 class ScorerSpec:
     """`tokenizer` is a folder with tokenizer files, `task_source` the text of the recipe's task.py
-    if it has one."""
+    if it has one. With `has_text` the texts of all rollouts are written, not only of held-out
+    ones."""
 
     executor: ClassVar[str] = "llamarl.executors.scorer:ScorerExecutor"
 
@@ -106,6 +107,7 @@ class ScorerSpec:
     tokenizer: str
     task_source: str | None
     storage: Storage
+    has_text: bool = False
     attempt: int = 0
 
 

@@ -9,8 +9,11 @@ import re
 from dataclasses import dataclass
 
 from llamarl.types import (
+    COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
+    PROMPT_ID,
     PROMPT_IDS,
+    PROMPT_TEXT,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -19,14 +22,15 @@ from llamarl.types import (
     TRAINER_LOGPROBS,
 )
 
-NUMBER, RESPONSE, PROMPT, FIXED = "number", "response", "prompt", "fixed"
+NUMBER, RESPONSE, PROMPT, FIXED, TEXT = "number", "response", "prompt", "fixed", "text"
 LENGTHS = {
     NUMBER: "one number per rollout",
     RESPONSE: "one entry per response token",
     PROMPT: "one entry per prompt token",
     FIXED: "as many entries in each rollout",
+    TEXT: "UTF-8, one entry per byte",
 }
-DTYPES = ("float64", "float32", "int64", "int32")
+DTYPES = ("float64", "float32", "int64", "int32", "uint8")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # it is part of a metric's name
 
 
@@ -69,6 +73,9 @@ COLUMNS = {
         Column(TOKEN_VERSIONS, "int32", RESPONSE),
         Column(SAMPLING, "float64", FIXED),
         Column(REWARD),
+        Column(PROMPT_ID),
+        Column(PROMPT_TEXT, "uint8", TEXT),
+        Column(COMPLETION_TEXT, "uint8", TEXT),
         Column(REF_LOGPROBS, "float32", RESPONSE),
         Column(TRAINER_LOGPROBS, "float32", RESPONSE),
     )

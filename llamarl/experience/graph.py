@@ -28,8 +28,11 @@ from llamarl.config import Config
 from llamarl.config.check import require, require_choice
 from llamarl.experience.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, Column
 from llamarl.types import (
+    COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
+    PROMPT_ID,
     PROMPT_IDS,
+    PROMPT_TEXT,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -233,7 +236,7 @@ def _shipped(config: Config) -> Iterator[Stage]:
         SCORE,
         EXECUTORS[SCORE],
         reads=(*DERIVED, SAMPLING),
-        writes=[REWARD],
+        writes=[REWARD, PROMPT_ID, PROMPT_TEXT, COMPLETION_TEXT],
         workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         max_failure_rate=reward.max_failure_rate,

@@ -96,6 +96,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     if config.data.held_out is not None:
         held_out = _read_prompts(config, config.data.held_out, tokenizer)
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
+        held_out = [replace(prompt, is_held_out=True) for prompt in held_out]
     check_lengths(config, prompts, held_out)
     replay_lengths = []
     if config.sampling.replay_lengths is not None:

@@ -21,9 +21,12 @@ from llamarl.experience.packed_columns import CompressedColumns, PackedColumns, 
 from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
 from llamarl.types import (
+    COMPLETION_TEXT,
     FINISH_CODES,
     GENERATOR_LOGPROBS,
+    PROMPT_ID,
     PROMPT_IDS,
+    PROMPT_TEXT,
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
@@ -69,6 +72,10 @@ def join(rollouts: list[Columns]) -> Columns:
 
 def reward(value: float) -> Columns:
     return {REWARD: [np.array([value])]}
+
+
+def utf8(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
 
 
 def archive(path: Path) -> list[dict[str, Any]]:
@@ -255,7 +262,8 @@ def test_retired_rows_leave_a_line_each(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         await storage.write([1, 3], join([mixed, rollout(2, FinishReason.LENGTH)]))
-        await storage.write([1], reward(1.5))
+        text = {PROMPT_TEXT: [utf8("2+2?")], COMPLETION_TEXT: [utf8("4 €")]}
+        await storage.write([1], reward(1.5) | {PROMPT_ID: [np.array([7.0])]} | text)
         await storage.write([3], reward(float("nan")))
         await storage.write([5], reward(0.0))
         await storage.retire([1, 3], outcome)
@@ -269,12 +277,15 @@ def test_retired_rows_leave_a_line_each(tmp_path: Path) -> None:
     assert first == {
         "row_id": 1,
         **outcome,
+        "prompt_id": 7,
         "num_prompt_tokens": 4,
         "num_tokens": 5,
         "spans": [[2, 2], [4, 3]],
         "finish": "stop",
         "reward": 1.5,
         "sampling": sampling,
+        "prompt": "2+2?",
+        "completion": "4 €",
     }
     assert (second["spans"], second["finish"], second["reward"]) == ([[3, 2]], "length", None)
     assert (third["outcome"], third["reason"], third["num_tokens"]) == ("dropped", "failed", 0)
