@@ -27,11 +27,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.logging import RichHandler
 
 from llamarl import __version__, control, jobs, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
+from llamarl.cluster.controller_log import kept_log, show_warnings
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require
@@ -48,6 +48,8 @@ from llamarl.recipe.composition import (
     to_config,
     to_yaml,
 )
+
+log = logging.getLogger(__name__)
 
 ENDS: dict[int, tuple[str, int]] = {
     signal.SIGINT: ("interrupted", 130),
@@ -226,25 +228,29 @@ def _run(
         _exit(_end(number), command, run_dir)
 
     signal.signal(signal.SIGTERM, terminate)
-    try:
-        config = to_config(composed)
-        _raise_open_files()
-        record = partial(record_provenance, run_dir, _alone(command), to_yaml(composed))
-        console = Console()
-        handler = RichHandler(console=console, show_path=False)  # never tears the live display
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-        work = job(config, run_dir, console, record)
-        if work is not None:
-            asyncio.run(work)
-    except jobs.Stopped as end:
-        _exit(_end(end.number), command, run_dir)
-    except KeyboardInterrupt:  # before the job answers signals itself
-        _exit(_end(signal.SIGINT), command, run_dir)
-    except Exception as error:  # noqa: BLE001 - the process's last stop: shown, exit code not 0
-        if is_run and run_dir not in existing and _is_mistake(error):
-            with contextlib.suppress(OSError):
-                os.rmdir(run_dir)  # made by Hydra, and removed if empty
-        _exit(_report(error, run_dir if is_run else None), command, run_dir)
+    with contextlib.ExitStack() as logs:
+        try:
+            config = to_config(composed)
+            _raise_open_files()
+            console = Console()
+            show_warnings(console, shows_user_code=config.cluster.backend == "inline")
+
+            def record() -> None:
+                record_provenance(run_dir, _alone(command), to_yaml(composed))
+                logs.enter_context(kept_log(run_dir))
+
+            work = job(config, run_dir, console, record)
+            if work is not None:
+                asyncio.run(work)
+        except jobs.Stopped as end:
+            _exit(_end(end.number), command, run_dir)
+        except KeyboardInterrupt:  # before the job answers signals itself
+            _exit(_end(signal.SIGINT), command, run_dir)
+        except Exception as error:  # noqa: BLE001 - the last stop: shown, exit code not 0
+            if is_run and run_dir not in existing and _is_mistake(error):
+                with contextlib.suppress(OSError):
+                    os.rmdir(run_dir)  # made by Hydra, and removed if empty
+            _exit(_report(error, run_dir if is_run else None), command, run_dir)
 
 
 def _alone(command: list[str]) -> list[str]:
@@ -267,7 +273,7 @@ def _raise_open_files() -> None:
 def _end(number: int) -> int:
     """Say that this signal ended the command; the exit code."""
     words, code = ENDS[number]
-    sys.stderr.write(f"llamarl: {words}\n")
+    _say(words)
     return code
 
 
@@ -294,13 +300,14 @@ def _report(error: Exception, run_dir: str | None) -> int:
         while not isinstance(origin, GroupLost) and origin.__cause__ is not None:
             origin = origin.__cause__
         end = "" if origin is cause else f"{cause}: "
-        sys.stderr.write(f"llamarl: {end}{origin}\n")
-        sys.stderr.write(f"llamarl: its log may say why: {run_dir}/logs\n")
+        _say(f"{end}{origin}")
+        _say(f"its log may say why: {run_dir}/logs")
         return 1
     remote = getattr(cause, "__notes__", [])
-    sys.stderr.write("\n".join(remote) + "\n" if remote else "")
-    if not remote:  # the note has the remote traceback, and this one says nothing more
-        traceback.print_exception(cause)
+    # A note has the remote traceback, and this one says nothing more.
+    text = "\n".join(remote) or "".join(traceback.format_exception(cause)).rstrip("\n")
+    log.info("%s", text)
+    sys.stderr.write(text + "\n")
     return 1
 
 
@@ -318,17 +325,23 @@ def _exit(code: int, command: list[str], run_dir: str) -> NoReturn:
     """Say which version of a run that ended early is saved, and how to resume it; then exit."""
     if command[1] == "train" and (newest := checkpoint.latest(run_dir)) is not None:
         version = checkpoint.version_of(newest)
-        sys.stderr.write(f"llamarl: version {version} is saved in {shorten(str(newest))}\n")
-        sys.stderr.write(f"llamarl: to resume: {resume_command(command, run_dir)}\n")
+        _say(f"version {version} is saved in {shorten(str(newest))}")
+        _say(f"to resume: {resume_command(command, run_dir)}")
     elif command[1] == "train":
-        sys.stderr.write(f"llamarl: no version is saved in {shorten(run_dir)}\n")
+        _say(f"no version is saved in {shorten(run_dir)}")
     sys.exit(code)
 
 
 def _complain(message: str) -> int:
-    """Write one line; the exit code for it."""
-    sys.stderr.write(f"llamarl: {message}\n")
+    """Say what the user must change; the exit code for it."""
+    _say(message)
     return 2
+
+
+def _say(line: str) -> None:
+    """Write one line, and log it."""
+    log.info("%s", line)
+    sys.stderr.write(f"llamarl: {line}\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ MALLOC_TRIM_BYTES = 4_000_000_000
 KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck in the kernel
 POLL_S = 1.0  # between checks whether a process is there
 LOG_TAIL_LINES = 12
+LOG_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
 LOG_TAIL_BYTES = 4000
 
 
@@ -84,9 +85,7 @@ def redirect_output(folder: str, process: str) -> None:
     os.close(descriptor)
     faulthandler.enable(all_threads=False)
     to_file = logging.StreamHandler(sys.stderr)
-    to_file.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
-    )
+    to_file.setFormatter(LOG_FORMAT)
     to_console = logging.StreamHandler(console)
     to_console.setLevel(logging.WARNING)
     to_console.setFormatter(logging.Formatter(f"[{process}] %(levelname)s %(message)s"))

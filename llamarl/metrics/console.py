@@ -5,6 +5,7 @@ look (`rendering.py`). Invariant: a terminal gets one display that redraws itsel
 log file, CI) gets whole lines, at most one every few seconds.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -39,6 +40,8 @@ from llamarl.metrics.startup import ReportState, Startup
 from llamarl.metrics.step_metrics import Scalars
 from llamarl.metrics.terminal import hide_typed_keys, restore_terminal
 from llamarl.types import Evaluation
+
+log = logging.getLogger(__name__)
 
 LINE_INTERVAL_S = 5.0
 QUIET_INTERVAL_S = 10.0  # after this long without a line, one says how far a start or a step is
@@ -188,7 +191,9 @@ class Progress:
             self._print_line(f"step {self._step}/{self._num_steps}  {self._dropped()}")
 
     def _print_line(self, words: str) -> None:
-        """Print a line with the time; none where a display is drawn, which shows the same."""
+        """Log a line, and print it with the time unless a display is drawn, which shows the
+        same."""
+        log.info(words)
         if self._live is not None:
             return
         self._printed_s = time.monotonic()

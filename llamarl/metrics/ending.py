@@ -5,10 +5,12 @@ Owns: the order of the results, and whether a resumed run has ended before. Does
 came to its end there.
 """
 
+import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from rich.console import Console
 from llamarl.config import Config
 from llamarl.metrics.rendering import render_summary, shorten
 from llamarl.metrics.summary import SUMMARY_FILE, summarize
+
+log = logging.getLogger(__name__)
+
+LOG_WIDTH = 84
 
 
 def show_end(
@@ -35,6 +41,9 @@ def show_end(
             f"{find_program('llamarl')} evaluate --config-dir {shorten(config.recipe_dir)} "
             f"model.checkpoint={run_dir}/export"
         )
+    text = StringIO()
+    render_summary(summary, paths, next_command, Console(file=text, width=LOG_WIDTH))
+    log.info("%s", text.getvalue())
     render_summary(summary, paths, next_command, console)
     if state.get("solved") and state["version"] < config.num_steps:
         console.print(

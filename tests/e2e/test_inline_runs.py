@@ -78,6 +78,27 @@ def test_evaluate_scores_a_checkpoint(llamarl: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("accuracy ")
     assert "prompts 32" in done.stdout
+    assert done.stdout.endswith(f": {tmp_path}/archive\n")
+    asked = [json.loads(line) for line in (RECIPE / "held_out.jsonl").read_text().splitlines()]
+    lines = archive(tmp_path)
+    assert sorted(line["prompt_id"] for line in lines) == [*range(1, 33)]
+    for line in lines:
+        assert line["prompt"] == asked[line["prompt_id"] - 1]["question"]
+        assert line["correct"] == line["completion"].endswith(
+            "Answer: " + asked[line["prompt_id"] - 1]["answer"]
+        )
+
+
+@pytest.mark.parametrize("archive_text", ["true", "false"])
+def test_the_archive_has_the_texts_of_evaluations_and_of_all_where_asked(
+    llamarl: Command, tmp_path: Path, archive_text: str
+) -> None:
+    text = f"experience.archive_text={archive_text}"
+    done = llamarl("train", RECIPE, *SMALL, text, f"run_dir={tmp_path}", "num_steps=1")
+    assert done.returncode == 0, done.stderr
+    for line in archive(tmp_path):
+        is_wanted = line["outcome"] == "evaluated" or archive_text == "true"
+        assert ("completion" in line) == (is_wanted and line["reward"] is not None)
 
 
 def test_an_export_in_bfloat16_is_half_the_size_and_scores(
@@ -114,6 +135,7 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
     recipe.mkdir()
     (recipe / "task.py").write_text(
         "def reward(prompt, completion):\n"
+        "    print('asked', prompt.fields['question'])\n"
         "    return float('Answer' in completion and len(completion) % 2 == 0)\n"
     )
     (recipe / "prompts.jsonl").write_text('{"question": "What is 5+8?", "answer": "13"}\n' * 3)
@@ -130,6 +152,10 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
     rewards = {line["reward"] for line in archive(tmp_path / "run")}
     assert rewards <= {0.0, 1.0, None}
     assert 1.0 in rewards
+    kept = (tmp_path / "run" / "logs" / "controller.log").read_text()
+    for shown in ("asked What is 5+8?", "step 2/2", "llamarl: done"):
+        assert shown in done.stdout
+        assert shown in kept
 
 
 def test_the_help_names_the_commands() -> None:
