@@ -274,6 +274,15 @@ def test_nothing_prints() -> None:
             assert not is_print, f"{path}:{node.lineno}"
 
 
+def test_waits_with_a_limit_do_not_lose_a_cancellation() -> None:
+    """`asyncio.wait_for` of Python 3.11 does, if what it waits for ends at the same moment: a stage
+    that should end goes on, and the run stands still."""
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Attribute) and node.attr == "wait_for":
+                assert ast.unparse(node.value) != "asyncio", f"{path}:{node.lineno}"
+
+
 def only_restricts_unpickling(tree: ast.AST) -> bool:
     """True if all it takes from pickle is a base class, for a class that says what may be named."""
     taken = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -141,7 +141,8 @@ class RemoteHost(Host):
         """The host's report. ValueError if it does not come in time."""
         answer = self._agent.inspect.call_one(probe).as_asyncio()
         try:
-            report: Report = await asyncio.wait_for(answer, FIRST_CALL_LIMIT_S)
+            async with asyncio.timeout(FIRST_CALL_LIMIT_S):
+                report: Report = await answer
         except (TimeoutError, SupervisionError, ActorError) as error:
             reason = "no answer" if isinstance(error, TimeoutError) else str(error).splitlines()[-1]
             raise ValueError(
@@ -154,7 +155,8 @@ class RemoteHost(Host):
     async def kill(self, mark: str) -> list[int]:
         answer = self._agent.kill.call_one(mark).as_asyncio()
         try:
-            left: list[int] = await asyncio.wait_for(answer, KILL_LIMIT_S)
+            async with asyncio.timeout(KILL_LIMIT_S):
+                left: list[int] = await answer
         except Exception as error:  # noqa: BLE001 - a dead daemon's processes die with it
             log.debug("killing processes of %s: %s", self.address, error)
             return []
@@ -178,7 +180,8 @@ class RemoteHost(Host):
         if self.is_lost:
             return
         try:
-            await asyncio.wait_for(self._mesh.stop().as_asyncio(), DETACH_LIMIT_S)
+            async with asyncio.timeout(DETACH_LIMIT_S):
+                await self._mesh.stop().as_asyncio()
         except Exception as error:  # noqa: BLE001 - tear-down continues
             log.debug("detaching from %s: %s", self.address, error)
 

@@ -152,7 +152,8 @@ class MonarchGroup:
             await asyncio.wait([*send(part.actors.exit)], timeout=STOP_LIMIT_S)
         await part.host.kill(self.mark)  # Monarch waits long for a process that hangs
         try:
-            await asyncio.wait_for(part.processes.stop().as_asyncio(), STOP_LIMIT_S)
+            async with asyncio.timeout(STOP_LIMIT_S):
+                await part.processes.stop().as_asyncio()
         except Exception as error:  # noqa: BLE001 - tear-down continues
             log.debug("stopping %s: %s", self.name, error)
         left = await part.host.kill(self.mark)

@@ -75,7 +75,8 @@ class EngineOutput:
             return [], True
         session = self.session
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_ready.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await self._is_ready.wait()
             await asyncio.sleep(GATHER_S)
         self.check()
         with self._lock:

@@ -123,7 +123,8 @@ class Unit:
             return connection, answer.result()
         except ConnectionError:
             with suppress(TimeoutError):  # a process that has ended may not be missed at once
-                await asyncio.wait_for(self._calls.usage(), REASON_LIMIT_S)
+                async with asyncio.timeout(REASON_LIMIT_S):
+                    await self._calls.usage()
             raise GroupLost(self.name, None, "it hung up during a call") from None
         finally:
             answer.cancel()

@@ -313,6 +313,31 @@ def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def test_a_caller_that_is_cancelled_as_its_unit_is_found_lost_is_cancelled(tmp_path: Path) -> None:
+    class Lost:
+        def __init__(self) -> None:
+            self.found = asyncio.get_running_loop().create_future()
+
+        async def usage(self) -> dict[str, int]:
+            return await self.found
+
+    async def scenario() -> None:
+        unit, calls = new_unit(tmp_path), Lost()
+        await unit.start()
+        client = Unit("storage-0", calls, str(tmp_path / "s" / "0"))
+        await client.write([1], rows([1]))
+        await unit.close()
+        reading = asyncio.ensure_future(client.read([1], NAMES))
+        while not calls.found._callbacks:  # until it asks why
+            await asyncio.sleep(0)
+        calls.found.set_exception(GroupLost("storage-0", 0, "sig=9"))
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(scenario())
+
+
 def test_a_unit_without_a_socket_serves_calls(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "s").touch()  # a file where the socket's folder should be
