@@ -32,7 +32,7 @@ from llamarl.config.rank_assignment import (
     place_generator,
 )
 from llamarl.environments.rewards.pool import try_loading
-from llamarl.errors import unwrap
+from llamarl.errors import GroupLost, unwrap
 from llamarl.executor_specs import (
     collector_specs,
     generator_spec,
@@ -49,6 +49,8 @@ from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
 
 log = logging.getLogger(__name__)
+
+WARN_SHARE = 0.1  # of the limit of a start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,7 @@ class Starter:
 
     cluster: Cluster
     places: dict[str, list[Device]]
+    timeout_s: float
     started: list[ExecutorGroup] = field(default_factory=list)
 
     async def spawn(self, name: str, spec: Spec) -> ExecutorGroup:
@@ -160,17 +163,40 @@ class Starter:
         return group
 
     async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
-        """Spawn the executor and let it load what it needs; if it cannot, its processes end."""
-        report(name, "starting")
-        group = await self.spawn(name, spec)
-        report(name, "loading")
+        """Spawn the executor and let it load what it needs; if it cannot, its processes end.
+
+        GroupLost if that takes longer than `timeout_s`.
+        """
+        doing = ["starting its processes"]
+
+        def warn() -> None:
+            words = "%s is still %s after %g s; after cluster.start_timeout_s=%g it counts as lost"
+            log.warning(words, name, doing[-1], WARN_SHARE * self.timeout_s, self.timeout_s)
+
+        warning = asyncio.get_running_loop().call_later(WARN_SHARE * self.timeout_s, warn)
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                report(name, "starting")
+                group = await self.spawn(name, spec)
+                doing.append("loading")
+                report(name, "loading")
+                await self._load(group)
+        except TimeoutError as error:
+            if not limit.expired():  # the executor's own
+                raise
+            reason = f"still {doing[-1]} after {self.timeout_s:g} s (cluster.start_timeout_s)"
+            raise GroupLost(name, None, reason) from error
+        finally:
+            warning.cancel()
+        report(name, "ready")
+        return group
+
+    async def _load(self, group: ExecutorGroup) -> None:
         try:
             await group.call_all.start()
         except BaseException:
             await group.stop()
             raise
-        report(name, "ready")
-        return group
 
     async def go_on(
         self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, ExecutorGroup]
@@ -214,7 +240,8 @@ async def spawn_executors(
     if kept is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
         kept = KeptGenerators({}, {f"generator-{i}": place_generator(config, i) for i in replicas})
-    starter = Starter(cluster, {**place_executors(config, inputs.graph), **kept.places})
+    places = {**place_executors(config, inputs.graph), **kept.places}
+    starter = Starter(cluster, places, config.cluster.start_timeout_s)
     try:
         return await _spawn(config, inputs, starter, run_dir, parts, report, kept)
     except BaseException:

@@ -54,6 +54,9 @@ class ClusterConfig(Section):
     liveness_timeout_s: float = number(60.0, least=0.1, most=DAY_S)
     """A process whose event loop answers nothing for this long counts as lost (monarch only); not
     while it starts. With several `sites` a link between them may be broken for as long."""
+    start_timeout_s: float = number(3600.0, least=0.1, most=DAY_S)
+    """An executor that takes longer to start counts as lost: its processes, its model, its graphs.
+    After a tenth of it the log warns. Raise it for a checkpoint that takes longer to read."""
 
     max_restarts: int = number(10, least=0, most=10**6)
     """When the scorer, a frozen model or another stage's executor is lost, it alone is started

@@ -6,11 +6,16 @@ import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from llamarl.build import make_dispatch
+from llamarl.cluster import ExecutorGroup
+from llamarl.config.rank_assignment import Device
 from llamarl.errors import GroupLost, NoGenerator
+from llamarl.executor_groups import Starter, name_executor
+from llamarl.executors.specs import CollectorSpec
 from llamarl.loop.replica_set import ReplicaSet
 from llamarl.planner.simulation.clock import run
 from tests.loop.faults import Faults, FaultyProcess
@@ -180,6 +185,61 @@ def test_a_replica_that_is_taken_back_while_it_starts_leaves_no_process(tmp_path
         assert loop.cluster.spawned["generator-1 2"].num_calls["submit"] > 0
 
     run(main())
+
+
+class HangingCluster:
+    """A cluster.Cluster for one executor of `loop`, which is started again; the first such start
+    hangs in `spawn`, or in the executor's `start`."""
+
+    def __init__(self, loop: Loop, hangs_in: str) -> None:
+        self._executors, self._hangs_in = loop.executors, hangs_in
+        self._num_spawned = 0
+
+    async def spawn(self, name: str, *spec: object, **options: object) -> ExecutorGroup:
+        self._num_spawned += 1
+        hanging = self._hangs_in if self._num_spawned == 1 else ""
+        if hanging == "spawn":
+            await asyncio.Event().wait()
+        if name == "generator-0":
+            group = await self._executors.start_generator(0)
+        else:
+            (stage,) = (each for each in self._executors.stages if name_executor(each) == name)
+            assert self._executors.start_stage is not None
+            group = await self._executors.start_stage(stage, self._num_spawned)
+
+        async def start() -> None:
+            if hanging == "start":
+                await asyncio.Event().wait()
+
+        cast(FaultyProcess, group).executor.start = start
+        return group
+
+    async def add_host(self, address: str) -> int:
+        raise NotImplementedError
+
+    async def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize("role", ["generator-0", "scorer"])
+@pytest.mark.parametrize("hangs_in", ["spawn", "start"])
+def test_a_start_that_hangs_is_warned_of_and_then_counts_as_one_more_loss(
+    tmp_path: Path, role: str, hangs_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(max_restarts=2, max_stage_restarts=2, faults={role: Faults(dies_at_s=1.0)})
+    starter = Starter(HangingCluster(loop, hangs_in), {role: [Device(host=0, gpu=None)]}, 600.0)
+
+    async def start(*which: object) -> ExecutorGroup:
+        return await starter.start(role, CollectorSpec(generators={}), lambda name, state: None)
+
+    loop.executors = replace(loop.executors, start_generator=start, start_stage=start)
+    run(loop.run(tmp_path))
+    check_trained(loop)
+    assert loop.timeline.step_ends_s[-1] > 600.0
+    doing = {"spawn": "starting its processes", "start": "loading"}[hangs_in]
+    assert caplog.text.count(f"{role} is still {doing} after 60 s; after cluster") == 1
+    assert f"{role}: still {doing} after 600 s (cluster.start_timeout_s)" in caplog.text
+    if hangs_in == "start":
+        assert loop.cluster.spawned[f"{role} 2"].is_stopped
 
 
 HOST_LOST = "host tls://10.0.0.9:24440 is lost: its worker daemon does not answer"
