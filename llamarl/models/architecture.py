@@ -16,7 +16,13 @@ from llamarl.json_file import read_object
 from llamarl.models.families import FAMILIES
 
 DEFAULT_ROPE_THETA = 10000.0
-MAX_NUMBER = 1e15
+NUMBERS = {  # wider than any model's; beyond them float32 computes something else, or NaN
+    "rms_norm_eps": (1e-15, 1.0),
+    "rope_theta": (1.0, 1e15),
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+}
 MAX_SIZES = {  # far above any model: the shapes of larger ones alone would fill the memory
     "vocab_size": 10**8,
     "hidden_size": 10**6,
@@ -150,8 +156,9 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value: Any = self.values.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value <= MAX_NUMBER:
-            raise self.error(key, f"be a number above 0 and at most {MAX_NUMBER:g}", value)
+        least, most = NUMBERS[key]
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.error(key, f"be a number from {least:g} to {most:g}", value)
         return float(value)
 
     def flag(self, key: str) -> bool:

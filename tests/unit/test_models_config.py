@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rope scaling without factor": (
         LLAMA_3_1,
         {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-        "factor .* number above 0 .*, got None",
+        "factor .* number from 1 to 1e.06, got None",
     ),
     "activation": (LLAMA_3_1, {"hidden_act": "gelu"}, "hidden_act .* be silu"),
     "head ratio": (LLAMA_3_1, {"num_key_value_heads": 5}, "num_key_value_heads .* divide"),
@@ -182,7 +182,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "endless number": (
         LLAMA_3_1,
         {"rms_norm_eps": float("inf")},
-        "rms_norm_eps .* at most 1e",
+        "rms_norm_eps .* number from 1e-15 to 1, got inf",
+    ),
+    "vanishing base": (
+        LLAMA_3_1,
+        {"rope_theta": 1e-300},
+        "rope_theta .* number from 1 to 1e.15, got 1e-300",
+    ),
+    "vanishing epsilon": (LLAMA_3_1, {"rms_norm_eps": 1e-300}, "rms_norm_eps .* got 1e-300"),
+    "vanishing factor": (
+        LLAMA_3_1,
+        {"rope_scaling": LLAMA_3_1["rope_scaling"] | {"factor": 1e-300}},
+        "factor .* got 1e-300",
     ),
     "text as size": (LLAMA_3_1, {"vocab_size": "many"}, "vocab_size .* got 'many'"),
     "text as flag": (LLAMA_3_1, {"tie_word_embeddings": "yes"}, "true or false, got 'yes'"),
