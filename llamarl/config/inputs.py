@@ -4,7 +4,7 @@ anywhere."""
 
 from dataclasses import dataclass
 
-from llamarl.config.check import Section, number
+from llamarl.config.check import Section, choice, number
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,11 @@ class DataConfig(Section):
     shuffle: bool = True
     """Take the prompts of each epoch in an order drawn from the run's seed."""
     max_prompt_tokens: int = number(1024, least=1, most=2**24)
-    """Longest prompt. A longer one is an error that names its line; prompts are never cut."""
+    """Longest prompt; prompts are never cut."""
+    too_long: str = choice("error", "drop")
+    """What a prompt of more tokens is, or of more than `sampling.max_tokens` (held-out:
+    `evaluation.max_tokens`) leaves of `generator.max_model_len`: error (it names the line) | drop
+    (such prompts of both files are left out, and a line says how many)."""
 
     def check(self) -> None:
         self.require(bool(self.prompts), "prompts", "name a .jsonl or .parquet file")

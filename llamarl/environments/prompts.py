@@ -7,11 +7,11 @@ position is a pure function of the file, the seed and the position.
 
 import hashlib
 import json
+import logging
 from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,32 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.json_file import parse
 from llamarl.types import Prompt
 
+log = logging.getLogger(__name__)
+
 SLACK = 10  # tokenizers drop blanks, and give one token to a word that they do not know
 NumberedRow = tuple[int, dict[str, Any]]
 """A data row and its number: the line of a .jsonl or the row of a .parquet file, from 1."""
 
 
+class PromptTooLong(ValueError):  # noqa: N818 - what was found
+    """A prompt has more tokens than it may have."""
+
+
 def read_prompts(
-    path: str | Path, config: DataConfig, tokenizer: Tokenizer, *, most: int | None = None
+    path: str | Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    most: int | None = None,
+    limit: str = "data.max_prompt_tokens",
 ) -> list[Prompt]:
     """Read and tokenize every prompt of a .jsonl or .parquet file, or the first `most`, in order.
+    `limit` names where their largest length comes from.
 
     `prompt_id` is the line (or Parquet row), counted from 1. Blank lines are skipped. Raises a
     one-line ValueError that names file and line if the file is missing, empty or malformed, if
-    `config.prompt_field` is missing or has a wrong type, or if a prompt is too long.
+    `config.prompt_field` is missing or has a wrong type, or if a prompt is too long; with
+    `config.too_long` drop those are left out, and it is an error if no other is there.
     """
     path = Path(path)
     if config.chat and not tokenizer.has_chat_template:
@@ -43,14 +56,25 @@ def read_prompts(
             f"data.chat must be false for a tokenizer without a chat template, got true with "
             f"{tokenizer.folder}"
         )
-    prompts = []
-    for number, row in islice(read_rows(path), most):
+    prompts: list[Prompt] = []
+    num_dropped = 0
+    for number, row in read_rows(path):
+        if len(prompts) == most:
+            break
         try:
             prompts.append(_prompt(number, row, config, tokenizer))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+            if isinstance(error, PromptTooLong) and config.too_long == "drop":
+                num_dropped += 1
+            else:
+                raise ValueError(f"{path}:{number}: {error}") from error
+    tokens = f"{config.max_prompt_tokens} tokens ({limit})"
     if not prompts:
-        raise ValueError(f"{path} must hold at least one prompt, got an empty file")
+        of, got = (f" of at most {tokens}", "none") if num_dropped else ("", "an empty file")
+        raise ValueError(f"{path} must hold at least one prompt{of}, got {got}")
+    if num_dropped and most is None:
+        words = "%d of %d prompts in %s have more than %s and are left out (data.too_long=drop)"
+        log.warning(words, num_dropped, num_dropped + len(prompts), path, tokens)
     return prompts
 
 
@@ -148,7 +172,7 @@ def _prompt(number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tok
         text = _text(question, config.prompt_field)
     max_chars = SLACK * config.max_prompt_tokens * tokenizer.max_token_chars
     if len(text) > max_chars:  # said before minutes go into its tokens
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt must have at most {config.max_prompt_tokens} tokens "
             f"(data.max_prompt_tokens), got {len(text):,} characters"
         )
@@ -156,7 +180,7 @@ def _prompt(number: int, row: dict[str, Any], config: DataConfig, tokenizer: Tok
     if not token_ids:
         raise ValueError(f"{config.prompt_field!r} must hold at least one token, got {question!r}")
     if len(token_ids) > config.max_prompt_tokens:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt must have at most {config.max_prompt_tokens} tokens "
             f"(data.max_prompt_tokens), got {len(token_ids)}"
         )

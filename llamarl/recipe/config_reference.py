@@ -35,6 +35,7 @@ ELSEWHERE = {
     "data.chat": "apply_chat_template chat_template",
     "data.system": "system_prompt",
     "data.max_prompt_tokens": "max_prompt_length max_prompt_len",
+    "data.too_long": "filter_overlong_prompts truncation",
     "reward": "reward_funcs reward_fn custom_reward_function reward_function",
     "reward.weights": "reward_weights",
     "algorithm": "loss_type adv_estimator policy_loss loss_mode importance_sampling_level",

@@ -92,9 +92,11 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_models(config, graph, architecture)
     prompts, held_out = [], []
     if needs_prompts:
-        prompts = _read_prompts(config, config.data.prompts, tokenizer)
+        prompts = _read_prompts(config, config.data.prompts, tokenizer, "sampling")
+        check_answers(config.reward, prompts, _resolve(config, config.data.prompts))
     if config.data.held_out is not None:
-        held_out = _read_prompts(config, config.data.held_out, tokenizer)
+        held_out = _read_prompts(config, config.data.held_out, tokenizer, "evaluation")
+        check_answers(config.reward, held_out, _resolve(config, config.data.held_out))
         held_out = held_out[: config.evaluation.max_prompts or len(held_out)]
         held_out = [replace(prompt, is_held_out=True) for prompt in held_out]
     check_lengths(config, prompts, held_out)
@@ -146,9 +148,9 @@ def check_identity(saved: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             continue
         if key == PROMPTS:
             raise ValueError(
-                "data.prompts, data.chat and the tokenizer must give the same prompts as when the "
-                "checkpoint was saved, got others: resume with those, or start a new run from "
-                "the export"
+                "data.prompts, data.chat, the tokenizer and what data.too_long leaves out must "
+                "give the same prompts as when the checkpoint was saved, got others: resume with "
+                "those, or start a new run from the export"
             )
         was = json.dumps(saved[key])
         raise ValueError(f"{key} must be {was}, as in the checkpoint, got {json.dumps(value)}")
@@ -185,7 +187,9 @@ def with_measured_prompts(config: Config) -> Config:
     is_there = os.path.isfile(path) and os.path.isfile(Path(folder, "tokenizer.json"))
     if config.plan.prompt_tokens or not is_there:
         return config
-    prompts = read_prompts(path, config.data, load_tokenizer(folder), most=NUM_MEASURED)
+    tokenizer = load_tokenizer(folder)
+    prompts = _read_prompts(config, config.data.prompts, tokenizer, "sampling", NUM_MEASURED)
+    check_lengths(config, prompts, [])
     mean = round(sum(len(prompt.token_ids) for prompt in prompts) / len(prompts))
     return replace(config, plan=replace(config.plan, prompt_tokens=max(1, mean)))
 
@@ -303,27 +307,43 @@ def _resolve(config: Config, path: str) -> str:
     return os.path.abspath(Path(config.recipe_dir, path))
 
 
-def _read_prompts(config: Config, path: str, tokenizer: Tokenizer) -> list[Prompt]:
-    resolved = _resolve(config, path)
-    prompts = read_prompts(resolved, config.data, tokenizer)
-    check_answers(config.reward, prompts, resolved)
-    return prompts
+def _read_prompts(
+    config: Config, path: str, tokenizer: Tokenizer, section: str, most: int | None = None
+) -> list[Prompt]:
+    """The prompts in `path`, or the first `most`. With data.too_long=drop only those that leave
+    room for a completion of `section`, sampling or evaluation."""
+    data, options = config.data, {}
+    context, max_tokens = _context(config), _max_tokens(config)[section]
+    room = max(1, context - max_tokens)
+    if data.too_long == "drop" and room < data.max_prompt_tokens:
+        data = replace(data, max_prompt_tokens=room)
+        limit = f"generator.max_model_len={context} less {section}.max_tokens={max_tokens}"
+        options = {"limit": limit}
+    return read_prompts(_resolve(config, path), data, tokenizer, most=most, **options)
+
+
+def _context(config: Config) -> int:
+    """Tokens of prompt and completion that every replica can hold."""
+    return min(pool.generator.max_model_len for pool in pools_of(config.generator))
+
+
+def _max_tokens(config: Config) -> dict[str, int]:
+    """The longest completion of training and of held-out prompts, by the section that says it."""
+    training = config.sampling.max_tokens
+    return {"sampling": training, "evaluation": config.evaluation.max_tokens or training}
 
 
 def check_lengths(config: Config, prompts: list[Prompt], held_out: list[Prompt]) -> None:
     """ValueError unless each prompt and its completion fit into the context."""
-    context = min(pool.generator.max_model_len for pool in pools_of(config.generator))
-    for name, some, max_tokens in (
-        ("sampling", prompts, config.sampling.max_tokens),
-        ("evaluation", held_out, config.evaluation.max_tokens or config.sampling.max_tokens),
-    ):
+    context, max_tokens = _context(config), _max_tokens(config)
+    for name, some in (("sampling", prompts), ("evaluation", held_out)):
         longest = max((len(prompt.token_ids) for prompt in some), default=0)
         require(
-            longest + max_tokens <= context,
+            longest + max_tokens[name] <= context,
             f"{name}.max_tokens",
             f"leave room for the longest prompt ({longest} tokens) in "
             f"generator.max_model_len ({context})",
-            max_tokens,
+            max_tokens[name],
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
@@ -11,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.recipe.inputs import check_identity, identity, read_inputs, read_planned_architecture
+from llamarl.recipe.inputs import (
+    check_identity,
+    identity,
+    read_inputs,
+    read_planned_architecture,
+    with_measured_prompts,
+)
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -192,6 +199,35 @@ def test_a_mistake_is_named_in_one_line(
     with pytest.raises(ValueError, match=words) as caught:
         read(recipe, overrides)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_prompts_that_leave_no_room_for_a_completion_are_an_error_or_left_out(
+    recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of both files, in a run and in a plan, each with the limits of its own completions."""
+    lengths = {"prompts.jsonl": [10, 30], "held_out.jsonl": [12, 22, 30]}
+    for name, some in lengths.items():
+        rows = [GOOD.replace("5+8", "1+" * (length // 2)) for length in some]
+        write(name, "".join(rows))(recipe)
+    room = ["generator.max_model_len=64", "sampling.max_tokens=40", "evaluation.max_tokens=32"]
+    overrides = [*room, "data.max_prompt_tokens=60", "plan.prompt_tokens=0"]
+    words = r"sampling\.max_tokens must leave room for the longest prompt \(3\d tokens\)"
+    with pytest.raises(ValueError, match=words):
+        read(recipe, overrides)
+    config = compose_recipe(RECIPE, [f"recipe_dir='{recipe}'", *overrides])
+    with pytest.raises(ValueError, match=words):
+        with_measured_prompts(config)
+    assert not caplog.records
+
+    config = replace_fields(config, data=replace_fields(config.data, too_long="drop"))
+    assert with_measured_prompts(config).plan.prompt_tokens < 20
+    assert not caplog.records, "a plan reads the first prompts only"
+    inputs = read_inputs(config)
+    assert [p.prompt_id for p in inputs.prompts] == [1]
+    assert [p.prompt_id for p in inputs.held_out] == [1, 2]
+    less = r"\(generator\.max_model_len=64 less {}\.max_tokens={}\) and are left out"
+    assert re.search("1 of 2 .* more than 24 tokens " + less.format("sampling", 40), caplog.text)
+    assert re.search("1 of 3 .* more than 32 tokens " + less.format("evaluation", 32), caplog.text)
 
 
 def test_a_forecast_needs_no_checkpoint(recipe: Path) -> None:

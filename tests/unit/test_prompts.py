@@ -97,6 +97,22 @@ def test_a_bad_line_is_refused_in_one_line_with_file_and_number(tmp_path, plain,
     assert "\n" not in str(error.value)
 
 
+def test_prompts_that_are_too_long_can_be_left_out_which_one_line_says(tmp_path, plain, caplog):
+    rows = [{"question": "a" * length} for length in (3, 60, 5, 10**6, 51)]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    drop = config(max_prompt_tokens=50, too_long="drop")
+    prompts = read_prompts(path, drop, plain)
+    assert [(p.prompt_id, len(p.text)) for p in prompts] == [(1, 3), (3, 5)]
+    words = f"3 of 5 prompts in {path} have more than 50 tokens (data.max_prompt_tokens) and are"
+    (record,) = caplog.records
+    assert record.message == f"{words} left out (data.too_long=drop)"
+    assert [p.prompt_id for p in read_prompts(path, drop, plain, most=2)] == [1, 3]
+    write_jsonl(path, rows[1:2])
+    words = r"p\.jsonl must hold at least one prompt of at most 50 tokens \(data.*\), got none"
+    with pytest.raises(ValueError, match=words):
+        read_prompts(path, drop, plain)
+
+
 @pytest.mark.parametrize(
     ("question", "message"),
     [
