@@ -6,10 +6,10 @@ the text is read (`recipe/inputs.py`) or what the functions mean (`algorithms/`,
 Invariant: `check` runs nothing of the text; tracebacks show the user's own lines.
 
 The text travels by content to every process that runs one of its functions: `reward` to those of
-the reward pool, `advantages`, `drop` and `sample` to the controller, `loss` to the trainer's, those
-of the list `stages` to processes of their own. It may import what is installed there, but not its
-neighbours in the recipe's folder. It is the user's own code: in each of these processes it may do
-whatever that process may.
+the reward pool, `advantages`, `drop`, `sample` and trackers to the controller, `loss` to the
+trainer's, those of the list `stages` to processes of their own. It may import what is installed
+there, but not its neighbours in the recipe's folder. It is the user's own code: in each of these
+processes it may do whatever that process may.
 """
 
 import ast

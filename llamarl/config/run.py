@@ -161,8 +161,9 @@ class MetricsConfig(Section):
     """What is recorded."""
 
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio. All
-    but tensorboard come with `pip install 'llamarl[trackers]'`."""
+    """Where the numbers go beside metrics.jsonl: any of tensorboard | wandb | mlflow | trackio, and
+    those that the recipe's own task.py adds. wandb, mlflow and trackio come with `pip install
+    'llamarl[trackers]'`."""
     sample_rollouts: int = number(4, least=0, most=1000)
     """Rollouts per step shown as text, with prompt, reward and the answer expected."""
     live: bool = True

@@ -76,7 +76,6 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     _check_devices(config)
     if any(isinstance(pool.generator, VllmConfig) for pool in pools_of(config.generator)):
         check_installed()
-    check_trackers(config.metrics.trackers)
     _check_allocator(config)
     checkpoint = _resolve(config, config.model.checkpoint)
     tokenizer_folder = _resolve(config, config.model.tokenizer or config.model.checkpoint)
@@ -89,6 +88,8 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
     split_stops(tokenizer, config.sampling.stop_strings)  # raises what is wrong with them
     task_source = read_task(config)
     graph = read_graph(config, task_source)
+    task = load_task(config, task_source)
+    check_trackers(config.metrics.trackers)  # task.py may have added one
     _check_models(config, graph, architecture)
     prompts, held_out = [], []
     if needs_prompts:
@@ -114,7 +115,7 @@ def read_inputs(config: Config, *, needs_prompts: bool = True) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         task_source=task_source,
-        task=load_task(config, task_source),
+        task=task,
         graph=graph,
         replay_lengths=replay_lengths,
     )

@@ -1,8 +1,8 @@
 """A recipe's own task.py: its text, and what of it the recipe uses.
 
-Owns: which functions and stages a config names, and reading the file. Does not own: what they must
-look like (`task_file.py`), or running them. Invariant: stages and rewards run in processes of their
-own, never here.
+Owns: which functions, stages and trackers a config names, and reading the file. Does not own: what
+they must look like (`task_file.py`), or running them. Invariant: stages and rewards run in
+processes of their own, never here.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.experience.graph import Graph, make_graph
 from llamarl.experience.task_stages import read_stages
+from llamarl.metrics.trackers import TRACKERS
 from llamarl.task_file import FILE, STAGES, check, load
 
 CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in this process
@@ -22,9 +23,10 @@ CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in thi
 def read_task(config: Config) -> str | None:
     """The text of task.py, checked for what the recipe names; None if it names nothing."""
     names = named_functions(config) | ({STAGES} if config.experience.stages else set())
-    if not names:
-        return None
     path = Path(config.recipe_dir) / FILE
+    may_add_tracker = not TRACKERS.keys() >= {*config.metrics.trackers} and path.is_file()
+    if not names and not may_add_tracker:
+        return None
     named = ", ".join(sorted(names))
     require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
     try:
@@ -38,7 +40,8 @@ def read_task(config: Config) -> str | None:
 
 
 def load_task(config: Config, source: str | None) -> dict[str, Callable[..., Any]]:
-    """The functions of this text that the controller calls, by name."""
+    """The functions of this text that the controller calls, by name; trackers that it adds to
+    TRACKERS are there then."""
     return {} if source is None else load(source, named_functions(config) & CONTROLLER_TASKS)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from llamarl.metrics.metrics_log import MetricsLog, read_metrics
 from llamarl.metrics.trackers import TRACKERS, TrackerEntry, check_trackers, open_trackers
+from tests.e2e.forks import Forks
+from tests.unit.test_extending import block, write_recipe
 
 CONFIG = {"trainer.lr": 1e-4, "trainer.betas": [0.9, 0.95], "data.system": None}
 
@@ -149,3 +151,33 @@ def test_a_library_is_called_as_its_pages_say(name: str, tmp_path: Path) -> None
     lines = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
     shown = json.loads(json.dumps(SAID[name]).replace("{run}", str(tmp_path / "run")))
     assert lines == shown
+
+
+RUN = """
+defaults: [config, {override /reward: REWARD}, _self_]
+num_steps: 1
+model: {checkpoint: ../quickstart/checkpoint}
+data: {prompts: ../quickstart/prompts.jsonl}
+sampling: {max_tokens: 96}
+generator: {max_model_len: 128}
+trainer: {groups_per_step: 2}
+metrics: {trackers: [csv]}
+"""
+REWARD = "def reward(prompt, completion):\n    return len(completion)\n"
+
+
+@pytest.mark.parametrize("reward", ["math", "task"])
+def test_a_run_logs_to_the_tracker_that_its_task_py_adds(
+    reward: str, tmp_path: Path, forks: Forks
+) -> None:
+    """The text of the page, in a recipe that uses task.py for that alone or for the reward too."""
+    task = "\n\n".join([block("tracker", "python"), REWARD])
+    recipe = write_recipe(tmp_path, RUN.replace("REWARD", reward), task)
+    command = ["train", f"--config-dir={recipe}", "cluster=inline", "run_dir=run"]
+    done = forks.run(*command, where=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "reward/mean" in (tmp_path / "run" / "metrics.csv").read_text()
+    (recipe / "task.py").write_text(REWARD)
+    done = forks.run(*command[:-1], "run_dir=another", where=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "metrics.trackers must be one of tensorboard, " in done.stderr
