@@ -44,12 +44,21 @@ class RankMemory:
         return self.total_bytes <= self.device_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change of the recipe and what it does to the fullest rank; `is_enough`: all fits then."""
+
+    text: str
+    is_enough: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
-    """Every executor's fullest rank; `advice` says what to change if one does not fit."""
+    """Every executor's fullest rank; `advice` says what to change if one does not fit, the best
+    change first."""
 
     ranks: tuple[RankMemory, ...]
-    advice: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
 
     @property
     def fits(self) -> bool:

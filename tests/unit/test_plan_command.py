@@ -16,6 +16,7 @@ import pytest
 from llamarl.config import PlanConfig
 from llamarl.planner.forecast import (
     Activity,
+    Advice,
     BestSplit,
     Decomposition,
     Forecast,
@@ -163,7 +164,9 @@ def forecast() -> Forecast:
     return Forecast(
         num_hosts=64,
         num_gpus=512,
-        memory=MemoryForecast(ranks=ranks, advice=("trainer.activation_checkpointing=full: fits",)),
+        memory=MemoryForecast(
+            ranks=ranks, advice=(Advice("trainer.activation_checkpointing=full: fits", True),)
+        ),
         publish=PublishForecast(
             total_bytes=26 * 10**12,
             max_bytes_out=10**11,

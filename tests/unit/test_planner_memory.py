@@ -154,7 +154,7 @@ def test_a_far_too_large_budget_is_refused_with_what_fits() -> None:
     architecture = replace(LLAMA, num_layers=32, hidden_size=1024, intermediate_size=4096)
     forecast = forecast_memory(on_gpus(trainer=large), architecture)
     assert not forecast.fits
-    advice = next(line for line in forecast.advice if "tokens_per_micro_batch" in line)
+    advice = next(a.text for a in forecast.advice if "tokens_per_micro_batch" in a.text)
     assert advice.endswith(", fits")
     fitting = int(advice.partition(":")[0].partition("=")[2])
     assert forecast_memory(

@@ -47,8 +47,9 @@ def check_fit(
 
     forecast = forecast_memory(config, architecture, frozen)
     if not forecast.fits:
-        advice = forecast.advice[0] if forecast.advice else "no single change helps"
-        raise ValueError(f"{refusal(config, fullest(forecast.ranks))}; {advice}")
+        enough = (advice.text for advice in forecast.advice if advice.is_enough)
+        change = next(enough, "no single change is enough")
+        raise ValueError(f"{refusal(config, fullest(forecast.ranks))}; {change}")
 
 
 def upper_bound_bytes(

@@ -26,11 +26,12 @@ from llamarl.config.rank_assignment import assign, devices_of
 from llamarl.generation.vllm.limits import check_limits
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
-from llamarl.planner.forecast import NO_MODELS, FrozenModels, MemoryForecast, RankMemory
+from llamarl.planner.forecast import NO_MODELS, Advice, FrozenModels, MemoryForecast, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.generator import GeneratorMemory, forecast_generator
 from llamarl.planner.memory.trainer import Kinds, TrainerMemory, forecast_trainer
 from llamarl.weights.transports.available import available_bytes
+from llamarl.weights.transports.table import check_transport
 
 PROCESS_BYTES = 2**30
 """What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""
@@ -248,10 +249,11 @@ def _advice(
     architecture: Architecture,
     frozen: FrozenModels,
     ranks: tuple[RankMemory, ...],
-) -> Iterator[str]:
-    """The changes that bring the fullest rank down most, each forecast by itself."""
+) -> Iterator[Advice]:
+    """The changes that bring the fullest rank down most, each forecast by itself; those first with
+    which all fits."""
     before = fullest(ranks)
-    found: list[tuple[float, str]] = []
+    found: list[tuple[bool, float, str]] = []
     for name, change in CHANGES:
         if not _concerns(name, before.executor, config):
             continue
@@ -261,16 +263,20 @@ def _advice(
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
         text = f"{name}={attrgetter(name)(changed)}"
+        if changed.cluster != config.cluster:
+            text += f" cluster.num_hosts={changed.cluster.num_hosts}"
+        is_short = not all(rank.fits for rank in after_all)
         after = [rank for rank in after_all if rank.executor == before.executor]
         if not after:  # what was pinned fits now
-            found.append((0.0, f"{text}: the {before.executor} fits"))
+            found.append((is_short, 0.0, f"{text}: the {before.executor} fits"))
         elif after[0].total_bytes < before.total_bytes * 0.99:
             gib = f"{before.total_bytes / 2**30:.1f} to {after[0].total_bytes / 2**30:.1f} GiB"
             fits = "fits" if after[0].fits else "does not fit yet"
             share = after[0].total_bytes / after[0].device_bytes
-            found.append((share, f"{text}: {gib} on the fullest {before.executor}, {fits}"))
-    for _, line in sorted(found)[:MAX_ADVICE]:
-        yield line
+            line = f"{text}: {gib} on the fullest {before.executor}, {fits}"
+            found.append((is_short, share, line))
+    for is_short, _, line in sorted(found)[:MAX_ADVICE]:
+        yield Advice(line, is_enough=not is_short)
 
 
 def _change(
@@ -281,19 +287,31 @@ def _change(
     executor: str,
 ) -> tuple[Config, list[RankMemory]]:
     """The recipe with the field `name` changed, a halved one again until the executor fits; and its
-    ranks. With more ranks come more hosts."""
+    ranks. Where the hosts have no GPUs for more ranks, there are more hosts. ValueError for what
+    would not be a recipe."""
     section, field = name.split(".")
     for _ in range(MOST_HALVINGS if change is _halve else 1):
         part = getattr(config, section)
         part = replace(part, **{field: change(getattr(part, field))})
         config = replace(config, **{section: part})
-        if field == "num_ranks":
-            cluster = replace(config.cluster, hosts=[], num_hosts=2 * config.cluster.size)
+        if not _has_room(config) and not config.cluster.hosts:
+            cluster = replace(config.cluster, num_hosts=2 * config.cluster.size)
             config = replace(config, cluster=cluster)
+        for pool in pools_of(config.generator):
+            check_transport(alone(config, pool))
         ranks = list(_ranks(config, *models))
         if all(rank.fits for rank in ranks if rank.executor == executor):
             break
     return config, ranks
+
+
+def _has_room(config: Config) -> bool:
+    """Whether the hosts have devices for all ranks."""
+    try:
+        assign(config)
+    except ValueError:
+        return False
+    return True
 
 
 def _concerns(name: str, executor: str, config: Config) -> bool:
@@ -321,9 +339,11 @@ CHANGES: tuple[tuple[str, Callable[[Any], object]], ...] = (
     ("trainer.tokens_per_micro_batch", _halve),
     ("trainer.tensor_parallel", _double),
     ("trainer.num_ranks", _double),
+    ("trainer.num_ranks", _halve),
     ("generator.max_num_seqs", _halve),
     ("generator.kv_cache_bytes", _halve),
     ("generator.num_ranks", _double),
+    ("generator.num_replicas", _halve),
     ("generator.quantization", lambda _: "fp8"),
     ("weights.staging", lambda _: "host"),
     ("placement.offload", lambda _: "pinned"),

@@ -111,7 +111,7 @@ def figures(forecast: Forecast) -> dict[str, Any]:
         "step_async_s": steps[ASYNC if is_sync else "planned"].step_s,
         "step_sync_s": steps["planned" if is_sync else SYNC].step_s,
         "memory": [asdict(rank) for rank in forecast.memory.ranks],
-        "advice": list(forecast.memory.advice),
+        "advice": [advice.text for advice in forecast.memory.advice],
         "publish": asdict(forecast.publish),
         "steps": {name: asdict(replace(step, timeline=())) for name, step in steps.items()},
     }

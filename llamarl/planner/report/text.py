@@ -156,7 +156,7 @@ def _memory_parts(memory: MemoryForecast, config: Config) -> Iterator[Renderable
     yield _memory_table(memory)
     yield from (refusal(config, rank) for rank in memory.ranks if not rank.fits)
     for advice in memory.advice:
-        yield f"to change: {advice}"
+        yield f"to change: {advice.text}"
 
 
 def _memory_table(memory: MemoryForecast) -> Table:
