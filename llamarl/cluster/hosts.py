@@ -41,8 +41,9 @@ from llamarl.cluster.credentials import (
     wait_disconnected,
 )
 from llamarl.cluster.host_check import Report, check_reports, inspect
-from llamarl.cluster.peer_check import private_files, refuse_other_users
+from llamarl.cluster.peer_check import refuse_other_users
 from llamarl.cluster.process import import_path, kill_marked, quiet_stderr, wait_first_exit
+from llamarl.cluster.socket_folder import private_sockets
 from llamarl.config import ClusterConfig
 
 log = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ def _this_host() -> HostMesh:
     """This machine; the first use starts Monarch's client, which writes to standard error."""
     monarch.actor.unhandled_fault_hook = _log_fault
     refuse_other_users()
-    with quiet_stderr(), private_files():
+    with quiet_stderr(), private_sockets():
         return this_host()
 
 
@@ -275,7 +276,7 @@ def _start_client(scheme: str, own_name: str) -> None:
             "cluster.hosts must be those of the first run of this process, got others"
         ) from error
     refuse_other_users()
-    with quiet_stderr(), private_files():
+    with quiet_stderr(), private_sockets():
         monarch.actor.context()
 
 

@@ -17,8 +17,6 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,17 +68,6 @@ def refuse_other_users() -> None:
     before = _write(slot, ctypes.cast(callback, ctypes.c_void_p).value or 0)
     # The interpreter's end must not meet a call; until then `callback` must live.
     atexit.register(lambda: (_write(slot, before), callback))
-
-
-@contextmanager
-def private_files() -> Iterator[None]:
-    """Monarch makes the folder of its named sockets in this block: for this user only, whatever the
-    process's own mask lets others do."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def _is_ours(file: int) -> bool:

@@ -16,8 +16,9 @@ from typing import NoReturn
 
 from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, connect, reason_of
 from llamarl.cluster.handshake_timeout import limit_handshakes
-from llamarl.cluster.peer_check import private_files, refuse_other_users
+from llamarl.cluster.peer_check import refuse_other_users
 from llamarl.cluster.process import import_path, quiet_stderr
+from llamarl.cluster.socket_folder import private_sockets
 
 LISTEN_LIMIT_S = 20.0
 
@@ -69,7 +70,7 @@ def with_port(address: Address) -> Address:
 
 def _serve(address: Address, credentials: Credentials) -> None:
     """Listen, and say so once the daemon answers this process as it would a controller."""
-    with quiet_stderr(), private_files():
+    with quiet_stderr(), private_sockets():
         from monarch.actor import start_worker_loop_forever
 
         refuse_other_users()
