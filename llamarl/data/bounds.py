@@ -1,7 +1,8 @@
-"""Bounds on what code that a checkpoint brings, its chat template, may take.
+"""Bounds on what a checkpoint's chat template and the rules of its tokenizer may take.
 
-Owns: the limits of time and memory, and how they are set. Does not own: what is run within them.
-Invariant: the process's own limits are as before once the block has ended.
+Owns: the limits of time and memory, how they are set, and how long the rules can make a text. Does
+not own: what is run within the limits. Invariant: the process's own limits are as before once the
+block has ended.
 """
 
 import resource
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 TIME_S = 10.0
 MEMORY_BYTES = 4 * 1024**3  # beyond what the process has
+MOST_GROWTH = 10_000  # of a text, by rules of a tokenizer; by those of real ones about 2
 STATISTICS = Path("/proc/self/statm")
 
 
@@ -37,6 +40,25 @@ def bounded() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def growth(rules: Any) -> float:
+    """How many times as long a text can become by the Replace rules of a normalizer or decoder, as
+    tokenizer.json holds it. The library that applies them ends the process if memory runs out."""
+    times, waiting = 1.0, [rules]
+    while waiting:
+        rule = waiting.pop()
+        if not isinstance(rule, dict):
+            continue
+        for name in ("normalizers", "decoders"):  # of a Sequence
+            waiting += some if isinstance(some := rule.get(name), list) else []
+        pattern, content = rule.get("pattern"), rule.get("content")
+        if rule.get("type") == "Replace" and isinstance(content, str):
+            found = pattern.get("String") if isinstance(pattern, dict) else None
+            # A regular expression may match between two characters; an empty text does.
+            width = len(found) if isinstance(found, str) else 0
+            times *= max(1.0, len(content) / width) if width else 1 + len(content)
+    return times
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

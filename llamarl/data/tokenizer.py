@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from jinja2 import TemplateError
 
-from llamarl.data.bounds import bounded
+from llamarl.data.bounds import MOST_GROWTH, bounded, growth
 from llamarl.json_file import read_object
 
 if TYPE_CHECKING:
@@ -125,9 +125,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"the tokenizer folder must hold tokenizer.json (transformers writes it with "
             f"AutoTokenizer.from_pretrained(...).save_pretrained(...)), got {str(path)!r} without"
         )
-    model = read_object(path / "tokenizer.json").get("model")
+    values = read_object(path / "tokenizer.json")
+    model = values.get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise ValueError(f"{path / 'tokenizer.json'} must hold a model with a 'vocab', got none")
+    for name in ("normalizer", "decoder"):
+        if (times := growth(values.get(name))) > MOST_GROWTH:
+            must = f"have a {name} that makes a text at most {MOST_GROWTH} times as long"
+            raise ValueError(f"{path / 'tokenizer.json'} must {must}, got {times:.3g} times")
     if (path / "tokenizer_config.json").exists():
         read_object(path / "tokenizer_config.json")
 

@@ -165,3 +165,42 @@ def test_a_prompt_of_millions_of_characters_is_refused_before_it_becomes_tokens(
     must = r"p\.jsonl:1: the prompt must have at most 1024 tokens .* got 60,000,000 characters"
     with pytest.raises(ValueError, match=must):
         read_prompts(path, DataConfig(prompts="p"), tokenizer)
+
+
+def replacing(pattern: dict[str, str], content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("rules", "times"),
+    [
+        ([replacing({"String": "a"}, "a" * 10)] * 9, "1e+09"),
+        ([{"type": "Sequence", "normalizers": [replacing({"String": "ab"}, "ab" * 200)] * 2}], 4e4),
+        ([replacing({"Regex": "(?=a)"}, "a")] * 30, "1.07e+09"),
+        ([replacing({"String": ""}, "a" * 20_000)], 2e4),
+        ([replacing({"String": " "}, "\u2581"), replacing({"Regex": " {2,}"}, " ")], None),
+        ([replacing({"String": "``"}, '"'), {"type": "NFKC"}, {"type": "Lowercase"}], None),
+    ],
+)
+def test_a_tokenizer_whose_rules_make_a_text_many_times_as_long_is_refused(tmp_path, rules, times):
+    """It would end the process with a hundred lines when memory runs out."""
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    values = json.loads(path.read_text()) | {
+        "normalizer": {"type": "Sequence", "normalizers": rules}
+    }
+    path.write_text(json.dumps(values))
+    if times is None:
+        assert load_tokenizer(tmp_path).encode("7", special=False)
+        return
+    must = "have a normalizer that makes a text at most 10000 times as long, got"
+    with pytest.raises(ValueError, match=re.escape(f"{path} must {must} {float(times):.3g} times")):
+        load_tokenizer(tmp_path)
+
+
+def test_the_rules_for_decoding_count_too(tmp_path):
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    values = json.loads(path.read_text())
+    decoders = [replacing({"String": "a"}, "a" * 100)] * 3 + [values["decoder"]]
+    path.write_text(json.dumps(values | {"decoder": {"type": "Sequence", "decoders": decoders}}))
+    with pytest.raises(ValueError, match=r"have a decoder .*, got 1e\+06 times"):
+        load_tokenizer(tmp_path)
