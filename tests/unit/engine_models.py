@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from llamarl.config import EmbeddedConfig
+from llamarl.generation.decoder import Decoder
 from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.model_runner import PaddedRunner
 from llamarl.generation.protocol import RequestOutput
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
 from llamarl.models.architecture import Architecture, RopeScaling
@@ -23,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from generate_bench.engines import random_model
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import PreTrainedModel
 
 LLAMA = Architecture(
     model_type="llama",
@@ -76,9 +79,16 @@ def make_model(architecture: Architecture, seed: int) -> Transformer:
     return model
 
 
-def make_reference(seed: int) -> LlamaForCausalLM:
+def make_reference(seed: int) -> PreTrainedModel:
     """The model of LLAMA in transformers, with random weights."""
     return random_model(LLAMA, torch.float32, seed=seed, initializer_range=0.25)
+
+
+def in_transformers(model: Transformer) -> PreTrainedModel:
+    """The same model with the same weights in transformers."""
+    found = random_model(model.architecture, torch.float32)
+    found.load_state_dict(model.state_dict(), strict=not model.architecture.tie_embeddings)
+    return found
 
 
 def flat_weights(engine: EmbeddedEngine, model: torch.nn.Module) -> torch.Tensor:
@@ -153,3 +163,36 @@ def quantize_model(model: Transformer, kind: str) -> Transformer:
             state[name] = QuantizedMatrix.of(weight.t(), kind, scratch).dequantized().t()
     plain.load_state_dict(state)
     return plain
+
+
+class FrozenGraphs:
+    """Replays with the very tensors that the weights consisted of when a step was recorded."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.num_recorded, self.num_forgotten = decoder, 0, 0
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        self.num_recorded += 1
+        held = self.decoder.weights
+        frozen = replace(held, layers=[replace(layer) for layer in held.layers])
+        compute()
+
+        def run() -> torch.Tensor:
+            now, self.decoder.weights = self.decoder.weights, frozen
+            try:
+                return compute()
+            finally:
+                self.decoder.weights = now
+
+        return run
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+
+def record_steps(engine: EmbeddedEngine) -> FrozenGraphs:
+    """Let `engine`, whose steps are padded, record and replay them as it does on a GPU."""
+    graphs = FrozenGraphs(engine._decoder)
+    engine._runner = PaddedRunner(engine._decoder, engine._cache, graphs)
+    engine._arrange()
+    return graphs

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
-from llamarl.generation.decoder import Decoder
 from llamarl.generation.engine import EmbeddedEngine
-from llamarl.generation.model_runner import PaddedRunner, padded_rows
+from llamarl.generation.model_runner import padded_rows
 from llamarl.generation.protocol import RequestOutput
 from tests.unit.engine_models import (
     LLAMA,
@@ -21,32 +17,8 @@ from tests.unit.engine_models import (
     make_model,
     make_request,
     random_prompts,
+    record_steps,
 )
-
-
-class FrozenGraphs:
-    """Replays with the very tensors that the weights consisted of when a step was recorded."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.num_recorded, self.num_forgotten = decoder, 0, 0
-
-    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        self.num_recorded += 1
-        held = self.decoder.weights
-        frozen = replace(held, layers=[replace(layer) for layer in held.layers])
-        compute()
-
-        def run() -> torch.Tensor:
-            now, self.decoder.weights = self.decoder.weights, frozen
-            try:
-                return compute()
-            finally:
-                self.decoder.weights = now
-
-        return run
-
-    def forget(self) -> None:
-        self.num_forgotten += 1
 
 
 def write(
@@ -91,9 +63,7 @@ def test_padded_and_recorded_steps_write_what_plain_ones_write(kind: str) -> Non
     for is_padded in (False, True):
         engine = EmbeddedEngine(architecture, config, is_padded=is_padded)
         if is_padded:
-            graphs = FrozenGraphs(engine._decoder)
-            engine._runner = PaddedRunner(engine._decoder, engine._cache, graphs)
-            engine._arrange()
+            graphs = record_steps(engine)
         flats = [flat_weights(engine, make_model(architecture, seed)) for seed in (1, 2)]
         flats = [flat.to(engine.memory.dtype) for flat in flats]
         done.append(write(engine, flats, torch.empty_like(flats[0])))

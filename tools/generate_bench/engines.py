@@ -16,7 +16,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.types import Request, Sampling
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import PreTrainedModel
 
 ARCHITECTURE = Architecture(
     model_type="llama",
@@ -59,12 +59,23 @@ NEW_TOKENS = 128
 
 def random_model(
     a: Architecture, dtype: torch.dtype, attention: str = "sdpa", *, seed: int = 0, **more: float
-) -> LlamaForCausalLM:
-    """transformers' Llama of this shape, random weights from a fixed seed; `more` of its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+) -> PreTrainedModel:
+    """transformers' model of this architecture, random weights from a fixed seed; `more` of its
+    config."""
+    import transformers
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    rope: dict[str, float | str] = {"rope_type": "default", "rope_theta": a.rope_theta}
+    if a.rope_scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": a.rope_scaling.factor,
+            "low_freq_factor": a.rope_scaling.low_freq_factor,
+            "high_freq_factor": a.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": a.rope_scaling.original_max_positions,
+        }
+    config = transformers.AutoConfig.for_model(
+        a.model_type,
         vocab_size=a.vocab_size,
         hidden_size=a.hidden_size,
         intermediate_size=a.intermediate_size,
@@ -74,11 +85,14 @@ def random_model(
         head_dim=a.head_dim,
         max_position_embeddings=a.max_positions,
         rms_norm_eps=a.norm_eps,
-        tie_word_embeddings=True,
+        rope_parameters=rope,
+        tie_word_embeddings=a.tie_embeddings,
+        attention_bias=a.attention_bias,
+        mlp_bias=a.mlp_bias,
         attn_implementation=attention,
         **more,
     )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    return getattr(transformers, a.model_class)(config).to(dtype).eval()
 
 
 def make_engine(
