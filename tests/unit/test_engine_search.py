@@ -1,0 +1,363 @@
+"""The engine against transformers: random requests, commits and aborts in tiny slots."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from llamarl.config import EmbeddedConfig
+from llamarl.generation import cpu_kv_cache, cuda_kv_cache, model_runner, quantized, scheduler
+from llamarl.generation import engine as engine_module
+from llamarl.generation.engine import EmbeddedEngine
+from llamarl.generation.protocol import PartialOutput, RequestOutput
+from llamarl.models.transformer import Transformer
+from llamarl.types import FinishReason, Request, Sampling
+from tests.random_search import case, searched
+from tests.unit.engine_models import (
+    VARIANTS,
+    flat_weights,
+    in_transformers,
+    make_model,
+    quantize_model,
+    record_steps,
+)
+from tests.unit.engine_oracle import check_tokens, first_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NUM_WEIGHTS = 3  # versions up to two apart differ
+MOST_MOMENTS = 3000  # a search whose engine stands still ends there
+VOCABULARIES = (96, 97, 61, 7)  # whole blocks of the draw, one more, one less, hardly any tokens
+ARCHITECTURES = {
+    name: replace(architecture, vocab_size=size)
+    for size, (name, architecture) in zip(VOCABULARIES, VARIANTS.items(), strict=True)
+}
+
+
+@functools.cache
+def model(variant: str, number: int) -> Transformer:
+    return make_model(ARCHITECTURES[variant], number)
+
+
+@functools.cache
+def reference(variant: str, quantization: str, number: int) -> PreTrainedModel:
+    plain = model(variant, number)
+    return in_transformers(plain if quantization == "none" else quantize_model(plain, quantization))
+
+
+@functools.cache
+def flat(variant: str, number: int) -> torch.Tensor:
+    engine = EmbeddedEngine(ARCHITECTURES[variant], EmbeddedConfig(max_num_seqs=1, max_model_len=2))
+    return flat_weights(engine, model(variant, number))
+
+
+def as_letters(ids: Sequence[int]) -> str:
+    return "".join("abcde"[i % 5] for i in ids)
+
+
+def as_bytes(ids: Sequence[int]) -> str:
+    """Some characters are two tokens."""
+    return bytes(b"\xc3\xa9\xa8ab"[i % 5] for i in ids).decode(errors="replace")
+
+
+TEXTS = {as_letters: ("e", "ab", "dca"), as_bytes: ("é", "ab", "aéb", "èa")}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What one case is about, in small numbers."""
+
+    variant: str
+    context: int
+    slots: int
+    quantization: str
+    recomputes: bool
+    runner: str
+    decode_text: Callable[[Sequence[int]], str]
+    alternates: bool  # between two weight memories; else one is overwritten at each commit
+    prompts: list[tuple[int, ...]]
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Options:
+        context = rng.choice([2, 3, 9, 17, 33, 48])
+        variant = rng.choice([*ARCHITECTURES])
+        tokens = range(ARCHITECTURES[variant].vocab_size)
+        found = []
+        for _ in range(rng.randint(1, 4)):
+            shared = rng.choice(found) if found and rng.random() < 0.6 else ()
+            ids = (*shared[: rng.randint(0, context)], *rng.choices(tokens, k=context))
+            found.append(ids[: min(rng.randint(1, context - 1), rng.randint(1, 40))])
+        return cls(
+            variant=variant,
+            context=context,
+            slots=rng.randint(1, 5),
+            quantization=rng.choice(["none", "none", "none", "int8"]),
+            recomputes=rng.random() < 0.5,
+            runner=rng.choice(["eager", "padded", "recorded"]),
+            decode_text=rng.choice([*TEXTS]),
+            alternates=rng.random() < 0.5,
+            prompts=found,
+        )
+
+    def engine(self) -> EmbeddedEngine:
+        config = EmbeddedConfig(
+            max_num_seqs=self.slots,
+            max_model_len=self.context,
+            dtype="float32",
+            quantization=self.quantization,
+            kv_after_commit="recompute" if self.recomputes else "keep",
+        )
+        engine = EmbeddedEngine(
+            ARCHITECTURES[self.variant],
+            config,
+            is_padded=self.runner != "eager",
+            decode_text=self.decode_text,
+        )
+        if self.runner == "recorded":
+            record_steps(engine)
+        return engine
+
+    def request(self, rng: random.Random, row_id: int, version: int) -> Request:
+        tokens = range(ARCHITECTURES[self.variant].vocab_size)
+        stop_ids = rng.sample(tokens, min(rng.choice([0, 0, 0, 1, 2, 20]), len(tokens)))
+        texts = rng.sample(TEXTS[self.decode_text], 1) if rng.random() < 0.3 else ()
+        sampling = Sampling(
+            temperature=rng.choice([0.0, 0.01, 0.3, 1.0, 1.0, 1.5, 20.0]),
+            top_k=rng.choice([0, 0, 1, 4, 200]),
+            top_p=rng.choice([1.0, 1.0, 1e-3, 0.5, 0.9]),
+            max_tokens=rng.choice([1, 2, 5, 13, 40, 40]),
+            stop_token_ids=tuple(stop_ids),
+            stop_strings=tuple(texts),
+        )
+        replay_tokens = rng.randint(1, 12) if rng.random() < 0.1 else 0
+        if replay_tokens:
+            sampling = replace(sampling, stop_token_ids=(), stop_strings=())
+        return Request(
+            row_id=row_id,
+            prompt_ids=rng.choice(self.prompts),
+            sampling=sampling,
+            seed=rng.randrange(2**53),
+            min_version=max(version, 0) + rng.choice([-3, 0, 0, 0, 0, 0, 1, 2]),
+            segment_tokens=rng.choice([0, 0, 0, 0, 1, 2, 5]),
+            step=rng.randint(0, 1),
+            replay_tokens=replay_tokens,
+        )
+
+
+@dataclass
+class Open:
+    """A rollout that has not ended, and what it had when the engine got it."""
+
+    request: Request
+    before: PartialOutput = field(default_factory=PartialOutput)
+
+
+class Search:
+    """One engine and what is known of its rollouts."""
+
+    def __init__(self, options: Options, rng: random.Random) -> None:
+        self.options, self.rng = options, rng
+        self.engine = options.engine()
+        num_elements = self.engine.layout.num_elements
+        self.memories = [torch.zeros(num_elements) for _ in range(1 + options.alternates)]
+        self.models: dict[int, PreTrainedModel] = {}  # by version
+        self.number = 0  # of the newest weights
+        self.ready: tuple[int, Any] | None = None  # a version that is processed but not committed
+        self.open: dict[int, Open] = {}
+        self.partial: dict[int, Open] = {}  # that may be submitted again
+        self.aborted: dict[int, int] = {}  # that the next step returns; after how many steps
+        self.history: list[int] = []  # the version of each step
+        self.away: list[torch.Tensor] | None = None  # the KV cache, while it is offloaded
+        self.num_requests, self.num_submitted = rng.randint(1, 24), 0
+
+    def run(self) -> None:
+        """Until every rollout has ended; then nothing is left."""
+        engine = self.engine
+        busy = [self.submit] * 3 + [self.resume] * 3 + [self.commit] * 4 + [self.process]
+        busy += [self.abort, self.offload, self.refuse]
+        idle = [self.submit] * 4 + [self.resume] * 4 + [self.commit, self.abort, self.offload]
+        for _ in range(MOST_MOMENTS):
+            if self.rng.random() < (0.35 if engine.has_work else 0.9):
+                self.rng.choice(busy if engine.has_work else idle)()
+            elif self.rng.random() < 0.01:
+                self.reset()
+            else:
+                self.step()
+            if self.num_submitted >= self.num_requests and not self.open and not self.partial:
+                break
+        else:
+            raise AssertionError("the engine stands still")
+        assert not engine.has_work
+        assert engine.num_running == len(engine._queue) == 0
+        assert engine.step() == []
+
+    def submit(self) -> None:
+        for _ in range(min(self.rng.randint(1, 8), self.num_requests - self.num_submitted)):
+            request = self.options.request(self.rng, self.num_submitted, self.engine.version)
+            self.num_submitted += 1
+            self.put(Open(request))
+
+    def put(self, rollout: Open) -> None:
+        self.open[rollout.request.row_id] = rollout
+        self.engine.submit(rollout.request, rollout.before)
+
+    def resume(self) -> None:
+        """Partial rollouts go on, under this version or a later one."""
+        for row_id in self.rng.sample(sorted(self.partial), self.rng.randint(0, len(self.partial))):
+            self.put(self.partial.pop(row_id))
+
+    def refuse(self) -> None:
+        request = self.options.request(self.rng, 10**6, 0)
+        unknown = ARCHITECTURES[self.options.variant].vocab_size
+        for prompt in ((), (unknown,), (0,) * self.options.context):
+            with pytest.raises(ValueError, match=r"must (have|be)"):
+                self.engine.submit(replace(request, prompt_ids=prompt))
+
+    def abort(self) -> None:
+        """Some that are open, and some that the engine does not know."""
+        some = [row_id for row_id in self.open if self.rng.random() < 0.25]
+        self.aborted |= dict.fromkeys(some, len(self.history))
+        self.engine.abort_requests([*some, *self.partial, self.num_submitted])
+
+    def process(self) -> None:
+        """The weights of the next version are there; some steps later they are committed."""
+        if self.ready is not None:
+            return
+        version = self.engine.version + self.rng.randint(1, 2)
+        self.number = (self.number + self.rng.randint(1, NUM_WEIGHTS - 1)) % NUM_WEIGHTS
+        weights: Any = flat(self.options.variant, self.number)
+        if self.options.alternates:
+            self.memories.reverse()
+            self.memories[0].copy_(weights)
+            weights = self.engine.process_weights(self.memories[0])
+        self.ready = version, weights
+
+    def commit(self) -> None:
+        options, engine = self.options, self.engine
+        for _ in range(self.rng.choice([1, 1, 2])):
+            self.process()
+            assert self.ready is not None
+            (version, weights), self.ready = self.ready, None
+            if not options.alternates:
+                self.memories[0].copy_(weights)
+            if not options.alternates or self.rng.random() < 0.5:
+                weights = self.memories[0]
+            running = engine.num_running
+            assert engine.commit(weights, version) == running
+            self.models[version] = reference(options.variant, options.quantization, self.number)
+            for memory in self.memories[not engine.memory.is_staged :]:
+                memory.fill_(torch.nan)  # the next version may be written there
+
+    def offload(self) -> None:
+        """The KV cache leaves the device, as in `executors/decoding.py`."""
+        if self.away is not None:
+            return
+        is_kept = self.engine.num_running > 0
+        if not is_kept:
+            self.engine.forget_prompts()
+        tensors = self.engine.movable("kv")
+        self.away = [each.clone() if is_kept else torch.zeros_like(each) for each in tensors]
+        for each in tensors:
+            each.fill_(torch.nan)
+
+    def onload(self) -> None:
+        if self.away is not None:
+            for tensor, kept in zip(self.engine.movable("kv"), self.away, strict=True):
+                tensor.copy_(kept)
+            self.away = None
+
+    def reset(self) -> None:
+        """Another run begins, as in `executors/decoding.py`: its versions may be the same ones."""
+        self.onload()
+        self.engine.abort_requests([*self.open])
+        self.aborted |= dict.fromkeys(self.open, len(self.history))
+        self.end(self.engine.decode())
+        assert self.engine.decode() == []
+        self.engine.forget_prompts()
+        self.engine.version = -1
+        self.ready = None
+        self.partial.clear()
+        self.models.clear()
+
+    def step(self) -> None:
+        self.onload()
+        engine = self.engine
+        if not engine.has_work:
+            assert engine.step() == []
+            return
+        engine.admit()
+        if engine.version >= 0 and engine._queue.has_startable(engine.version):
+            num_free = self.options.slots - engine.num_running
+            fewest = scheduler.fewest_free(self.options.slots, len(engine._queue))
+            assert num_free < fewest, "what may start waits beside free slots"
+        self.history.append(engine.version)
+        self.end(engine.decode())
+        assert engine.num_running + len(engine._queue) == len(self.open)
+        assert engine.num_running <= self.options.slots
+
+    def end(self, done: list[RequestOutput]) -> None:
+        for item in done:
+            self.check(item)
+            row_id = item.request.row_id
+            del self.open[row_id]
+            is_aborted = item.reason is FinishReason.ABORTED
+            assert is_aborted == (row_id in self.aborted)
+            self.aborted.pop(row_id, None)
+            if item.reason is FinishReason.SEGMENT or (is_aborted and self.rng.random() < 0.5):
+                request = replace(item.request, resume=True, attempt=item.request.attempt + 1)
+                self.partial[row_id] = Open(request, item.written)
+        assert not self.aborted, "what was aborted comes out of the next step"
+
+    def check(self, item: RequestOutput) -> None:
+        options, written = self.options, item.written
+        rollout = self.open[item.request.row_id]
+        assert item.request is rollout.request
+        num_before = len(rollout.before.ids)
+        for name in ("ids", "logprobs", "versions"):
+            now, then = getattr(written, name), getattr(rollout.before, name)
+            assert now.dtype == then.dtype
+            assert now[:num_before].tobytes() == then.tobytes()
+        ids, labels = written.ids.tolist(), written.versions.tolist()
+        assert len(ids) == len(labels) == len(written.logprobs)
+        assert labels == sorted(labels)
+        new = labels[num_before:]
+        # It was in a slot until the last step, and each step wrote one token of it.
+        last = self.aborted.get(item.request.row_id, len(self.history))
+        assert new == self.history[last - len(new) : last]
+        assert min(new, default=item.request.min_version) >= item.request.min_version
+        end = first_end(item.request, ids, num_before, options.context, options.decode_text)
+        is_aborted = item.reason is FinishReason.ABORTED
+        assert end == (None if is_aborted else (len(ids), item.reason))
+        check_tokens(self.models, item.request, ids, written.logprobs, new, options.recomputes)
+
+
+def patch(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    """Sizes that are chosen for speed, so small that a few tokens pass them."""
+    steps = rng.choice([1, 2, 8])
+    for module in (cpu_kv_cache, engine_module, model_runner):
+        monkeypatch.setattr(module, "PLAN_STEPS", steps)
+    monkeypatch.setattr(cpu_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
+    monkeypatch.setattr(cuda_kv_cache, "BLOCK", rng.choice([1, 4, 32]))
+    monkeypatch.setattr(cpu_kv_cache, "CALL_COST", rng.choice([0, 5, 500]))
+    monkeypatch.setattr(model_runner, "SHORTEST", rng.choice([1, 8, 128]))
+    monkeypatch.setattr(scheduler, "START_SHARE", rng.choice([1, 2, 16]))
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", rng.choice([1, 20, 8192]))
+    monkeypatch.setitem(quantized.TILE_ELEMENTS, "cpu", rng.choice([500, 1 << 19]))
+
+
+@searched(few=100, many=1000)
+def test_every_token_is_what_transformers_gives_under_its_version(
+    seeds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        with case(seed):
+            patch(monkeypatch, rng)
+            Search(Options.draw(rng), rng).run()
