@@ -7,6 +7,7 @@ urgency first in, first out; except that a rollout whose `min_version` is not re
 holding up those behind it.
 """
 
+import functools
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -63,10 +64,20 @@ def completes_stop_string(
     if not sampling.stop_strings:
         return False
     assert decode_text is not None  # else `check_request` has refused the request
-    # A token is at least one byte, so the text of this many tokens holds the longest string.
-    longest = max(len(text.encode()) for text in sampling.stop_strings)
-    text = decode_text(list(ids[-(longest + EDGE_TOKENS) :]))
+    # A token that has text is at least one byte: so many of them hold the longest string.
+    missing = max(len(text.encode()) for text in sampling.stop_strings) + EDGE_TOKENS
+    start = len(ids)
+    while start and missing:
+        start -= 1
+        missing -= _has_text(int(ids[start]), decode_text)
+    text = decode_text(list(ids[start:]))
     return any(stop in text for stop in sampling.stop_strings)
+
+
+@functools.lru_cache(1 << 18)
+def _has_text(token: int, decode_text: Callable[[Sequence[int]], str]) -> bool:
+    """False for special tokens, which decoders leave out."""
+    return bool(decode_text([token]))
 
 
 Place = tuple[tuple[int, int, int], int]

@@ -11,7 +11,8 @@ from llamarl.generation.cpu_kv_cache import CALL_COST, cut
 from llamarl.generation.decoder import float32_product, product
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.quantized import QuantizedMatrix, make_scratch
-from llamarl.types import FinishReason, Purpose
+from llamarl.generation.scheduler import completes_stop_string
+from llamarl.types import FinishReason, Purpose, Sampling
 from tests.unit.engine_models import (
     LLAMA,
     VARIANTS,
@@ -170,6 +171,17 @@ def test_a_prompt_never_completes_a_stop_string() -> None:
     item = finish(engine)[0]
     assert 3 not in item.written.ids
     assert (len(item.written.ids), item.reason) == (6, FinishReason.LENGTH)
+
+
+def test_a_stop_string_is_found_around_any_number_of_tokens_without_text() -> None:
+    def decode(ids) -> str:
+        return "".join(chr(97 + i) for i in ids if i < 26)  # the others are special ones
+
+    sampling = Sampling(max_tokens=99, stop_strings=("yes",))
+    ids = [4, 24, *[30] * 40, 4, *[31] * 40, 18]
+    assert completes_stop_string(sampling, ids, decode)
+    assert not completes_stop_string(sampling, ids[:-1], decode)
+    assert not completes_stop_string(sampling, [30] * 40, decode)
 
 
 def test_aborted_rollouts_come_back_with_what_they_had_and_free_their_slots() -> None:
