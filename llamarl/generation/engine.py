@@ -133,7 +133,7 @@ class EmbeddedEngine:
     def has_work(self) -> bool:
         if self._done or (self.version >= 0 and self.num_running):
             return True
-        return self.version >= 0 and self._queue.has_startable(self.version)
+        return self.version >= 0 and self._queue.num_startable(self.version) > 0
 
     def load(self, flat: Tensor, folder: str) -> None:
         load_boxes(self.layout.parameters, flat, folder, self.architecture)
@@ -245,7 +245,8 @@ class EmbeddedEngine:
     def _start_waiting(self) -> None:
         """Fill the free slots from the queue, once they are enough to be worth a prefill."""
         free = set(np.flatnonzero(~self._running.occupied).tolist())
-        if len(free) < fewest_free(self.config.max_num_seqs, len(self._queue)):
+        num_startable = self._queue.num_startable(self.version)
+        if len(free) < fewest_free(self.config.max_num_seqs, num_startable):
             return
         self._may_start = False
         starting = self._queue.take(self.version, len(free))

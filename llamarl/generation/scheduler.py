@@ -33,7 +33,7 @@ class QueuedRequest:
 
 
 def fewest_free(max_num_seqs: int, num_waiting: int) -> int:
-    """Slots that must be free before waiting rollouts start."""
+    """Slots that must be free before `num_waiting` rollouts, all of which may start, do so."""
     return max(1, min(max_num_seqs // START_SHARE, num_waiting))
 
 
@@ -104,7 +104,7 @@ class Queue:
     def take(self, version: int, most: int) -> list[QueuedRequest]:
         """Remove up to `most` rollouts that may start under `version`, in starting order."""
         taken: list[QueuedRequest] = []
-        while len(taken) < most and self.has_startable(version):
+        while len(taken) < most and self.num_startable(version):
             first = min(
                 (min_version for min_version in self._lines if min_version <= version),
                 key=lambda min_version: self._lines[min_version][0][0],
@@ -114,9 +114,9 @@ class Queue:
                 del self._lines[first]
         return taken
 
-    def has_startable(self, version: int) -> bool:
-        """True if some rollout may start under `version`."""
-        return any(min_version <= version for min_version in self._lines)
+    def num_startable(self, version: int) -> int:
+        """How many rollouts may start under `version`."""
+        return sum(len(line) for min_version, line in self._lines.items() if min_version <= version)
 
     def abort(self, row_ids: set[int]) -> list[RequestOutput]:
         """Remove the rollouts with these row ids; returns them, marked ABORTED, as they came."""

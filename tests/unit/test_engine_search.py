@@ -302,14 +302,20 @@ class Search:
             assert engine.step() == []
             return
         engine.admit()
-        if engine.version >= 0 and engine._queue.has_startable(engine.version):
-            num_free = self.options.slots - engine.num_running
-            fewest = scheduler.fewest_free(self.options.slots, len(engine._queue))
-            assert num_free < fewest, "what may start waits beside free slots"
+        self.check_waiting()
         self.history.append(engine.version)
         self.end(engine.decode())
         assert engine.num_running + len(engine._queue) == len(self.open)
         assert engine.num_running <= self.options.slots
+
+    def check_waiting(self) -> None:
+        """What may start does so once enough slots are free, whatever else waits."""
+        live = [each.request for row_id, each in self.open.items() if row_id not in self.aborted]
+        may_run = [request for request in live if request.min_version <= self.engine.version]
+        num_running = self.engine.num_running
+        if self.engine.version >= 0 and len(may_run) > num_running:
+            fewest = scheduler.fewest_free(self.options.slots, len(may_run) - num_running)
+            assert self.options.slots - num_running < fewest
 
     def end(self, done: list[RequestOutput]) -> None:
         for item in done:

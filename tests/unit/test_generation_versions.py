@@ -138,6 +138,16 @@ def test_a_rollout_waits_for_its_minimum_version_without_holding_up_others() -> 
     assert finish(engine)[0].written.versions.tolist() == [1] * 5
 
 
+def test_rollouts_that_may_not_start_yet_do_not_let_one_that_may_wait_for_more_slots() -> None:
+    engine = make_engine(make_model(LLAMA, 1), slots=32)
+    for row in range(40):
+        engine.submit(make_request(row, (1,), 20, min_version=row // 31))
+    engine.step()
+    engine.submit(make_request(40, (1,), 20))
+    engine.step()
+    assert engine.num_running == 32
+
+
 def test_prompts_are_computed_again_once_the_cache_was_lost() -> None:
     model = make_model(LLAMA, 1)
     engine = make_engine(model)

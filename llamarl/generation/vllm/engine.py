@@ -105,7 +105,7 @@ class VllmEngine:
     def has_work(self) -> bool:
         if self._done or self._running:
             return True
-        return self.version >= 0 and self._queue.has_startable(self.version)
+        return self.version >= 0 and self._queue.num_startable(self.version) > 0
 
     def load(self, flat: Tensor, folder: str) -> None:
         load_boxes(self.memory.parameters, flat, folder, self.architecture)

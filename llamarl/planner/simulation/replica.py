@@ -268,7 +268,8 @@ class SimulatedReplica(Layouts):
     def _start_waiting(self) -> list[int]:
         """Fill the free slots from the queue; the tokens to be prefilled for each rollout."""
         free = self._slots.free
-        if len(free) < fewest_free(self._max_num_seqs, len(self._queue)):
+        num_startable = self._queue.num_startable(self.version)
+        if len(free) < fewest_free(self._max_num_seqs, num_startable):
             return []
         starting = self._queue.take(self.version, len(free))
         return [
@@ -291,8 +292,8 @@ class SimulatedReplica(Layouts):
         if self._commands or not self._slots:
             return self._go_on()
         most_left = -1
-        if self._queue.has_startable(self.version):
-            most_left = self._max_num_seqs - fewest_free(self._max_num_seqs, len(self._queue))
+        if num_startable := self._queue.num_startable(self.version):
+            most_left = self._max_num_seqs - fewest_free(self._max_num_seqs, num_startable)
         num_ended: Counter[object] = Counter()
 
         def is_last(slot: Slot, num_left: int) -> bool:
