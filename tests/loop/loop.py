@@ -197,6 +197,7 @@ class Loop:
     num_replicas: int = 1
     pools: Sequence[str] = ()
     """As `generator.pools`; their number of replicas counts then."""
+    elastic: Sequence[int] = ()
     num_collectors: int = 0
     max_restarts: int = 0
     max_stage_restarts: int = 0
@@ -248,6 +249,7 @@ class Loop:
         self.batches: list[Batch] = []
         self.part_starts: dict[int, list[float]] = defaultdict(list)
         self.prompt_of: dict[int, tuple[int, int]] = {}  # by row
+        self.group_of: dict[int, int] = {}  # by row
         self.replica_of: dict[int, int] = {}  # by trained row
 
     def _config(self) -> Config:
@@ -261,6 +263,7 @@ class Loop:
             generator=EmbeddedConfig(
                 num_replicas=1 if self.pools else self.num_replicas,
                 pools=[*self.pools],
+                elastic=[*self.elastic],
                 num_collectors=self.num_collectors,
                 max_restarts=self.max_restarts,
                 max_num_seqs=self.max_num_seqs,
@@ -316,12 +319,14 @@ class Loop:
             skew=self.skew,
             may_restart=Restarts(self.max_stage_restarts).take if self.max_stage_restarts else None,
         )
-        self.gate, self.replica_set = controller.gate, controller.replica_set
+        self.gate, self.saver = controller.gate, controller.saver
+        self.replica_set = controller.replica_set
         make_requests, make_batch = controller.rules.make_requests, controller.rules.make_batch
 
         def note_requests(group: Group) -> list[Request]:
             prompt = group.prompt
             self.prompt_of |= dict.fromkeys(group.row_ids, (prompt.epoch, prompt.prompt_id))
+            self.group_of |= dict.fromkeys(group.row_ids, group.group_id)
             return make_requests(group)
 
         def note_batch(groups: Sequence[Group], version: int, oldest: int) -> Batch:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import EmbeddedConfig
 from llamarl.loop.elasticity import wanted_change
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Request
@@ -57,12 +56,9 @@ def drifting(start: int, end: int, first_row: int, last_row: int):
     return length
 
 
-def scaled(loop: Loop, tmp_path: Path, fewest: int, most: int) -> list[int]:
+def scaled(loop: Loop, tmp_path: Path) -> list[int]:
     """The number of replicas at each step."""
     numbers: list[int] = []
-    generator = loop.config.generator
-    assert isinstance(generator, EmbeddedConfig)
-    loop.config = replace(loop.config, generator=replace(generator, elastic=[fewest, most]))
     log_step = loop.run_logger.log_step
 
     async def note(*args: object) -> None:
@@ -81,22 +77,24 @@ def test_lengths_that_double_get_more_replicas_and_shrinking_ones_fewer(tmp_path
     loop = Loop(
         num_steps=120,
         num_replicas=2,
+        elastic=[1, 8],
         max_restarts=1,
         max_num_seqs=1,
         length=drifting(100, 200, num_rows // 2, num_rows),
         costs=replace(COSTS, part_s=1.8, start_s=2.0),
     )
-    numbers = scaled(loop, tmp_path / "longer", 1, 8)
+    numbers = scaled(loop, tmp_path / "longer")
     assert numbers[:20] == [2] * 20, "nothing to gain before"
     assert numbers[-1] > 2
     assert numbers == sorted(numbers), "it never turns back"
     loop = Loop(
         num_steps=120,
         num_replicas=4,
+        elastic=[1, 8],
         max_restarts=1,
         max_num_seqs=1,
         length=drifting(200, 50, num_rows // 2, num_rows),
         costs=replace(COSTS, part_s=1.8, start_s=2.0),
     )
-    numbers = scaled(loop, tmp_path / "shorter", 1, 8)
+    numbers = scaled(loop, tmp_path / "shorter")
     assert numbers[-1] < numbers[10]

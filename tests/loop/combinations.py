@@ -1,0 +1,192 @@
+"""What the random searches of the loop draw: whole combinations of options and faults."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llamarl.config import DispatchConfig
+from llamarl.experience.samplers import ReadyItem, Sample
+from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
+from llamarl.planner.simulation.run import make_skew
+from llamarl.types import Prompt, Request
+from tests.loop.faults import Faults
+from tests.loop.loop import COSTS, Loop, heavy_tail, slower
+from tests.loop.test_loop import STAGES
+
+MANY_RESTARTS = 1000
+MOST_ROLLOUTS = 120  # that are written for a run's steps, or about that
+GRAPHS = (
+    ((), ("reward",)),
+    (STAGES[:1], ("reward",)),
+    (STAGES[:2], ("reward", "quality")),
+    (STAGES, ("reward", "blended")),
+)
+
+
+def by_prompt(request: Request) -> int:
+    """1 to 100 tokens, mostly as many as its prompt's other rollouts."""
+    prompt, rollout = random.Random(request.prompt_ids[0]), random.Random(request.seed)
+    return min(100, 1 + round(5 * math.exp(prompt.gauss(0, 1.2) + rollout.gauss(0, 0.3))))
+
+
+@dataclass
+class Chooser:
+    """A recipe's own sampler: takes any groups once so many more than it needs are ready, and
+    consumes a share of them only when it takes them again."""
+
+    rng: random.Random
+    num_spare: int
+    again_share: float
+
+    def __call__(self, ready: Sequence[ReadyItem], count: int) -> Sample:
+        if len(ready) < count + self.num_spare:
+            return [], []
+        taken = self.rng.sample(ready, count)
+        consumed = [i for i in taken if i.times_taken or self.rng.random() >= self.again_share]
+        return [item.item_id for item in taken], [item.item_id for item in consumed]
+
+
+def draw(rng: random.Random, **fixed: Any) -> Loop:
+    """A run of any options, but for `fixed` ones, in which anything may go wrong."""
+    options = _options(rng) | fixed
+    if options.get("sampler") == "task":
+        least = options["max_staleness"] * options["groups_per_step"]
+        num_spare = rng.randint(0, least + options["carry_over_groups"])
+        chooser = Chooser(random.Random(rng.random()), num_spare, rng.choice([0.0, 0.3]))
+        options["sample"] = chooser
+    faults = _faults(rng, options)
+    loop = Loop(**options, max_stage_restarts=MANY_RESTARTS, faults=faults)
+    if ranker := _ranker(rng, options["length"]):
+        dispatch = DispatchConfig(
+            ranker="none",
+            tail_share=rng.choice([0.0, 0.2, 0.5]),
+            objective=rng.choice(["max", "sum"]),
+        )
+        loop.skew = make_skew(replace(loop.config, dispatch=dispatch), loop.costs, ranker, 50)
+    return loop
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    """What a recipe may choose, in small numbers."""
+    groups_per_step = rng.choice([1, 2, 4])
+    late = rng.choice(["wait", "mask"])
+    stages, reward_columns = rng.choice(GRAPHS) if rng.random() < 0.4 else GRAPHS[0]
+    options = {
+        "groups_per_step": groups_per_step,
+        "rollouts_per_prompt": rng.choice([2, 3, 5]),
+        "max_staleness": rng.randint(0, 3),
+        "late": late,
+        "carry_over_groups": rng.randint(0, 3) if late == "mask" else 0,
+        "segment_tokens": rng.choice([0, 0, 1, 7]),
+        "parts": rng.choice(["dynamic", "batch"]),
+        "groups_per_part": rng.choice([0, 0, 1, groups_per_step]),
+        "sampler": rng.choice(["admission", "group_complete"] + ["task"] * (late == "mask")),
+        "evaluate_every": rng.choice([0, 1, 3]),
+        "num_held_out": rng.choice([0, 5]),
+        "save_every": rng.choice([0, 1, 3]),
+        "exports": rng.random() < 0.5,
+        "max_num_seqs": rng.choice([1, 4, 64]),
+        "length": rng.choice([heavy_tail, by_prompt]),
+        "drop_share": rng.choice([0.0, 0.3, 0.8]),
+        "failed_share": rng.choice([0.0, 0.05]),
+        "stages": stages,
+        "reward_columns": reward_columns,
+        "stage_drop_share": rng.choice([0.0, 0.1]),
+        "prompts": _prompts(rng),
+        "max_drops_in_row": 10**6,
+        "costs": replace(
+            COSTS,
+            start_s=rng.choice([0.0, 1.0, 5.0]),
+            part_s=rng.choice([0.01, 0.1, 1.0]),
+            decode_row_s=rng.choice([0.0, 0.0005]),
+            save_s=rng.choice([0.0, 0.3]),
+        ),
+    }
+    share = 1 - options["drop_share"]
+    most = MOST_ROLLOUTS * share / (groups_per_step * options["rollouts_per_prompt"])
+    return options | _replicas(rng) | {"num_steps": rng.randint(1, min(14, max(2, round(most))))}
+
+
+def _replicas(rng: random.Random) -> dict[str, Any]:
+    """Replicas on the trainer's device, in pools, as many as are needed, or a fixed number."""
+    num_replicas = rng.randint(1, 4)
+    kind = rng.choices(["fixed", "colocated", "pools", "elastic"], [45, 15, 25, 15])[0]
+    found: dict[str, Any] = {
+        "num_replicas": num_replicas,
+        "is_colocated": kind == "colocated",
+        "max_restarts": 0 if kind == "colocated" else MANY_RESTARTS,
+    }
+    if kind == "pools":
+        sizes = [rng.randint(1, 2) for _ in range(rng.randint(2, 3))]
+        found["num_replicas"] = num_replicas = sum(sizes)
+        found["pools"] = [
+            f"num_replicas={size} max_num_seqs={rng.choice([1, 4, 64])}" for size in sizes
+        ]
+    if kind == "elastic":
+        found["elastic"] = rng.randint(1, num_replicas), rng.randint(num_replicas, 4)
+    return found | {"num_collectors": rng.randint(0, min(2, num_replicas))}
+
+
+def _prompts(rng: random.Random) -> list[Prompt] | None:
+    """So few that they come again, or the workload's own."""
+    number = rng.choice([1, 4, 30, 0])
+    return [Prompt(prompt_id=i, text="", token_ids=(i, 0)) for i in range(number)] or None
+
+
+def _ranker(rng: random.Random, length: Callable[[Request], int]) -> Ranker | None:
+    kinds = [None, Unranked, History, lambda: Oracle(length), Learnt]
+    make = rng.choices(kinds, [60, 5, 20, 10, 3])[0]
+    return make() if make else None
+
+
+def _faults(rng: random.Random, options: dict[str, Any]) -> dict[str, Faults]:
+    """Replicas, executors of stages, and those that take their places, die, fall silent, pause or
+    are slow; storage takes its time."""
+    found: dict[str, Faults] = {}
+    if not options["is_colocated"] and rng.random() < 0.6:
+        methods = ["submit", "collect", "commit", "prepare"]
+        for replica in range(options["num_replicas"]):
+            found |= _deaths(rng, f"generator-{replica}", methods)
+    if rng.random() < 0.3:
+        for name in ("scorer", *(stage.name for stage in options["stages"])):
+            found |= _deaths(rng, name, ["process"])
+    if rng.random() < 0.5:
+        delay_s = rng.choice([0.001, 0.02, 0.2])
+        methods = rng.sample(["write", "read", "retire", "find"], 2)
+        found["storage-0"] = Faults(delays_s=dict.fromkeys(methods, (0.0, delay_s)))
+    return found
+
+
+def _deaths(rng: random.Random, name: str, methods: list[str]) -> dict[str, Faults]:
+    """What happens to one executor, and to the one after it."""
+    found: dict[str, Faults] = {}
+    at_s = 0.0
+    for number in range(1, rng.randint(1, 4)):
+        at_s += rng.choice([0.05, 0.5, 3.0]) * rng.uniform(0.1, 2.0)
+        method = rng.choice(methods)
+        is_stage = method == "process"
+        slow = {"score_call_s": 0.3} if is_stage else {"decode_step_s": 0.1}
+        found[name + (f" {number}" if number > 1 else "")] = rng.choice(
+            [
+                Faults(dies_at_s=at_s),
+                Faults(silent_s=(at_s, at_s + 100.0)),
+                Faults(silent_s=(at_s, at_s + rng.uniform(0.1, 4.0))),
+                Faults(silent_s=(at_s, at_s + 36.5), ignores_stop=is_stage),
+                Faults(dies_after={method: rng.randint(1, 4)}),
+                Faults(delays_s={method: (0.0, rng.choice([0.1, 2.0]))}, dies_at_s=at_s + 9),
+                replace(slower(**slow), dies_at_s=at_s),
+            ]
+        )
+    return found
+
+
+def due_evaluations(loop: Loop) -> list[int]:
+    """The versions that a run without losses evaluates."""
+    every = loop.evaluate_every or math.inf
+    last = loop.trainer.version
+    between = [version for version in range(1, last) if version % every == 0]
+    return sorted({0, *between, last}) if loop.num_held_out else []
