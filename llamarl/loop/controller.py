@@ -110,13 +110,17 @@ class Controller:
     async def _settle(self, group: Group) -> None:
         self.run_logger.log_group(group, verdict := self.rules.filter_group(group))
         if isinstance(verdict, Kept):
-            for reason, row_ids in self.ledger.leave_out(group).items():
-                dropped: Outcome = {"outcome": "dropped", "reason": reason, "left_out": 1}
-                await self.roles.storage.retire(row_ids, dropped | {"group_id": group.group_id})
+            if group.dropped:
+                await self.saver.whole(self._leave_out(group))
             return await self.gate.settle(group, verdict.advantages)
         reason = verdict.reason
         retire = self._retire([group], outcome="dropped", reason=reason, group_id=group.group_id)
         await self.saver.drop(group, reason, retire)
+
+    async def _leave_out(self, group: Group) -> None:
+        for reason, row_ids in self.ledger.leave_out(group).items():
+            dropped: Outcome = {"outcome": "dropped", "reason": reason, "left_out": 1}
+            await self.roles.storage.retire(row_ids, dropped | {"group_id": group.group_id})
 
     async def _train_stage(self, tasks: asyncio.TaskGroup) -> None:
         """One optimizer step per batch; a version is published while the next one is trained."""

@@ -143,10 +143,12 @@ class Saver:
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
-        """Around the stages of a run. Executors that are lost once the last version is made cost an
-        evaluation or lines of the archive; the version is saved nevertheless."""
+        """Around the stages of a run; ends once the `whole` work that they began is done. Executors
+        that are lost once the last version is made cost an evaluation or lines of the archive; the
+        version is saved nevertheless."""
         try:
             yield
+            await asyncio.gather(*self._whole)
         except* (GroupLost, NoGenerator) as losses:
             if not self.has_last:
                 raise

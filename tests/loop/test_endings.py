@@ -20,6 +20,7 @@ from llamarl.planner.simulation.clock import run
 from llamarl.types import Prompt, Score, ScoreStatus
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage
+from tests.loop.test_loop import STAGES
 
 PROMPTS = [Prompt(prompt_id=i, text=str(i), token_ids=(1, i)) for i in range(1, 30)]
 
@@ -247,3 +248,22 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     run(loop.run(tmp_path))
     assert loop.timeline.step_ends_s[-1] > 2 * 50.0
     assert saved(tmp_path)["version"] == 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_dropped_as_a_run_ends_is_archived_before_it_has_ended(
+    seed: int, tmp_path: Path
+) -> None:
+    loop = Loop(
+        num_steps=4 + seed,
+        groups_per_step=1,
+        max_staleness=3,
+        rollouts_per_prompt=6,
+        drop_share=0.5,
+        stages=STAGES,
+        reward_columns=["reward", "blended"],
+        stage_drop_share=0.1,
+        faults={"storage-0": Faults(delays_s={"retire": (0.0, 0.4)})},
+    )
+    run(loop.run(tmp_path))
+    assert loop.prompt_of.keys() <= loop.storage.outcomes.keys()
