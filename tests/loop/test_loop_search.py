@@ -37,15 +37,16 @@ async def perform(loop: Loop, rng: random.Random, folder: Path, scales: bool) ->
 def check(loop: Loop) -> None:
     """Every step was made once of whole groups within the bound, every rollout has one outcome
     (`WatchedStorage` asserts the one), and evaluations are whole."""
-    last = loop.trainer.version
+    first, last = loop.state.get("version", 0), loop.trainer.version
     assert last == loop.num_steps or loop.gate.solved
-    assert loop.run_logger.versions == [*range(1, last + 1)]
+    assert loop.run_logger.versions == [*range(first + 1, last + 1)]
     check_steps(loop)
     assert max(loop.staleness(), default=0) <= loop.max_staleness
     if loop.late == "wait":
         assert not loop.masked()
     check_outcomes(loop)
     evaluated = [each.version for each in loop.run_logger.evaluations]
+    evaluated.insert(0, loop.state.get("evaluated", -1))
     assert evaluated == sorted({*evaluated})
     assert {each.num_prompts for each in loop.run_logger.evaluations} <= {loop.num_held_out}
     assert not loop.num_held_out or evaluated[-1] == last
@@ -60,7 +61,7 @@ def check_steps(loop: Loop) -> None:
     rows_of: dict[int, set[int]] = {}
     for row, group in loop.group_of.items():
         rows_of.setdefault(group, set()).add(row)
-    for version in range(loop.trainer.version):
+    for version in range(loop.state.get("version", 0), loop.trainer.version):
         rows = {row for found, row in trained if found == version}
         groups = {loop.group_of[row] for row in rows}
         assert len(groups) == loop.groups_per_step

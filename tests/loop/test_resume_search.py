@@ -1,0 +1,245 @@
+"""Runs under whole combinations of options and faults that are killed or ended at any moment, and
+go on from their newest checkpoint with other options: what their folder says in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoints import records
+from llamarl.environments.prompts import PromptStream
+from llamarl.errors import GroupLost
+from llamarl.metrics.metrics_log import METRICS_FILE, MetricsLog
+from llamarl.planner.simulation.clock import run
+from llamarl.recipe.starting_point import starting_point
+from llamarl.types import Prompt, StepStats
+from tests.loop.combinations import draw
+from tests.loop.loop import Loop, WatchedStorage
+from tests.loop.test_loop_search import LIMIT_S, check
+from tests.random_search import case, searched
+
+ARCHIVE = "archive/rollouts-0.jsonl"
+MOST_SESSIONS = 4
+UNFINISHED = b'{"row_id": 7, "outco'
+ENDINGS = ("kill", "kill", "cancel", "terminate", "lose the trainer")
+SAVING = ("cancel", "terminate")
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One process of the run in `folder`, which is ended by `ending`: `after_s` from its start or,
+    if there is a `step`, after that was made. Of one that is killed, `killed` is the folder as it
+    was then."""
+
+    loop: Loop
+    folder: Path
+    ending: str
+    step: int
+    after_s: float
+    killed: Path
+    is_ended: bool = False
+
+    async def run(self) -> None:
+        loop, metrics = self.loop, MetricsLog(self.folder)
+        clock, log_step = asyncio.get_running_loop(), loop.run_logger.log_step
+        is_lost = self.ending == "lose the trainer"
+
+        async def log_in_file(stats: StepStats, *details: object) -> None:
+            if stats.version == self.step:
+                clock.call_later(self.after_s, self._end, task)
+            metrics.log(stats.version, {})
+            await log_step(stats, *details)
+
+        loop.run_logger.log_step = log_in_file  # type: ignore[method-assign]
+        await loop.storage.start()
+        task = asyncio.create_task(loop.run(self.folder))
+        if not self.step:
+            clock.call_later(self.after_s, self._end, task)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await task
+            self.is_ended &= is_lost  # else it ended by itself, before its next step had
+        except (asyncio.CancelledError, BaseExceptionGroup, GroupLost) as error:
+            if not self.is_ended or is_lost == isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            metrics.close()
+            await loop.storage.close()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task.done():
+            return
+        self.is_ended = True
+        if self.ending == "kill":
+            shutil.copytree(self.folder, self.killed)
+            task.cancel()
+        elif self.ending == "cancel":
+            task.cancel()
+        elif self.ending == "terminate":
+            self.loop.saver.end_after_step(task.cancel)
+        else:
+            self.loop.cluster.spawned["trainer"].die()
+
+
+@dataclass
+class History:
+    """What the sessions of a run did that its folder does not say."""
+
+    prompts: Sequence[Prompt]
+    num_held_out: int
+    prompt_of: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row
+    group_of: dict[int, int] = field(default_factory=dict)  # by row
+    loop_of: dict[int, Loop] = field(default_factory=dict)  # by version that was trained
+
+    def add(self, loop: Loop) -> None:
+        """A session, which began with what is known so far, is over."""
+        self.prompt_of |= loop.prompt_of
+        self.group_of |= loop.group_of
+        self.loop_of |= dict.fromkeys(range(loop.state.get("version", 0), loop.num_steps), loop)
+
+    def cut(self, state: dict[str, Any]) -> None:
+        """The next session begins with `state`: what came after it is repeated."""
+        end = state.get("next_row_id", 0)
+        self.prompt_of = {row: each for row, each in self.prompt_of.items() if row < end}
+        self.group_of = {row: each for row, each in self.group_of.items() if row < end}
+
+    def check(self, folder: Path, state: dict[str, Any]) -> None:
+        """The records of a run that goes on from `state` hold all that it did before, once."""
+        version = state.get("version", 0)
+        steps = [each["step"] for each in read_lines(folder / METRICS_FILE)]
+        assert steps == [*range(1, version + 1)]
+        lines = self.check_lines(folder)
+        assert max((line["row_id"] for line in lines), default=-1) < state.get("next_row_id", 0)
+        self.check_steps(lines, version)
+        evaluated = {line["version"] for line in lines if line["outcome"] == "evaluated"}
+        assert max(evaluated, default=-1) == state.get("evaluated", -1)
+        self.check_prompts(lines, state)
+
+    def check_lines(self, folder: Path) -> list[dict[str, Any]]:
+        """The archive, but for what was lost and written again: a line per rollout, and those of
+        whole evaluations."""
+        archived = read_lines(folder / ARCHIVE)
+        lines = [line for line in archived if line["outcome"] != "lost"]
+        rows = [line["row_id"] for line in lines]
+        assert len(rows) == len({*rows}), "a rollout with two outcomes"
+        sizes = Counter(line["version"] for line in lines if line["outcome"] == "evaluated")
+        assert {*sizes.values()} <= {self.num_held_out}
+        return lines
+
+    def check_steps(self, lines: list[dict[str, Any]], num_steps: int) -> None:
+        """Each step is there with whole groups, but for what stages dropped, within its bound."""
+        left_out = {line["row_id"] for line in lines if line.get("left_out")}
+        trained = [line for line in lines if line["outcome"] == "trained"]
+        assert {line["version"] for line in trained} <= {*range(num_steps)}
+        rows_of: dict[int, set[int]] = {}
+        for row, group in self.group_of.items():
+            rows_of.setdefault(group, set()).add(row)
+        for version in range(num_steps):
+            loop = self.loop_of[version]
+            step = [line for line in trained if line["version"] == version]
+            groups = {self.group_of[line["row_id"]] for line in step}
+            is_whole = len(groups) == loop.groups_per_step
+            assert is_whole or (loop.sampler == "task" and len(groups) < loop.groups_per_step)
+            wanted = {row for group in groups for row in rows_of[group]} - left_out
+            assert {line["row_id"] for line in step} == wanted
+            oldest = version - loop.max_staleness
+            assert {line["oldest_version"] for line in step} <= {oldest}
+            if loop.late == "wait":
+                assert min(span[0] for line in step for span in line["spans"]) >= oldest
+
+    def check_prompts(self, lines: list[dict[str, Any]], state: dict[str, Any]) -> None:
+        """Those drawn so far are done or open, and each is once."""
+        closed = {
+            self.group_of[line["row_id"]]: self.prompt_of[line["row_id"]]
+            for line in lines
+            if line["outcome"] in ("trained", "dropped") and not line.get("left_out")
+        }
+        waiting = [tuple(pair) for name in ("pending", "backlog") for pair in state.get(name, [])]
+        stream = PromptStream(self.prompts, seed=0, shuffle=True)
+        drawn = [next(stream) for _ in range(state.get("position", 0))]
+        expected = sorted((prompt.epoch, prompt.prompt_id) for prompt in drawn)
+        assert sorted([*closed.values(), *waiting]) == expected
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def resume(loop: Loop, folder: Path) -> dict[str, Any]:
+    """The state that the next session begins with; the records are cut to it."""
+    checkpoint = replace(loop.config.checkpoint, resume="auto")
+    state, _ = starting_point(replace(loop.config, checkpoint=checkpoint), loop.inputs, str(folder))
+    records.cut(folder, state.get("records", {}))
+    return state
+
+
+def play(rng: random.Random, root: Path) -> None:
+    """A run of several sessions."""
+    number = rng.choice([1, 4, 30])
+    prompts = [Prompt(prompt_id=i, text="", token_ids=(i, 0)) for i in range(number)]
+    fixed = {
+        "num_steps": rng.randint(2, 8),
+        "evaluate_every": rng.choice([0, 1, 3]),
+        "num_held_out": rng.choice([0, 3]),
+        "prompts": prompts,
+    }
+    history = History(prompts, fixed["num_held_out"])
+    folder, state = root / "0", dict[str, Any]()
+    folder.mkdir()
+    for number in range(1, MOST_SESSIONS + 1):
+        options = fixed | {
+            "groups_per_step": rng.choice([1, 2]),
+            "groups_per_part": rng.choice([0, 1]),
+            "rollouts_per_prompt": rng.choice([2, 3]),
+            "drop_share": rng.choice([0.0, 0.3]),
+        }
+        loop = draw(rng, **options, state=state, storage=WatchedStorage(folder))
+        step = rng.randint(0, fixed["num_steps"] - loop.trainer.version)
+        after_s = rng.choice([0.01, 0.3] if step else [0.2, 2.0, 10.0]) * rng.random()
+        session = Session(
+            loop=loop,
+            folder=folder,
+            ending=rng.choice(ENDINGS),
+            step=loop.trainer.version + step if step else 0,
+            after_s=after_s if number < MOST_SESSIONS else LIMIT_S,
+            killed=root / str(number),
+        )
+        run(session.run())
+        history.add(loop)
+        if not session.is_ended:
+            break
+        if session.ending == "kill":
+            folder = root / str(number)
+            for name in rng.sample([ARCHIVE, METRICS_FILE], rng.randint(0, 2)):
+                if (folder / name).exists():
+                    with (folder / name).open("ab") as file:
+                        file.write(UNFINISHED)
+        before, state = state, resume(loop, folder)
+        assert before.get("version", 0) <= state.get("version", 0) <= loop.trainer.version
+        if session.ending in SAVING:
+            assert state.get("version", 0) == loop.trainer.version, "what was learnt is saved"
+        history.cut(state)
+        history.check(folder, state)
+    check(loop)
+    last = loop.trainer.version
+    history.check_steps(history.check_lines(folder), last)
+    evaluated = [line for line in read_lines(folder / ARCHIVE) if line["outcome"] == "evaluated"]
+    assert not evaluated or max(line["version"] for line in evaluated) == last
+    history.check(folder, resume(loop, folder))
+
+
+@searched(few=100, many=4000)
+def test_whenever_a_run_is_ended_its_sessions_together_do_everything_once(
+    seeds: list[int],
+) -> None:
+    for seed in seeds:
+        with case(seed), tempfile.TemporaryDirectory() as folder:
+            play(random.Random(seed), Path(folder))
