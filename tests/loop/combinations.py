@@ -18,7 +18,7 @@ from tests.loop.loop import COSTS, Loop, heavy_tail, slower
 from tests.loop.test_loop import STAGES
 
 MANY_RESTARTS = 1000
-MOST_ROLLOUTS = 120  # that are written for a run's steps, or about that
+MOST_ROLLOUTS = 80  # that are written for a run's steps, or about that
 GRAPHS = (
     ((), ("reward",)),
     (STAGES[:1], ("reward",)),
@@ -103,12 +103,14 @@ def _options(rng: random.Random) -> dict[str, Any]:
             start_s=rng.choice([0.0, 1.0, 5.0]),
             part_s=rng.choice([0.01, 0.1, 1.0]),
             decode_row_s=rng.choice([0.0, 0.0005]),
+            optimizer_s=rng.choice([0.0, 0.05]),
             save_s=rng.choice([0.0, 0.3]),
+            message_s=rng.choice([0.0, 0.0, 0.004]),
         ),
     }
     share = 1 - options["drop_share"]
     most = MOST_ROLLOUTS * share / (groups_per_step * options["rollouts_per_prompt"])
-    return options | _replicas(rng) | {"num_steps": rng.randint(1, min(14, max(2, round(most))))}
+    return options | _replicas(rng) | {"num_steps": rng.randint(1, min(12, max(2, round(most))))}
 
 
 def _replicas(rng: random.Random) -> dict[str, Any]:

@@ -23,11 +23,14 @@ async def scale(loop: Loop, rng: random.Random) -> None:
         await loop.replica_set.scale(rng.randint(1, 4), drains=rng.random() < 0.5)
 
 
-async def perform(loop: Loop, rng: random.Random, folder: Path, scales: bool) -> None:
+async def perform(loop: Loop, rng: random.Random, folder: Path) -> bool:
+    """Run the loop; returns whether its replicas were scaled meanwhile."""
+    scales = not (loop.is_colocated or loop.elastic) and rng.random() < 0.3
     scaling = asyncio.create_task(scale(loop, rng)) if scales else None
     try:
         async with asyncio.timeout(LIMIT_S):
             await loop.run(folder)
+        return scales
     finally:
         if scaling is not None:
             scaling.cancel()
@@ -96,9 +99,8 @@ def test_no_combination_of_options_and_faults_breaks_a_promise(seeds: list[int])
     for seed in seeds:
         rng = random.Random(seed)
         loop = draw(rng)
-        scales = not (loop.is_colocated or loop.elastic) and rng.random() < 0.4
         with case(seed), tempfile.TemporaryDirectory() as folder:
-            run(perform(loop, rng, Path(folder), scales))
+            scales = run(perform(loop, rng, Path(folder)))
             check(loop)
             if not (loop.faults or scales):
                 evaluated = [each.version for each in loop.run_logger.evaluations]

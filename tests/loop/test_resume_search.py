@@ -23,11 +23,11 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.types import Prompt, StepStats
 from tests.loop.combinations import draw
 from tests.loop.loop import Loop, WatchedStorage
-from tests.loop.test_loop_search import LIMIT_S, check
+from tests.loop.test_loop_search import LIMIT_S, check, perform
 from tests.random_search import case, searched
 
 ARCHIVE = "archive/rollouts-0.jsonl"
-MOST_SESSIONS = 4
+MOST_SESSIONS = 3
 UNFINISHED = b'{"row_id": 7, "outco'
 ENDINGS = ("kill", "kill", "cancel", "terminate", "lose the trainer")
 SAVING = ("cancel", "terminate")
@@ -47,7 +47,7 @@ class Session:
     killed: Path
     is_ended: bool = False
 
-    async def run(self) -> None:
+    async def run(self, rng: random.Random) -> None:
         loop, metrics = self.loop, MetricsLog(self.folder)
         clock, log_step = asyncio.get_running_loop(), loop.run_logger.log_step
         is_lost = self.ending == "lose the trainer"
@@ -60,12 +60,11 @@ class Session:
 
         loop.run_logger.log_step = log_in_file  # type: ignore[method-assign]
         await loop.storage.start()
-        task = asyncio.create_task(loop.run(self.folder))
+        task = asyncio.create_task(perform(loop, rng, self.folder))
         if not self.step:
             clock.call_later(self.after_s, self._end, task)
         try:
-            async with asyncio.timeout(LIMIT_S):
-                await task
+            await task
             self.is_ended &= is_lost  # else it ended by itself, before its next step had
         except (asyncio.CancelledError, BaseExceptionGroup, GroupLost) as error:
             if not self.is_ended or is_lost == isinstance(error, asyncio.CancelledError):
@@ -74,7 +73,7 @@ class Session:
             metrics.close()
             await loop.storage.close()
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[bool]) -> None:
         if task.done():
             return
         self.is_ended = True
@@ -186,7 +185,7 @@ def play(rng: random.Random, root: Path) -> None:
     number = rng.choice([1, 4, 30])
     prompts = [Prompt(prompt_id=i, text="", token_ids=(i, 0)) for i in range(number)]
     fixed = {
-        "num_steps": rng.randint(2, 8),
+        "num_steps": rng.randint(2, 6),
         "evaluate_every": rng.choice([0, 1, 3]),
         "num_held_out": rng.choice([0, 3]),
         "prompts": prompts,
@@ -212,7 +211,7 @@ def play(rng: random.Random, root: Path) -> None:
             after_s=after_s if number < MOST_SESSIONS else LIMIT_S,
             killed=root / str(number),
         )
-        run(session.run())
+        run(session.run(rng))
         history.add(loop)
         if not session.is_ended:
             break
