@@ -164,11 +164,14 @@ MOMENTS: dict[str, Callable[[Leg], bool]] = {
 
 
 def wait_for(leg: Leg, what: str, is_there: Callable[[], bool]) -> bool:
-    """Until then, or until the leg has ended or makes its last steps; returns whether it is."""
-    end_s = time.monotonic() + RECOVERY_LIMIT_S
+    """Until then, or until the leg has ended; returns whether it is there. Fails if no step is made
+    for `RECOVERY_LIMIT_S`."""
+    version, end_s = leg.version, time.monotonic() + RECOVERY_LIMIT_S
     while leg.is_running:
         if is_there():
             return True
+        if leg.version > version:
+            version, end_s = leg.version, time.monotonic() + RECOVERY_LIMIT_S
         if time.monotonic() > end_s:
             text = "\n".join([*leg.attacks, leg.output.read_text()[-4000:], str(leg.status())])
             raise AssertionError(f"{what} was not there within {RECOVERY_LIMIT_S:g} s:\n{text}")
@@ -229,7 +232,7 @@ def disturb(leg: Leg, moments: list[str], rng: random.Random, faults: Counter[st
             attack(leg, moment, rng, faults)
             recover(leg)
     check_files(leg, files)
-    if "end" in moments and wait_for(leg, "the end", lambda: is_ending(leg)):
+    if wait_for(leg, "the end", lambda: is_ending(leg)) and "end" in moments:
         time.sleep(rng.uniform(0.0, 3.0))
         attack(leg, "end", rng, faults)
 
