@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder in which the path of a socket fits, which it may not in one of pytest."""
+    with tempfile.TemporaryDirectory(prefix=".sockets-") as folder:
+        yield Path(folder)
+
+
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """A process with executors at work, whose temporary files go into `folder`."""
     process = subprocess.Popen(
@@ -48,23 +56,23 @@ def folders(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name.startswith(".")}
 
 
-def test_the_sockets_of_a_killed_run_are_removed_by_the_next_one(tmp_path: Path) -> None:
-    first = start(tmp_path)
+def test_the_sockets_of_a_killed_run_are_removed_by_the_next_one(short: Path) -> None:
+    first = start(short)
     try:
-        (left,) = folders(tmp_path)
+        (left,) = folders(short)
         assert left.startswith(PREFIX)
-        assert any(path.is_socket() for path in (tmp_path / left).glob("*/*"))
+        assert any(path.is_socket() for path in (short / left).glob("*/*"))
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    second = start(tmp_path)
+    second = start(short)
     try:
-        (own,) = folders(tmp_path)
+        (own,) = folders(short)
         assert own != left
-        third = start(tmp_path)
+        third = start(short)
         third.kill()
         third.wait()
-        assert own in folders(tmp_path), "its process lives"
+        assert own in folders(short), "its process lives"
     finally:
         second.kill()
         second.wait()
@@ -89,17 +97,17 @@ def test_a_folder_with_another_file_or_of_another_mode_is_left_alone(
 
 
 def test_the_folder_for_temporary_files_is_the_old_one_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for before in (str(tmp_path), None):
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for before in (str(short), None):
+        monkeypatch.setattr(tempfile, "tempdir", str(short))
         monkeypatch.delenv("TMPDIR", raising=False)
         if before is not None:
             monkeypatch.setenv("TMPDIR", before)
         with private_sockets():
-            assert Path(os.environ["TMPDIR"]).parent == tmp_path
+            assert Path(os.environ["TMPDIR"]).parent == short
         assert os.environ.get("TMPDIR") == before
-    long = tmp_path / ("a" * 80)
+    long = short / ("a" * 80)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with private_sockets():
