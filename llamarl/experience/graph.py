@@ -26,7 +26,7 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
-from llamarl.experience.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, Column
+from llamarl.experience.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column
 from llamarl.types import (
     COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
@@ -269,8 +269,10 @@ def _check_reads(stage: Stage, writers: Mapping[str, str]) -> None:
             continue
         keys = {SETTLE: REWARD_COLUMNS, TRAIN: LOSS_COLUMNS}
         where = keys.get(stage.name, f"reads of stage {stage.name}")
-        names = ", ".join(sorted(writers.keys() | DERIVED.keys()))
-        require(name in writers, where, f"name columns that some stage writes ({names})", name)
+        whole = {each for each in writers if each not in COLUMNS or COLUMNS[each].length != TEXT}
+        names = ", ".join(sorted(whole | DERIVED.keys()))
+        must = f"name columns that some stage writes of each rollout ({names})"
+        require(name in whole, where, must, name)
 
 
 def _check_external(stage: Stage, external: External, config: Config) -> None:

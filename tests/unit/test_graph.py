@@ -93,6 +93,10 @@ MISTAKES = {
         [Stage("a", nothing, ["qualty"], ["x"])],
         (rewards("x"),),
     ),
+    "reads of stage a must name columns that some stage writes of each rollout": (
+        [Stage("a", nothing, ["completion_text"], ["x"])],
+        (rewards("x"),),
+    ),
     "column x must be written by one stage, got 'a and b'": (
         [Stage("a", nothing, [], ["x"]), Stage("b", nothing, [], ["x"])],
         (rewards("x"),),
