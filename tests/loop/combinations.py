@@ -11,6 +11,7 @@ from typing import Any
 from llamarl.config import DispatchConfig
 from llamarl.experience.samplers import ReadyItem, Sample
 from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
+from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.run import make_skew
 from llamarl.types import Prompt, Request
 from tests.loop.faults import Faults
@@ -18,7 +19,7 @@ from tests.loop.loop import COSTS, Loop, heavy_tail, slower
 from tests.loop.test_loop import STAGES
 
 MANY_RESTARTS = 1000
-MOST_ROLLOUTS = 80  # that are written for a run's steps, or about that
+MOST_ROLLOUTS = 60  # that are written for a run's steps, or about that
 GRAPHS = (
     ((), ("reward",)),
     (STAGES[:1], ("reward",)),
@@ -53,17 +54,17 @@ class Chooser:
 def draw(rng: random.Random, **fixed: Any) -> Loop:
     """A run of any options, but for `fixed` ones, in which anything may go wrong."""
     options = _options(rng) | fixed
-    if options.get("sampler") == "task":
-        least = options["max_staleness"] * options["groups_per_step"]
-        num_spare = rng.randint(0, least + options["carry_over_groups"])
-        chooser = Chooser(random.Random(rng.random()), num_spare, rng.choice([0.0, 0.3]))
-        options["sample"] = chooser
+    ranker = options.pop("ranker")
+    if options["sampler"] == "task":
+        most_spare = options["max_staleness"] * options["groups_per_step"]
+        num_spare = rng.randint(0, most_spare + options["carry_over_groups"])
+        options["sample"] = Chooser(random.Random(rng.random()), num_spare, rng.choice([0.0, 0.5]))
     faults = _faults(rng, options)
     loop = Loop(**options, max_stage_restarts=MANY_RESTARTS, faults=faults)
-    if ranker := _ranker(rng, options["length"]):
+    if ranker is not None:
         dispatch = DispatchConfig(
             ranker="none",
-            tail_share=rng.choice([0.0, 0.2, 0.5]),
+            tail_share=rng.choice([0.0, 0.3, 0.3, 0.5]),
             objective=rng.choice(["max", "sum"]),
         )
         loop.skew = make_skew(replace(loop.config, dispatch=dispatch), loop.costs, ranker, 50)
@@ -72,25 +73,25 @@ def draw(rng: random.Random, **fixed: Any) -> Loop:
 
 def _options(rng: random.Random) -> dict[str, Any]:
     """What a recipe may choose, in small numbers."""
-    groups_per_step = rng.choice([1, 2, 4])
     late = rng.choice(["wait", "mask"])
     stages, reward_columns = rng.choice(GRAPHS) if rng.random() < 0.4 else GRAPHS[0]
+    length = rng.choice([heavy_tail, by_prompt])
     options = {
-        "groups_per_step": groups_per_step,
+        "groups_per_step": rng.choice([1, 2, 4]),
         "rollouts_per_prompt": rng.choice([2, 3, 5]),
         "max_staleness": rng.randint(0, 3),
         "late": late,
         "carry_over_groups": rng.randint(0, 3) if late == "mask" else 0,
         "segment_tokens": rng.choice([0, 0, 1, 7]),
         "parts": rng.choice(["dynamic", "batch"]),
-        "groups_per_part": rng.choice([0, 0, 1, groups_per_step]),
         "sampler": rng.choice(["admission", "group_complete"] + ["task"] * (late == "mask")),
         "evaluate_every": rng.choice([0, 1, 3]),
         "num_held_out": rng.choice([0, 5]),
         "save_every": rng.choice([0, 1, 3]),
         "exports": rng.random() < 0.5,
         "max_num_seqs": rng.choice([1, 4, 64]),
-        "length": rng.choice([heavy_tail, by_prompt]),
+        "length": length,
+        "ranker": _ranker(rng, length),
         "drop_share": rng.choice([0.0, 0.3, 0.8]),
         "failed_share": rng.choice([0.0, 0.05]),
         "stages": stages,
@@ -98,19 +99,53 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "stage_drop_share": rng.choice([0.0, 0.1]),
         "prompts": _prompts(rng),
         "max_drops_in_row": 10**6,
-        "costs": replace(
-            COSTS,
-            start_s=rng.choice([0.0, 1.0, 5.0]),
-            part_s=rng.choice([0.01, 0.1, 1.0]),
-            decode_row_s=rng.choice([0.0, 0.0005]),
-            optimizer_s=rng.choice([0.0, 0.05]),
-            save_s=rng.choice([0.0, 0.3]),
-            message_s=rng.choice([0.0, 0.0, 0.004]),
-        ),
+        "costs": _costs(rng),
     }
+    options |= _replicas(rng)
+    least = 1
+    if rng.random() < 0.15:
+        least = 4
+        options |= _splitting(rng, options)
+    elif options.get("elastic"):  # several steps must ask for the same
+        least = 6
+        options |= {"groups_per_step": 1, "rollouts_per_prompt": 2, "drop_share": 0.0}
+    options["groups_per_part"] = rng.choice([0, 0, 1, options["groups_per_step"]])
     share = 1 - options["drop_share"]
-    most = MOST_ROLLOUTS * share / (groups_per_step * options["rollouts_per_prompt"])
-    return options | _replicas(rng) | {"num_steps": rng.randint(1, min(12, max(2, round(most))))}
+    per_step = options["groups_per_step"] * options["rollouts_per_prompt"]
+    most = max(3, least, round(MOST_ROLLOUTS * share / per_step))
+    return options | {"num_steps": rng.randint(least, min(12, most))}
+
+
+def _splitting(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """What makes some replicas take the long rollouts of a step, the others the rest."""
+    return {
+        "num_replicas": rng.randint(3, 4),
+        "pools": (),
+        "elastic": (),
+        "is_colocated": False,
+        "max_restarts": MANY_RESTARTS,
+        "max_num_seqs": 64,
+        "ranker": Oracle(by_prompt),
+        "length": by_prompt,
+        "prompts": None,
+        "max_staleness": 0,
+        "groups_per_step": 8,
+        "rollouts_per_prompt": 2,
+        "drop_share": 0.0,
+        "costs": replace(options["costs"], decode_row_s=0.01),
+    }
+
+
+def _costs(rng: random.Random) -> Costs:
+    return replace(
+        COSTS,
+        start_s=rng.choice([0.0, 1.0, 5.0]),
+        part_s=rng.choice([0.01, 0.1, 1.0]),
+        decode_row_s=rng.choice([0.0, 0.01]),
+        optimizer_s=rng.choice([0.0, 0.05]),
+        save_s=rng.choice([0.0, 0.3]),
+        message_s=rng.choice([0.0, 0.0, 0.004]),
+    )
 
 
 def _replicas(rng: random.Random) -> dict[str, Any]:
@@ -141,7 +176,7 @@ def _prompts(rng: random.Random) -> list[Prompt] | None:
 
 def _ranker(rng: random.Random, length: Callable[[Request], int]) -> Ranker | None:
     kinds = [None, Unranked, History, lambda: Oracle(length), Learnt]
-    make = rng.choices(kinds, [60, 5, 20, 10, 3])[0]
+    make = rng.choices(kinds, [55, 5, 15, 20, 3])[0]
     return make() if make else None
 
 

@@ -227,6 +227,7 @@ class Loop:
             length_of=self.length,
             row_step=self.num_hosts,
         )
+        self.workload = workload
         self.config = self._config()
         rollouts = StoredRollouts(self.faults)
         setting = Setting(config=self.config, workload=workload, rollouts=rollouts)

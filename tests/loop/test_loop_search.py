@@ -6,9 +6,11 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 from llamarl.planner.simulation.clock import run
+from llamarl.types import ScoreStatus
 from tests.loop.combinations import draw, due_evaluations
 from tests.loop.loop import Loop
 from tests.random_search import case, searched
@@ -69,6 +71,9 @@ def check_steps(loop: Loop) -> None:
         groups = {loop.group_of[row] for row in rows}
         assert len(groups) == loop.groups_per_step
         assert rows == {row for group in groups for row in rows_of[group]} - left_out
+        for row, stage in product(rows, loop.stages):
+            result = loop.workload.pass_stage(stage, row)
+            assert (result.reason, result.status) == ("", ScoreStatus.OK), "it was dropped"
     if loop.sampler != "task":
         assert len({row for _, row in trained}) == len(trained), "a rollout was trained on twice"
     if loop.sampler == "admission" and loop.late == "wait":
