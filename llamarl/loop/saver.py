@@ -59,7 +59,11 @@ class Saver:
         If the caller is cancelled it goes on to its end, and `rescue` waits for it: a version that
         was made is logged.
         """
-        await self._end_step()
+        try:
+            await self._end_step()
+        except BaseException:
+            step.close()
+            raise
         made = self._made = asyncio.Event()  # new: the end of the step before may still set its own
         task = self._protect(step)
         task.add_done_callback(lambda _: made.set())

@@ -3,6 +3,7 @@ a checkpoint is written."""
 
 import asyncio
 import errno
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,29 @@ def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version()
         assert saver.version == 2
 
     asyncio.run(start_two())
+
+
+def test_a_step_that_is_cancelled_before_it_starts_is_closed():
+    others = dict.fromkeys(("trainer", "gate", "colocation", "evaluator", "spans"))  # not asked
+    saver = Saver(config=CheckpointConfig(), run_dir="", version=0, last=9, **others)
+
+    async def logged_for_ever():
+        saver.made(1)
+        await asyncio.Event().wait()
+
+    async def next_step():
+        saver.made(2)
+
+    async def cancel():
+        await saver.start_step(logged_for_ever())
+        step = next_step()
+        starting = asyncio.create_task(saver.start_step(step))
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        return inspect.getcoroutinestate(step)
+
+    assert asyncio.run(cancel()) == inspect.CORO_CLOSED, "else Python warns of it as it is deleted"
 
 
 class Gate:
