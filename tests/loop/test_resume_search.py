@@ -192,8 +192,8 @@ def resume(loop: Loop, folder: Path) -> dict[str, Any]:
 
 def play(rng: random.Random, root: Path) -> None:
     """A run of several sessions."""
-    number = rng.choice([1, 4, 30])
-    prompts = [Prompt(prompt_id=i, text="", token_ids=(i, 0)) for i in range(number)]
+    num_prompts = rng.choice([1, 4, 30])
+    prompts = [Prompt(prompt_id=i, text="", token_ids=(i, 0)) for i in range(num_prompts)]
     fixed = {
         "num_steps": rng.randint(2, 5),
         "evaluate_every": rng.choice([0, 1, 3]),
@@ -213,12 +213,14 @@ def play(rng: random.Random, root: Path) -> None:
         loop = draw(rng, **options, state=state, storage=WatchedStorage(folder))
         step = rng.randint(0, fixed["num_steps"] - loop.trainer.version)
         after_s = rng.choice([0.01, 0.3] if step else [0.2, 2.0, 10.0]) * rng.random()
+        if number == MOST_SESSIONS:  # it ends by itself
+            after_s = 2 * LIMIT_S
         session = Session(
             loop=loop,
             folder=folder,
             ending=rng.choice(ENDINGS),
             step=loop.trainer.version + step if step else 0,
-            after_s=after_s if number < MOST_SESSIONS else LIMIT_S,
+            after_s=after_s,
             killed=root / str(number),
         )
         run(session.run(rng))
