@@ -152,7 +152,7 @@ class Saver:
         version is saved nevertheless."""
         try:
             yield
-            await asyncio.gather(*self._whole)
+            await asyncio.gather(*map(asyncio.shield, self._whole))
         except* (GroupLost, NoGenerator) as losses:
             if not self.has_last:
                 raise
