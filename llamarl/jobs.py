@@ -28,6 +28,7 @@ from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
 from llamarl.loop.evaluation import evaluate_alone
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.signals import Signals, Stopped
+from llamarl.metrics.accuracy import with_interval
 from llamarl.metrics.console import Progress
 from llamarl.metrics.ending import is_finished, show_end, show_finished_run
 from llamarl.metrics.provenance import Record
@@ -111,9 +112,10 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
                 result = await until_lost(_evaluate(config, inputs, executors), executors)
     console.print(
-        f"accuracy {result.accuracy:.1%}  reward {result.reward:.4f}  "
-        f"mean length {result.mean_tokens:.1f}  truncated {result.truncated_share:.1%}  "
-        f"prompts {result.num_prompts}  failed rewards (counted as wrong) {result.num_failed}",
+        f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
+        f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
+        f"truncated {result.truncated_share:.1%}  "
+        f"failed rewards (counted as wrong) {result.num_failed}",
         highlight=False,
         soft_wrap=True,
     )
