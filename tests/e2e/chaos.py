@@ -233,7 +233,7 @@ def disturb(leg: Leg, moments: list[str], rng: random.Random, faults: Counter[st
             recover(leg)
     check_files(leg, files)
     if wait_for(leg, "the end", lambda: is_ending(leg)) and "end" in moments:
-        time.sleep(rng.uniform(0.0, 3.0))
+        time.sleep(rng.choice([0.0, rng.uniform(0.0, 3.0)]))
         attack(leg, "end", rng, faults)
 
 

@@ -15,7 +15,8 @@ def test_a_run_of_which_processes_are_killed_and_stopped_ends_as_if_they_were_no
 ) -> None:
     for seed in seeds:
         rng = random.Random(seed)
-        moments = rng.sample(["start", "step", "publish", "save", "evaluation", "end"], 2)
+        others = ["start", "publish", "save", "evaluation", "end"]  # some pass too fast to be met
+        moments = ["step", rng.choice(others)]
         chaos = Chaos(tmp_path / str(seed), SMALL_RUN, rng, num_prompts=16, per_step=64)
         with case(seed):
             chaos.run_leg(moments)
