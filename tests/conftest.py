@@ -5,15 +5,26 @@ composes a recipe twice, first only to ask whether it chooses hydra.mode, which 
 """
 
 import gc
+import resource
 
 import pytest
 from hydra._internal.hydra import Hydra
 from hypothesis import settings
 
+OPEN_FILES = 1024  # that a process of the tests may need, which runs hundreds of them
+
 gc.set_threshold(100_000, 50, 100)
 settings.register_profile("llamarl", deadline=None)  # a loaded machine is no mistake
 settings.load_profile("llamarl")
 Hydra.get_mode = lambda *_, **__: None
+
+
+def pytest_configure():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
+        pytest.exit(f"the tests need {OPEN_FILES} open files, got ulimit -n {hard}", returncode=2)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
 
 
 def pytest_collection_finish():
