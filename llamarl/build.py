@@ -6,10 +6,10 @@ nothing here computes; it only says who gets what.
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config, VllmConfig
@@ -21,18 +21,19 @@ from llamarl.executor_groups import Executors
 from llamarl.experience.samplers import make_sampler
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
-from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.elasticity import Elasticity
+from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.healing_stage import HealingStage
-from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.part_size import PartSize
 from llamarl.loop.placement import Neighbours
 from llamarl.loop.replica_set import ReplicaSet
+from llamarl.loop.rollouts import Rollouts
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
@@ -41,7 +42,7 @@ from llamarl.metrics.decode_steps import DecodeSteps
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
-from llamarl.protocols import WeightSource
+from llamarl.protocols import RunObserver, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling import evaluation_sampling, train_sampling
 from llamarl.weights.layout.kinds import weight_kind
@@ -70,6 +71,9 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Offloadable: type[protocols.Offloadable] = offload.OffloadPart
 
 
+E = TypeVar("E", bound=Engines)
+
+
 def build_controller(
     config: Config,
     inputs: Inputs,
@@ -81,78 +85,130 @@ def build_controller(
     spans: Spans,
     skew: Skew | None = None,
     may_restart: Callable[[], bool] | None = None,
-) -> tuple[Controller, Publisher, Dispatch]:
+) -> tuple[Controller, ReplicaSet, list[HealingStage]]:
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty, `skew`
     what replaces the config's. `may_restart`: may a lost stage be started again? None: never."""
-    dispatch = make_dispatch(config, executors, skew or make_skew(config, inputs, run_dir))
-    roles, ledger = _roles(executors, dispatch, may_restart), Ledger(inputs.graph)
-    gate = make_gate(config, inputs, executors, dispatch, spans, state)
+    healing = make_healing(executors, may_restart)
+    engines = make_engines(
+        config,
+        inputs,
+        executors,
+        state=state,
+        spans=spans,
+        observer=run_logger,
+        skew=skew or make_skew(config, inputs, run_dir),
+        healing=healing,
+    )
+    assert engines.trainer is not None
     colocation = _colocation(config, executors, spans)
-    evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
-    logprob_check = LogprobCheck(
+    evaluator = build_evaluator(config, inputs, engines, state)
+    logprob_check = make_logprob_check(config, inputs, engines)
+    on_commit = logprob_check.committed
+    replica_set = _replica_set(config, executors, engines, spans, run_dir, on_commit)
+    elasticity = _elasticity(config, engines, replica_set)
+    assert engines.publisher is not None
+    watches = [engines.publisher.watch, replica_set.watch, *(each.watch for each in healing)]
+    saver = Saver(
+        config=config.checkpoint,
+        run_dir=run_dir,
+        engines=engines,
+        colocation=colocation,
+        evaluator=evaluator,
+        spans=spans,
+        last=config.num_steps,
+    )
+    controller = Controller(
+        engines=engines,
+        gate=engines.gate,
+        part_size=PartSize(config=config.trainer),
+        logprob_check=logprob_check,
+        evaluator=evaluator,
+        colocation=colocation,
+        saver=saver,
+        watches=[*watches, *([elasticity.watch] if elasticity is not None else [])],
+    )
+    return controller, replica_set, healing
+
+
+def make_engines(
+    config: Config,
+    inputs: Inputs,
+    executors: Executors,
+    *,
+    state: dict[str, Any],
+    spans: Spans,
+    observer: RunObserver,
+    skew: Skew | None = None,
+    healing: Sequence[HealingStage] = (),
+    make: Callable[..., E] = Engines,
+) -> E:
+    """The verbs over these executors, whose trainer has the version of `state`; no publisher yet.
+    `make` takes the fields of `Engines`; `healing` are the stages that are started again alone."""
+    dispatch = make_dispatch(config, executors, skew)
+    stages = {stage: group.call_one for stage, group in executors.stages.items()}
+    stages |= {each.stage: each for each in healing}
+    gate = make_gate(config, inputs, executors, dispatch, spans, state)
+    return make(
+        rules=make_rules(config, inputs),
+        gate=gate,
         dispatch=dispatch,
-        ledger=ledger,
-        storage=roles.storage,
-        trainer=roles.trainer,
-        allocate_rows=gate.allocate_rows,
+        rollouts=Rollouts(dispatch, stages, inputs.graph, executors.storage),
+        trainer=None if executors.trainer is None else executors.trainer.call_one,
+        publisher=None,
+        observer=observer,
+        version=gate.version,
+    )
+
+
+def make_healing(
+    executors: Executors, may_restart: Callable[[], bool] | None
+) -> list[HealingStage]:
+    """Those of the stages that are started again alone."""
+    groups, start, storage = executors.stages, executors.start_stage, executors.storage
+    return [
+        HealingStage(stage, groups, start, storage, may_restart)
+        for stage in groups
+        if start is not None and may_restart is not None and executors.heals(stage)
+    ]
+
+
+def make_logprob_check(config: Config, inputs: Inputs, engines: Engines) -> LogprobCheck:
+    """Whether generators write with the trainer's policy."""
+    assert engines.trainer is not None
+    return LogprobCheck(
+        dispatch=engines.dispatch,
+        rollouts=engines.rollouts,
+        trainer=engines.trainer,
+        allocate_rows=engines.gate.allocate_rows,
         prompts=inputs.prompts,
         sampling=train_sampling(config, inputs),
         seed=config.seed,
         mode=config.weights.logprob_check,
         pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
     )
-    on_commit = logprob_check.committed
-    replica_set, publisher = _replica_set(config, executors, dispatch, spans, run_dir, on_commit)
-    saver = Saver(
-        config=config.checkpoint,
-        run_dir=run_dir,
-        trainer=roles.trainer,
-        gate=gate,
-        colocation=colocation,
-        evaluator=evaluator,
-        spans=spans,
-        version=gate.version,
-        last=config.num_steps,
-    )
-    controller = Controller(
-        config=config,
-        roles=roles,
-        rules=make_rules(config, inputs),
-        gate=gate,
-        ledger=ledger,
-        publisher=publisher,
-        replica_set=replica_set,
-        elasticity=_elasticity(config, gate, dispatch, replica_set),
-        logprob_check=logprob_check,
-        colocation=colocation,
-        evaluator=evaluator,
-        saver=saver,
-        run_logger=run_logger,
-    )
-    return controller, publisher, dispatch
 
 
 def _replica_set(
     config: Config,
     executors: Executors,
-    dispatch: Dispatch,
+    engines: Engines,
     spans: Spans,
     run_dir: str,
     on_commit: Callable[[int, int], None],
-) -> tuple[ReplicaSet, Publisher]:
+) -> ReplicaSet:
     # Colocated, a replica could start only in a phase of its own.
     max_restarts = 0 if config.placement.colocated else config.generator.max_restarts
     options: dict[str, Any] = {"on_commit": on_commit, "may_come": max_restarts > 0}
-    publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
+    places = executors, engines.dispatch, spans, run_dir
+    publisher = engines.publisher = make_publisher(config, *places, **options)
     groups, start = executors.generators, executors.start_generator
-    return ReplicaSet(groups, start, publisher, dispatch, max_restarts=max_restarts), publisher
+    return ReplicaSet(groups, start, publisher, engines.dispatch, max_restarts=max_restarts)
 
 
-def _elasticity(
-    config: Config, gate: Gate, dispatch: Dispatch, replica_set: ReplicaSet
-) -> Elasticity | None:
+def _elasticity(config: Config, engines: Engines, replica_set: ReplicaSet) -> Elasticity | None:
     if not (limits := config.generator.elastic):
         return None
+    gate, dispatch = engines.gate, engines.dispatch
     return Elasticity(limits=limits, gate=gate, dispatch=dispatch, replica_set=replica_set)
 
 
@@ -176,25 +232,6 @@ def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None
         neighbours=Neighbours(units_near(config), num_storage_units(config)),
         skew=skew,
         speeds=Speeds(pools_of(config.generator)),
-    )
-
-
-def _roles(
-    executors: Executors, dispatch: Dispatch, may_restart: Callable[[], bool] | None
-) -> Roles:
-    assert executors.trainer is not None
-    groups, start, storage = executors.stages, executors.start_stage, executors.storage
-    healing = {
-        stage: HealingStage(stage, groups, start, storage, may_restart)
-        for stage in groups
-        if start is not None and may_restart is not None and executors.heals(stage)
-    }
-    return Roles(
-        generator=dispatch,
-        stages={stage: group.call_one for stage, group in groups.items()} | healing,
-        trainer=executors.trainer.call_one,
-        storage=storage,
-        healing=[*healing.values()],
     )
 
 
@@ -272,21 +309,14 @@ def make_publisher(
 
 
 def build_evaluator(
-    config: Config,
-    inputs: Inputs,
-    executors: Executors,
-    dispatch: Dispatch,
-    ledger: Ledger,
-    state: dict[str, Any],
+    config: Config, inputs: Inputs, engines: Engines, state: dict[str, Any]
 ) -> Evaluator:
     """The evaluation of the held-out prompts, of which there may be none."""
     return Evaluator(
         prompts=inputs.held_out,
         sampling=evaluation_sampling(config, inputs),
         seed=config.seed,
-        generator=dispatch,
-        ledger=ledger,
-        storage=executors.storage,
+        engines=engines,
         every_steps=config.evaluation.every_steps,
         version=state.get("evaluated", -1),
         rows_per_replica=min(p.generator.max_num_seqs for p in pools_of(config.generator)),

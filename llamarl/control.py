@@ -14,17 +14,20 @@ import os
 import pwd
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamarl.cluster import ExecutorGroup
+from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, place_generator
 from llamarl.executor_groups import Executors
 from llamarl.experience.server import short_path
 from llamarl.loop.controller import Controller
+from llamarl.loop.healing_stage import HealingStage
+from llamarl.loop.replica_set import ReplicaSet
 from llamarl.weights.transports.table import TRANSPORTS
 
 SOCKET = ".control"
@@ -147,8 +150,11 @@ def scale(arguments: list[str]) -> str:
 class RunControl:
     """Answers for a run at work."""
 
+    config: Config
     controller: Controller
     executors: Executors
+    replica_set: ReplicaSet
+    healing: Sequence[HealingStage]
 
     async def answer(self, message: Message) -> Message:
         """See the module's docstring. ValueError for what cannot be done."""
@@ -160,7 +166,7 @@ class RunControl:
         raise ValueError(f"a message must ask status or scale, got {message.get('ask')}")
 
     def _status(self) -> Message:
-        replica_set, groups = self.controller.replica_set, self.executors.generators
+        replica_set, groups = self.replica_set, self.executors.generators
         rows = [
             [
                 f"generator-{each.replica}",
@@ -174,7 +180,7 @@ class RunControl:
             for each in replica_set.status()
         ]
         version = self.controller.saver.version
-        healing = {stage.name: stage for stage in self.controller.roles.healing}
+        healing = {stage.name: stage for stage in self.healing}
         for group in self.executors.beside_generators:
             at = version if group is self.executors.trainer else None
             stage, place = healing.get(group.name), self._place(group.name, group)
@@ -183,14 +189,14 @@ class RunControl:
             rows.append([group.name, state, at, None, None, num_losses, *place])
         return {
             "version": version,
-            "num_steps": self.controller.config.num_steps,
+            "num_steps": self.config.num_steps,
             "num_open": self.controller.gate.num_open,
             "executors": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
         }
 
     async def _place_on(self, address: str, replicas: list[int]) -> None:
         """Let these replicas, when they are started, run on the host at `address`."""
-        config, generator = self.controller.config, self.controller.config.generator
+        config, generator = self.config, self.config.generator
         num_ranks = len(replicas) * generator.num_ranks
         if not replicas:
             raise ValueError("generators must be more than before with host=ADDRESS")
@@ -210,14 +216,14 @@ class RunControl:
 
     def _place(self, name: str, group: ExecutorGroup | None) -> tuple[str, str]:
         """The hosts and pids of an executor's processes."""
-        cluster = self.controller.config.cluster
+        cluster = self.config.cluster
         names = [cluster.name_host(host) for host in self.executors.hosts_of(name)]
         pids = getattr(group, "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
     async def _scale(self, num_replicas: int, drains: bool, host: str) -> Message:
         """With a `host`, replicas that are added run there."""
-        replica_set, config = self.controller.replica_set, self.controller.config
+        replica_set, config = self.replica_set, self.config
         fewest, most = config.generator.elastic or (1, MAX_REPLICAS)
         if not fewest <= num_replicas <= most:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")

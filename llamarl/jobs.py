@@ -5,6 +5,7 @@ what drives the executors of a training run (`sessions.py`), or the command line
 Invariant: when a job ends, however it ends, none of its processes is left.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -18,15 +19,15 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from llamarl.build import build_evaluator, make_dispatch
+from llamarl.build import build_evaluator, make_engines
 from llamarl.checkpoints import checkpoint, records
 from llamarl.cluster import Cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.errors import NoGenerator
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
-from llamarl.loop.evaluation import evaluate_alone
-from llamarl.loop.ledger import Ledger
+from llamarl.loop.engines import Unobserved
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.accuracy import with_interval
 from llamarl.metrics.console import Progress
@@ -108,9 +109,12 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
             parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
+            spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
             async with _started(config, inputs, run_dir, progress, parts) as (_, executors, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
-                result = await until_lost(_evaluate(config, inputs, executors), executors)
+                with contextlib.closing(spans):
+                    work = _evaluate(config, inputs, executors, spans)
+                    result = await until_lost(work, executors)
     console.print(
         f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
         f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
@@ -124,16 +128,23 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
     return result
 
 
-async def _evaluate(config: Config, inputs: Inputs, executors: Executors) -> Evaluation:
-    dispatch = make_dispatch(config, executors)
-    ledger = Ledger(inputs.graph)
-    dispatch.hold(set(dispatch.replicas))
-    evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, {})
+async def _evaluate(
+    config: Config, inputs: Inputs, executors: Executors, spans: Spans
+) -> Evaluation:
+    """Evaluate the checkpoint's weights, which generators hold as version 0."""
+    quiet = Unobserved()
+    engines = make_engines(config, inputs, executors, state={}, spans=spans, observer=quiet)
+    evaluator = build_evaluator(config, inputs, engines, {})
     try:
-        score = inputs.graph.stages[SCORE]
-        return await evaluate_alone(evaluator, score, executors.stages[score].call_one)
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(engines.serve())
+            result = await evaluator.evaluate(0, is_last=True)
+            serving.cancel()
     finally:
-        await dispatch.close()
+        await engines.dispatch.close()
+    if result is None:
+        raise NoGenerator("every generator replica is lost")
+    return result
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
-"""What the controller may ask of each executor, seen from the caller's side.
+"""What the controller may ask of each executor, seen from the caller's side; and what it says to
+those that follow a run.
 
 Owns: the method names and their meaning. Does not own: how a call travels (`cluster/`) or what
-runs behind it (`executors/`). Invariant: at most six methods each, all asynchronous.
+runs behind it (`executors/`). Invariant: at most six methods each; those of executors
+are asynchronous.
 
 An executor may have several ranks. The methods of WeightSource and WeightTarget return a list with
 one entry per rank, all others one result for the whole executor. A trainer is a WeightSource; a
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 from llamarl.types import (
     Batch,
     Columns,
+    Evaluation,
+    Group,
     Outcome,
     Request,
     RolloutInfo,
@@ -24,6 +28,7 @@ from llamarl.types import (
     StageItem,
     StageResult,
     StepStats,
+    Verdict,
 )
 
 if TYPE_CHECKING:
@@ -144,6 +149,29 @@ class Storage(Protocol):
     async def usage(self) -> dict[str, int]:
         """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no
         more rows should come."""
+
+
+class RunObserver(Protocol):
+    """Follows a run, which goes the same way whatever the observer does."""
+
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """`group` is scored, and will be trained on or not."""
+
+    def log_publish(self, seconds: float) -> None:
+        """A version is active on the generators, `seconds` after its publish began."""
+
+    def log_evaluation(self, evaluated: Evaluation | None) -> None:
+        """A held-out evaluation is finished; None if generators were lost with it."""
+
+    async def log_step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        oldest_version: int,
+        found: dict[str, float],
+    ) -> None:
+        """The optimizer step that made `stats.version` from `groups` has ended. Tokens older than
+        `oldest_version` had no weight in it. `found`: of the log-prob check and of its parts."""
 
 
 class Offloadable(Protocol):

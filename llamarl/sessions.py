@@ -144,20 +144,20 @@ class Sessions:
         async with AsyncExitStack() as exits:
             exits.callback((metrics := MetricsLog(run_dir, trackers)).close)
             try:
-                controller = await self._prepare(executors, start, metrics, exits)
+                control = await self._prepare(executors, start, metrics, exits)
             except Exception as error:
                 groups = [*executors.beside_generators, *executors.generators.values()]
                 losses = [] if isinstance(error, ValueError) else await find_losses(groups)
                 if self._may_go_on(losses, signals):
                     raise SessionLost(losses, state.get("version", 0)) from error
                 raise
-            signals.grant(controller.saver.end_after_step, config.checkpoint.grace_s)
-            await self._until_end(controller, executors, signals)
-        return controller
+            signals.grant(control.controller.saver.end_after_step, config.checkpoint.grace_s)
+            await self._until_end(control, executors, signals)
+        return control.controller
 
     async def _prepare(
         self, executors: Executors, start: Start, metrics: MetricsLog, exits: AsyncExitStack
-    ) -> Controller:
+    ) -> RunControl:
         """Bring the executors to `start` and connect them; `exits` undo that."""
         state, folder = start
         assert executors.trainer is not None
@@ -165,7 +165,7 @@ class Sessions:
             self.progress.show_phase("reading the checkpoint")
             await executors.trainer.call_one.restore(folder)
         run_logger = self._run_logger(metrics, executors)
-        controller, publisher, dispatch = build_controller(
+        controller, replica_set, healing = build_controller(
             self.config,
             self.inputs,
             executors,
@@ -175,13 +175,15 @@ class Sessions:
             spans=self.spans,
             may_restart=self.restarts.take,
         )
-        for each in (publisher, dispatch, controller.replica_set):  # closed in reverse
+        engines = controller.engines
+        assert engines.publisher is not None
+        for each in (engines.publisher, engines.dispatch, replica_set):  # closed in reverse
             exits.push_async_callback(each.close)
         self.progress.show_phase("connecting trainer and generators")
-        await publisher.connect()
+        await engines.publisher.connect()
         gc.set_threshold(*GC_THRESHOLDS)
         run_logger.start(state.get("version", 0))
-        return controller
+        return RunControl(self.config, controller, executors, replica_set, healing)
 
     def _run_logger(self, metrics: MetricsLog, executors: Executors) -> RunLogger:
         return RunLogger(
@@ -196,15 +198,15 @@ class Sessions:
         )
 
     async def _until_end(
-        self, controller: Controller, executors: Executors, signals: Signals
+        self, control: RunControl, executors: Executors, signals: Signals
     ) -> None:
         """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
+        controller = control.controller
         try:
-            control = RunControl(controller, executors)
             async with listening(self.run_dir, control.answer):
                 await until_lost(controller.run(), executors, lambda: controller.saver.has_last)
         except BaseException as error:
-            self._replicas = controller.replica_set.wanted()
+            self._replicas = control.replica_set.wanted()
             is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
             losses = [] if is_stopped else await find_losses(executors.vital)
             if self._may_go_on(losses, signals):

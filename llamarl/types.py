@@ -166,7 +166,8 @@ class Request:
     counts the replicas that were lost with the rollout: the store takes nothing from an earlier
     one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its
     group's; `expected_tokens` is its probable length, 0 if not known. Of a step, the highest
-    `precedence` starts first. Only the engine looks at `replay_tokens`, how long it has to become.
+    `precedence` starts first. With a `replica` no other may write it. Only the engine looks at
+    `replay_tokens`, how long it has to become.
     """
 
     row_id: int
@@ -181,6 +182,7 @@ class Request:
     step: int = 0
     expected_tokens: int = 0
     precedence: int = 0
+    replica: int | None = None
     replay_tokens: int = 0
 
     @property

@@ -85,9 +85,16 @@ class Dispatch:
         waiting for the replicas: one that does not answer delays no other.
 
         Those of an evaluation go to replicas that keep their version; once those are lost, nowhere:
-        they come out of `collect` marked ABORTED. NoGenerator if no replica is left and none may
-        come."""
-        shares, left = self.balance.spread([self._renewed(request) for request in requests])
+        they come out of `collect` marked ABORTED, as do those of a `Request.replica` that is lost.
+        NoGenerator if no replica is left and none may come."""
+        free = [self._renewed(request) for request in requests if request.replica is None]
+        shares, left = self.balance.spread(free)
+        for request in requests:
+            if request.replica is not None and request.replica not in self.replicas:
+                self._give_up([request])
+            elif request.replica is not None:
+                self.balance.hold(request.replica, request)
+                shares.setdefault(request.replica, []).append(request)
         is_late = [each.purpose is Purpose.EVALUATE and not self._may_hold_more for each in left]
         self._give_up([*compress(left, is_late)])
         waiting = {each.row_id: each for each, late in zip(left, is_late, strict=True) if not late}
@@ -96,13 +103,6 @@ class Dispatch:
         self._waiting |= waiting
         for index, share in shares.items():
             self._start(self._send(self.replicas[index], index, share))
-
-    async def submit_to(self, index: int, requests: list[Request]) -> None:
-        """Queue requests on this very replica; nothing happens if it is lost."""
-        if index in self.replicas:
-            for request in requests:
-                self.balance.hold(index, request)
-            await self._send(self.replicas[index], index, requests)
 
     def _renewed(self, request: Request) -> Request:
         """The request under its present attempt."""

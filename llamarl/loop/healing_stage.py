@@ -40,7 +40,7 @@ class HealingStage:
         storage: Storage,
         may_restart: Callable[[], bool],
     ) -> None:
-        self._stage, self._groups, self._start = stage, groups, start
+        self.stage, self._groups, self._start = stage, groups, start
         self._storage, self._may_restart = storage, may_restart
         self.num_losses = 0
         self._losses: asyncio.Queue[GroupLost] = asyncio.Queue()  # that calls met with
@@ -50,7 +50,7 @@ class HealingStage:
     @property
     def name(self) -> str:
         """The executor's."""
-        return self._groups[self._stage].name
+        return self._groups[self.stage].name
 
     @property
     def is_serving(self) -> bool:
@@ -61,10 +61,10 @@ class HealingStage:
         """See `protocols.Processor`. Without end if the executor is lost for good, which `watch`
         raises."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
-        names = [column.name for column in self._stage.writes]
+        names = [column.name for column in self.stage.writes]
         while True:
             await self._serves.wait()
-            group, num_losses = self._groups[self._stage], self.num_losses
+            group, num_losses = self._groups[self.stage], self.num_losses
             try:
                 results: Sequence[Score | StageResult] = await group.call_one.process(items)
                 return results
@@ -80,7 +80,7 @@ class HealingStage:
     async def watch(self) -> None:
         """Start the executor again whenever it is lost; raises the loss once that may not be."""
         while True:
-            loss = await self._wait_lost(self._groups[self._stage])
+            loss = await self._wait_lost(self._groups[self.stage])
             self._serves.clear()
             await self._heal(loss)
             self._losses = asyncio.Queue()  # all were of the processes before
@@ -104,7 +104,7 @@ class HealingStage:
         """Start other processes; those that do not come up count as one more loss."""
         pause_s = FIRST_PAUSE_S
         while True:
-            group = self._groups[self._stage]
+            group = self._groups[self.stage]
             is_placed = not isinstance(loss, GroupLost) or loss.has_host
             if not (is_placed and self._may_restart()):
                 raise loss
@@ -113,7 +113,7 @@ class HealingStage:
             await asyncio.wait({asyncio.ensure_future(group.stop())}, timeout=STOP_LIMIT_S)
             self.num_losses += 1
             try:
-                self._groups[self._stage] = await self._start(self._stage, self.num_losses)
+                self._groups[self.stage] = await self._start(self.stage, self.num_losses)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the next start may do
                 loss = error

@@ -20,9 +20,9 @@ from statistics import median
 
 from llamarl.environments.requests import rollout_seed
 from llamarl.loop.dispatch import Dispatch
-from llamarl.loop.ledger import Ledger
-from llamarl.protocols import Storage, Trainer
-from llamarl.types import Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
+from llamarl.loop.rollouts import Rollouts
+from llamarl.protocols import Trainer
+from llamarl.types import Group, Outcome, Prompt, Purpose, Request, RolloutInfo, Sampling
 
 NUM_TOKENS = 8
 NUM_ASKED = 16  # replicas per version: the trainer reads all their rows on every rank
@@ -104,8 +104,7 @@ class LogprobCheck:
     """
 
     dispatch: Dispatch
-    ledger: Ledger
-    storage: Storage
+    rollouts: Rollouts
     trainer: Trainer
     allocate_rows: Callable[[int, int | None], Sequence[int]]
     prompts: list[Prompt]
@@ -118,7 +117,7 @@ class LogprobCheck:
     _num_asked: int = 0
     _warned: set[int] = field(default_factory=set)
     _started: set[int] = field(default_factory=set)
-    _submits: set[asyncio.Task[None]] = field(default_factory=set)
+    _asked: dict[asyncio.Task[None], Group] = field(default_factory=dict)
 
     def committed(self, replica: int, version: int) -> None:
         """Ask `replica`, which has committed `version`, for a check rollout; for several the first
@@ -131,11 +130,11 @@ class LogprobCheck:
         sampling = replace(self.sampling, max_tokens=min(NUM_TOKENS, self.sampling.max_tokens))
         is_first = replica not in self._started
         self._started.add(replica)
-        requests = []
         unit = self.dispatch.balance.unit_near(replica)
         for row_id in self.allocate_rows(NUM_START_ROWS if is_first else 1, unit):
             prompt = self.prompts[self._num_asked % len(self.prompts)]
             self._num_asked += 1
+            group = Group(group_id=-1, prompt=prompt, row_ids=(row_id,), min_version=version)
             request = Request(
                 row_id=row_id,
                 prompt_ids=prompt.token_ids,
@@ -143,10 +142,9 @@ class LogprobCheck:
                 seed=rollout_seed(self.seed, prompt, -self._num_asked),  # no training row's
                 min_version=version,
                 purpose=Purpose.CHECK,
+                replica=replica,
             )
-            self.ledger.add(request, prompt)
-            requests.append(request)
-        self._submits.add(asyncio.ensure_future(self.dispatch.submit_to(replica, requests)))
+            self._asked[asyncio.ensure_future(self.rollouts.write(group, [request]))] = group
 
     async def check(self, version: int) -> dict[str, float]:
         """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
@@ -158,11 +156,10 @@ class LogprobCheck:
         """
         if self.mode == "off":
             return {}
-        sent = [task for task in self._submits if task.done()]
-        self._submits.difference_update(sent)
-        await asyncio.gather(*sent)  # raises what went wrong first, and asyncio warns of no other
-        entries = (self.ledger.entries[row_id] for row_id in self.ledger.rows(Purpose.CHECK))
-        rows = [entry.rollout for entry in entries if entry.rollout is not None]
+        ended = [task for task in self._asked if task.done()]
+        groups = [self._asked.pop(task) for task in ended]
+        await asyncio.gather(*ended)  # raises what went wrong first, and asyncio warns of no other
+        rows = [rollout for group in groups for rollout in group.rollouts.values()]
         good = [row for row in rows if {span.version for span in row.spans} == {version}]
         differences = await self.trainer.infer([row.row_id for row in good]) if good else []
         for row, difference in zip(good, differences, strict=True):
@@ -174,8 +171,7 @@ class LogprobCheck:
         if good and known:
             scalars["logprob_check_tolerance"] = max(known)
         outcome: Outcome = {"outcome": "logprob_check", "version": version}
-        await self.storage.retire([row.row_id for row in rows], outcome)
-        self.ledger.forget([row.row_id for row in rows])
+        await self.rollouts.retire([row.row_id for row in rows], outcome)
         return scalars
 
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:

@@ -31,7 +31,7 @@ from itertools import combinations
 import numpy as np
 
 from llamarl.config.trainer import TrainerConfig
-from llamarl.types import Batch
+from llamarl.types import Group
 
 OVERHEAD_SHARE = 0.1  # of a part's time, at most, that its size does not change
 NUM_KEPT = 24  # newest parts that are compared
@@ -72,12 +72,13 @@ class PartSize:
         return 1, self.num_tokens
 
     @contextmanager
-    def timed(self, batch: Batch) -> Iterator[None]:
+    def timed(self, groups: Sequence[Group]) -> Iterator[None]:
         """Around the training of one part."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         yield
-        num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in batch.rows)
+        rollouts = (rollout for group in groups for rollout in group.rollouts.values())
+        num_tokens = sum(each.num_prompt_tokens + each.num_tokens for each in rollouts)
         self._sizes.append(num_tokens)
         if not self._is_cold:
             self.learn(num_tokens, loop.time() - start_s)

@@ -17,28 +17,24 @@ from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
 from llamarl.errors import GroupLost, NoGenerator, unwrap
 from llamarl.loop.colocation import Colocation, Phase
+from llamarl.loop.engines import Engines
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Trainer
-from llamarl.types import Group
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class Saver:
-    """Saves one run. `version` is the trainer's, `last` the one to end with. The version that the
-    run starts with counts as saved."""
+    """Saves one run. `last` is the version to end with; the one that the run starts with counts as
+    saved."""
 
     config: CheckpointConfig
     run_dir: str
-    trainer: Trainer
-    gate: Gate
+    engines: Engines
     colocation: Colocation
     evaluator: Evaluator
     spans: Spans
-    version: int
     last: int
     _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
     _under_way: set[asyncio.Future[None]] = field(default_factory=set)
@@ -52,6 +48,11 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._saved = self.version, ""
+
+    @property
+    def version(self) -> int:
+        """The trainer's."""
+        return self.engines.version
 
     async def start_step(self, step: Coroutine[Any, Any, None]) -> None:
         """Start `step`, once the one before has ended, and wait until it has called `made`.
@@ -72,11 +73,6 @@ class Saver:
             task.result()
         self._step = [task]
 
-    async def drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
-        """Let the gate drop `group`, and await `archiving` of its rollouts, as `whole` work: a run
-        resumed from a state between them would lack the group and its records."""
-        await self.whole(self._drop(group, reason, archiving))
-
     async def whole(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that changes both the state and the records. It is done even if the run is
         cancelled, and no state is saved amid it; while one is taken, new work waits."""
@@ -91,9 +87,12 @@ class Saver:
         task.add_done_callback(self._whole.discard)
         await asyncio.shield(task)
 
-    def made(self, version: int) -> None:
-        """The trainer has made `version`."""
-        self.version = version
+    async def end_whole(self) -> None:
+        """Wait until the `whole` work that was begun is done."""
+        await asyncio.gather(*map(asyncio.shield, self._whole))
+
+    def made(self) -> None:
+        """The trainer has made the next version."""
         self._made.set()
         if self._end is not None:
             self._end()
@@ -143,16 +142,15 @@ class Saver:
             await self._export()
 
     async def _export(self) -> None:
-        await self.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
+        assert self.engines.trainer is not None
+        await self.engines.trainer.export(f"{self.run_dir}/export", self.config.export_dtype)
 
     @asynccontextmanager
     async def saving(self) -> AsyncIterator[None]:
-        """Around the stages of a run; ends once the `whole` work that they began is done. Executors
-        that are lost once the last version is made cost an evaluation or lines of the archive; the
-        version is saved nevertheless."""
+        """Around the loop of a run. Executors that are lost once the last version is made cost an
+        evaluation or lines of the archive; the version is saved nevertheless."""
         try:
             yield
-            await asyncio.gather(*map(asyncio.shield, self._whole))
         except* (GroupLost, NoGenerator) as losses:
             if not self.has_last:
                 raise
@@ -183,12 +181,6 @@ class Saver:
         """Wait until the last step has ended; raises what it raised."""
         await asyncio.gather(*map(asyncio.shield, self._step))
 
-    async def _drop(self, group: Group, reason: str, archiving: Coroutine[Any, Any, None]) -> None:
-        try:
-            await self.gate.drop(group, reason)
-        finally:
-            await archiving
-
     async def _save(self, on_copied: Callable[[], None] | None = None) -> None:
         """Save the present state; with `on_copied`, called once that may change, from a copy."""
         taking = asyncio.get_running_loop().create_future()
@@ -199,15 +191,17 @@ class Saver:
         finally:  # what follows is done before any other task runs, up to the end of the copies
             self._taking.discard(taking)
             taking.set_result(None)
-        version, solved = self.version, self.gate.solved
+        version, solved = self.version, self.engines.gate.solved
         if (version, solved) == self._saved:
             return
         state: dict[str, Any] = {"version": version, "evaluated": self.evaluator.version}
-        state |= self.gate.state(version)
+        state |= self.engines.gate.state(version)
         if solved:
             state["solved"] = solved
         with self.spans.span("checkpoint", "mark", version=version):
-            await checkpoint.save(self.run_dir, self.trainer, state, self.config.keep, on_copied)
+            trainer = self.engines.trainer
+            assert trainer is not None
+            await checkpoint.save(self.run_dir, trainer, state, self.config.keep, on_copied)
         self._saved = version, solved
 
     def _protect(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:

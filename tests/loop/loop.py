@@ -309,7 +309,7 @@ class Loop:
         return cast(FaultyProcess, found)
 
     async def run(self, run_dir: Path) -> None:
-        controller, publisher, dispatch = build_controller(
+        controller, self.replica_set, _ = build_controller(
             self.config,
             self.inputs,
             self.executors,
@@ -321,8 +321,8 @@ class Loop:
             may_restart=Restarts(self.max_stage_restarts).take if self.max_stage_restarts else None,
         )
         self.gate, self.saver = controller.gate, controller.saver
-        self.replica_set = controller.replica_set
-        make_requests, make_batch = controller.rules.make_requests, controller.rules.make_batch
+        engines = controller.engines
+        make_requests, make_batch = engines.rules.make_requests, engines.rules.make_batch
 
         def note_requests(group: Group) -> list[Request]:
             prompt = group.prompt
@@ -333,26 +333,23 @@ class Loop:
         def note_batch(groups: Sequence[Group], version: int, oldest: int) -> Batch:
             batch = make_batch(groups, version, oldest)
             self.batches.append(batch)
+            rollouts = {row: each for group in groups for row, each in group.rollouts.items()}
             for row in batch.rows:
-                rollout = controller.ledger.entries[row.row_id].rollout
-                assert rollout is not None
-                self.replica_of[row.row_id] = rollout.replica
+                self.replica_of[row.row_id] = rollouts[row.row_id].replica
             self.part_starts[version].append(asyncio.get_running_loop().time())
             return batch
 
-        controller.rules = replace(
-            controller.rules, make_requests=note_requests, make_batch=note_batch
-        )
-        await publisher.connect()
+        engines.rules = replace(engines.rules, make_requests=note_requests, make_batch=note_batch)
+        assert engines.publisher is not None
+        await engines.publisher.connect()
         try:
             await controller.run()
         except BaseException:
             await controller.saver.rescue()
             raise
         finally:
-            await controller.replica_set.close()
-            await dispatch.close()
-            await publisher.close()
+            for each in (self.replica_set, engines.dispatch, engines.publisher):
+                await each.close()
 
     def trained_rows(self) -> list[int]:
         """Row ids in the order of training."""

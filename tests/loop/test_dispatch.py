@@ -91,8 +91,8 @@ class Play:
             await self.dispatch.submit(self._requests(*arguments))
         elif name == "submit to":
             index, count = arguments
-            if index in self.dispatch.replicas:  # else nothing is to come
-                await self.dispatch.submit_to(index, self._requests(count, 0))
+            requests = [replace(each, replica=index) for each in self._requests(count, 0)]
+            await self.dispatch.submit(requests)
         elif name == "abort":
             await self.dispatch.abort_requests(list(range(arguments[0])))
         elif name == "commit":

@@ -20,7 +20,6 @@ from llamarl.experience.graph import Graph, make_graph
 from llamarl.experience.samplers import admission
 from llamarl.lengths.ranker import Ranker
 from llamarl.lengths.split import Limits
-from llamarl.loop.collaborators import RunObserver
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
@@ -32,6 +31,7 @@ from llamarl.planner.simulation.executors import SimulatedRunLogger
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
+from llamarl.protocols import RunObserver
 from llamarl.recipe.inputs import Inputs
 from llamarl.types import REWARD, Prompt
 
@@ -117,7 +117,7 @@ async def drive(
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
     with tempfile.TemporaryDirectory() as run_dir:
-        controller, publisher, dispatch = build_controller(
+        controller, replica_set, _ = build_controller(
             config,
             inputs,
             executors,
@@ -127,13 +127,14 @@ async def drive(
             spans=spans or Spans("controller", None),
             skew=skew,
         )
-        await publisher.connect()
+        engines = controller.engines
+        assert engines.publisher is not None
+        await engines.publisher.connect()
         try:
             await controller.run()
         finally:
-            await controller.replica_set.close()
-            await dispatch.close()
-            await publisher.close()
+            for each in (replica_set, engines.dispatch, engines.publisher):
+                await each.close()
 
 
 def make_skew(config: Config, costs: Costs, ranker: Ranker, context: int) -> Skew:

@@ -1,0 +1,101 @@
+"""Single requests gathered into calls, so that thousands of coroutines send few messages.
+
+Owns: what waits to be sent, when a call begins, and who waits for which call. Does not own: what a
+call does, or what it finds. Invariant: an item is in one call at most; its future is done once that
+call has ended, and an error of any call reaches all futures through `on_error`.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Batcher(Generic[Item]):
+    """Sends what is asked for by `call`: what comes in one turn of the event loop, or within
+    `pause_s` after the call before, goes together, up to about `limit` as `size` counts.
+
+    Calls overlap, so that a slow one holds up no other; with `in_turn` one follows the other, as a
+    model computes them, and what comes meanwhile makes up the next one.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[list[Item]], Awaitable[object]],
+        on_error: Callable[[Exception], None],
+        *,
+        limit: float = float("inf"),
+        size: Callable[[Item], int] = lambda item: 1,
+        pause_s: float = 0.0,
+        in_turn: bool = False,
+    ) -> None:
+        self._call, self._on_error = call, on_error
+        self._limit, self._size = limit, size
+        self._pause_s, self._in_turn = pause_s, in_turn
+        self._queue: deque[tuple[Item, asyncio.Future[None]]] = deque()
+        self._open: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Task[None] | None = None
+        self._next_s = 0.0  # no call begins before
+
+    def ask(
+        self, item: Item, future: asyncio.Future[None] | None = None
+    ) -> asyncio.Future[None]:
+        """Send `item` with the next call; the future, given or new, is done when that has ended.
+        Cancelled before, the item is not sent."""
+        future = future or asyncio.get_running_loop().create_future()
+        self._queue.append((item, future))
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        return future
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in all that waits."""
+        for future in [each for each in self._open if not each.done()]:
+            future.set_exception(error)
+            future.exception()  # else asyncio warns of those that are not awaited
+
+    async def close(self) -> None:
+        """Send nothing more, and give up the calls under way."""
+        tasks = [*self._tasks, *([self._sending] if self._sending is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._queue:
+            await asyncio.sleep(max(0.0, self._next_s - loop.time()))
+            batch = self._take()
+            if not self._queue:
+                self._next_s = loop.time() + self._pause_s
+            if not batch:
+                continue
+            task = asyncio.create_task(self._run(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            if self._in_turn:
+                await asyncio.wait({task})
+        self._sending = None
+
+    def _take(self) -> list[tuple[Item, asyncio.Future[None]]]:
+        batch, total = [], 0
+        while self._queue and total < self._limit:
+            item, future = self._queue.popleft()
+            if not future.done():
+                batch.append((item, future))
+                total += self._size(item)
+        return batch
+
+    async def _run(self, batch: list[tuple[Item, asyncio.Future[None]]]) -> None:
+        try:
+            await self._call([item for item, _ in batch])
+        except Exception as error:  # noqa: BLE001 - raised in all that waits, and by later calls
+            return self._on_error(error)
+        for _, future in batch:
+            if not future.done():
+                future.set_result(None)

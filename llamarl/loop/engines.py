@@ -1,0 +1,169 @@
+"""The verbs of reinforcement learning, over whatever executors there are: write and score groups,
+settle them, accumulate gradients, make a version, bring it to the generators.
+
+Owns: what each verb asks of which executor, and what it logs and retires. Does not own: the order
+of the verbs (the controller, or a caller's own loop), the life of a rollout (`rollouts.py`), or who
+may start when (`gate.py`). Invariant: what a step learnt from is retired once, after the step is
+logged, and never while it may be trained on again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from llamarl.loop.dispatch import Dispatch
+from llamarl.loop.gate import Gate
+from llamarl.loop.rollouts import Rollouts
+from llamarl.protocols import RunObserver, Trainer
+from llamarl.types import (
+    Batch,
+    Dropped,
+    Evaluation,
+    Group,
+    Purpose,
+    Request,
+    StepStats,
+    Verdict,
+)
+from llamarl.weights.sync.publisher import Publisher
+from llamarl.weights.sync.replicas import PublishStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Pure functions of metadata, with the recipe's config bound to them.
+
+    `make_requests` takes a group, and `sampling` in place of the recipe's. `make_batch` takes
+    groups, the trainer's version and the oldest version it may learn from.
+    """
+
+    make_requests: Callable[..., list[Request]]
+    filter_group: Callable[[Group], Verdict]
+    make_batch: Callable[[Sequence[Group], int, int], Batch]
+
+
+class Unobserved:
+    """protocols.RunObserver of a run that is followed by none."""
+
+    def log_group(self, group: Group, verdict: Verdict) -> None:
+        """Logs nothing, as all methods."""
+
+    def log_publish(self, seconds: float) -> None: ...
+
+    def log_evaluation(self, evaluated: Evaluation | None) -> None: ...
+
+    async def log_step(
+        self,
+        stats: StepStats,
+        groups: Sequence[Group],
+        oldest_version: int,
+        found: dict[str, float],
+    ) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Engines:
+    """What a loop asks of its executors. `version` is the trainer's, or the one that generators got
+    from a source of the caller's own. Belongs to one event loop.
+
+    GroupLost or NoGenerator once an executor that a verb needs is lost.
+    """
+
+    rules: Rules
+    gate: Gate
+    dispatch: Dispatch
+    rollouts: Rollouts
+    trainer: Trainer | None
+    publisher: Publisher | None
+    observer: RunObserver
+    version: int
+    _trained: list[tuple[Sequence[Group], int]] = field(default_factory=list)
+    """What the step under way was accumulated from, and the oldest version that it learns from."""
+
+    async def serve(self) -> None:
+        """What the other verbs rely on; raises the first error of whatever goes on by itself."""
+        await self.rollouts.serve()
+
+    async def roll_out(self, group: Group) -> None:
+        """Have the group written and scored, each rollout as soon as it is written."""
+        await self.rollouts.roll_out(group, self.rules.make_requests(group))
+
+    async def settle(self, group: Group) -> str | None:
+        """Set the advantages of a scored group by the recipe's algorithm, and leave out what its
+        stages dropped; or the reason to drop the whole group."""
+        verdict = self.rules.filter_group(group)
+        self.observer.log_group(group, verdict)
+        if isinstance(verdict, Dropped):
+            return verdict.reason
+        await self.rollouts.leave_out(group)
+        group.advantages = verdict.advantages
+        return None
+
+    async def forward_backward(self, groups: Sequence[Group], oldest_version: int = 0) -> None:
+        """Add the gradients of settled groups to the step under way. Tokens of a version below
+        `oldest_version` get no weight."""
+        assert self.trainer is not None
+        await self.trainer.accumulate(self.rules.make_batch(groups, self.version, oldest_version))
+        self._trained.append((groups, oldest_version))
+
+    async def optim_step(
+        self,
+        keep: Sequence[Group] = (),
+        found: Mapping[str, float] | None = None,
+        made: Callable[[], None] = lambda: None,
+    ) -> StepStats:
+        """Make the next version from the gradients, log it with what else was `found`, and retire
+        the groups that they are of: but for those to `keep` for a later step, and those that the
+        gate's sampler has not consumed. `made` is called as soon as the trainer may go on."""
+        assert self.trainer is not None
+        trained, self._trained = self._trained, []
+        spared = {group.group_id for group in (*keep, *self.gate.kept)}
+        stats = await self.trainer.step()  # publishes under way go on from a snapshot
+        before, self.version = self.version, stats.version
+        made()
+        consumed: dict[int, dict[int, Group]] = {}
+        for groups, oldest in trained:
+            those = consumed.setdefault(oldest, {})
+            those |= {each.group_id: each for each in groups if each.group_id not in spared}
+        all_groups = [group for groups, _ in trained for group in groups]
+        await self.observer.log_step(stats, all_groups, min(consumed, default=0), dict(found or {}))
+        for oldest, by_id in consumed.items():
+            await self.retire([*by_id.values()], "trained", version=before, oldest_version=oldest)
+        return stats
+
+    async def retire(
+        self, groups: Sequence[Group], outcome: str, **details: str | int | float
+    ) -> None:
+        """Free the groups' arrays; the archive says what became of them."""
+        row_ids = [row_id for group in groups for row_id in group.row_ids]
+        await self.rollouts.retire(row_ids, {"outcome": outcome, **details})
+
+    async def retire_rest(self) -> None:
+        """Free all that was never retired, as unused."""
+        await self.rollouts.retire(self.rollouts.rows(*Purpose), {"outcome": "unused"})
+
+    async def abort(self) -> None:
+        """Stop writing whatever is not of an evaluation."""
+        await self.rollouts.abort(self.rollouts.rows(Purpose.TRAIN, Purpose.CHECK))
+
+    @property
+    def published(self) -> int:
+        """The version that generators got last, -1 before the first."""
+        return -1 if self.publisher is None else self.publisher.version
+
+    async def sync_weights(self, version: int | None = None) -> PublishStats:
+        """Bring the trainer's version, or an earlier one that it still holds, to the generators:
+        verified, while they decode."""
+        assert self.publisher is not None
+        is_first = self.published < 0
+        stats = await self.publisher.publish(self.version if version is None else version)
+        if not is_first:
+            self.observer.log_publish(stats.seconds)
+        return stats
+
+    def hold(self, version: int, at_most: int | None) -> AbstractContextManager[None]:
+        """Let replicas keep `version` while the block runs: `at_most` of them, or all."""
+        if self.publisher is not None:
+            return self.publisher.hold(version, at_most)
+        self.dispatch.hold(set(self.dispatch.replicas))
+        return nullcontext()

@@ -1,0 +1,245 @@
+"""The life of a rollout, from its request to its outcome: one coroutine per group, and one per
+rollout inside it.
+
+Owns: what is asked of generators and stages for each rollout, in which order, and which rollouts are
+open. Does not own: which replica writes (`dispatch.py`), what a stage computes (`executors/`), what
+becomes of a group afterwards (`engines.py`). Invariants: a rollout is open from its request until it
+is retired, which happens once. A stage gets it at most once, and only when every stage that it reads
+from is done with it; a stage that works per group gets all rollouts of the group together. A rollout
+that a stage drops passes no further stage, and those that have it end first. What comes back of a
+rollout whose coroutine has ended is ignored.
+
+    write: submit -> (cut? submit again) -> stopped;  then the stages of the graph;  then the group
+
+A rollout of several turns would be one more `while` in `_write`.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from llamarl.errors import unwrap
+from llamarl.experience.columns import PROMPT_RECORD
+from llamarl.experience.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
+from llamarl.loop.batcher import Batcher
+from llamarl.loop.dispatch import Dispatch
+from llamarl.protocols import Processor, Storage
+from llamarl.types import (
+    FinishReason,
+    Group,
+    Outcome,
+    Purpose,
+    Request,
+    RolloutInfo,
+    Score,
+    ScoreStatus,
+    StageItem,
+    StageResult,
+)
+
+PAUSE_S = 0.05  # between two calls of a stage, so that what many replicas send comes together
+LIMIT, OUTSIDE_LIMIT = 256, 1024  # rows of a call; outside the run they wait for consumers
+
+Asked = tuple[Group, tuple[int, ...]]
+"""Rows of a group that one call of a stage gets together."""
+
+
+class Rollouts:
+    """All open rollouts. `stages` are those that rollouts pass, by the executor that runs each: all
+    between generate and settle of `graph`, or some of them. Belongs to one event loop.
+
+    Example: `await roll_out(group, requests)` returns when every rollout of the group is written
+    and has passed the stages; `group.rollouts`, `scores`, `numbers` and `dropped` say what is known.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        stages: Mapping[Stage, Processor],
+        graph: Graph,
+        storage: Storage,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        self._dispatch, self._storage = dispatch, storage
+        started = {stage.name for stage in stages} | {GENERATE}
+        self._stages = [stage for stage in graph.between if stage in stages]
+        self._needs = {stage.name: graph.needs[stage.name] & started for stage in self._stages}
+        self.open: dict[int, Request] = {}
+        """What was asked for, by row id, oldest first."""
+        self.error: BaseException | None = None
+        """Why nothing goes on."""
+        self._failed: asyncio.Future[None] | None = None
+        self._stopped: dict[int, asyncio.Future[RolloutInfo]] = {}  # of those being written
+        self._meetings: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
+        self._submitting = Batcher(dispatch.submit, self.fail)
+        self._calls = {
+            stage.name: Batcher(
+                partial(self._process, stage, executor),
+                self.fail,
+                limit=OUTSIDE_LIMIT if isinstance(stage.run, External) else LIMIT,
+                size=_num_rows,
+                pause_s=0.0 if stage.is_model else pause_s,
+                in_turn=stage.is_model,
+            )
+            for stage, executor in stages.items()
+        }
+
+    async def serve(self) -> None:
+        """Collect what stopped. Does not return; raises the first error of whatever goes on here."""
+        self._failed = asyncio.get_running_loop().create_future()
+        collecting = asyncio.create_task(self._collect())
+        try:
+            await self._failed
+        finally:
+            for each in (self._submitting, *self._calls.values()):
+                await each.close()
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in all that waits here, now or later."""
+        self.error = self.error or unwrap(error)
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(self.error)
+            self._failed.exception()
+        for future in self._stopped.values():
+            if not future.done():
+                future.set_exception(self.error)
+                future.exception()  # else asyncio warns of those that are not awaited
+        for each in (self._submitting, *self._calls.values()):
+            each.fail(self.error)
+
+    async def roll_out(self, group: Group, requests: Sequence[Request]) -> None:
+        """Have a group written; each rollout passes the stages as soon as it is."""
+        async with asyncio.TaskGroup() as rollouts:
+            for request in requests:
+                rollouts.create_task(self._roll_out(group, request))
+
+    async def write(self, group: Group, requests: Sequence[Request]) -> None:
+        """Have a group written, and no more."""
+        async with asyncio.TaskGroup() as rollouts:
+            for request in requests:
+                rollouts.create_task(self._write(group, request))
+
+    async def pass_stages(self, group: Group) -> None:
+        """Let the rollouts of a group that is written pass the stages."""
+        async with asyncio.TaskGroup() as rollouts:
+            for row_id in group.row_ids:
+                rollouts.create_task(self._pass_stages(group, row_id))
+
+    async def abort(self, row_ids: Iterable[int]) -> None:
+        """Stop writing these, wherever they are."""
+        await self._dispatch.abort_requests(list(row_ids))
+
+    def rows(self, *purposes: Purpose) -> list[int]:
+        """Ids of the open rollouts of these purposes, oldest first."""
+        return [r for r, request in self.open.items() if request.purpose in purposes]
+
+    async def retire(self, row_ids: Iterable[int], outcome: Outcome) -> None:
+        """Archive and free those of these rollouts that are open: they are so no more."""
+        closed = [row_id for row_id in row_ids if self.open.pop(row_id, None) is not None]
+        if closed:
+            await self._storage.retire(closed, outcome)
+
+    async def leave_out(self, group: Group) -> None:
+        """Retire the rollouts that stages dropped from a group that is trained on."""
+        reasons: dict[str, list[int]] = {}
+        for row_id in (row_id for row_id in group.row_ids if row_id in group.dropped):
+            reasons.setdefault(group.dropped[row_id], []).append(row_id)
+            del group.rollouts[row_id]
+            group.scores.pop(row_id, None)
+        group.row_ids = tuple(row_id for row_id in group.row_ids if row_id not in group.dropped)
+        for reason, row_ids in reasons.items():
+            dropped: Outcome = {"outcome": "dropped", "reason": reason, "left_out": 1}
+            await self.retire(row_ids, dropped | {"group_id": group.group_id})
+
+    async def _roll_out(self, group: Group, request: Request) -> None:
+        rollout = await self._write(group, request)
+        if rollout.finish_reason is not FinishReason.ABORTED:
+            await self._pass_stages(group, request.row_id)
+
+    async def _write(self, group: Group, request: Request) -> RolloutInfo:
+        """One rollout, from its request to its last token. Cut ones go on, on any replica."""
+        while True:
+            stopped, sent = self._expect(request), self._submitting.ask(request)
+            try:
+                rollout = await stopped
+            finally:
+                sent.cancel()
+                del self._stopped[request.row_id]
+            if rollout.finish_reason is not FinishReason.SEGMENT:
+                group.rollouts[request.row_id] = rollout
+                return rollout
+            request = replace(request, resume=True)
+
+    async def _pass_stages(self, group: Group, row_id: int) -> None:
+        """Every stage once, as soon as those that it reads from are done with the rollout."""
+        is_evaluated = self.open[row_id].purpose is Purpose.EVALUATE
+        left = [stage for stage in self._stages if not is_evaluated or stage.name == SCORE]
+        asked: dict[asyncio.Future[None], str] = {}
+        done = {GENERATE}
+        while left or asked:
+            is_dropped = row_id in group.dropped  # then `_process` leaves it out everywhere
+            for stage in [each for each in left if is_dropped or self._needs[each.name] <= done]:
+                left.remove(stage)
+                asked[self._ask(stage, group, row_id)] = stage.name
+            ended, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+                done.add(asked.pop(future))
+
+    def _ask(self, stage: Stage, group: Group, row_id: int) -> asyncio.Future[None]:
+        """Done once `stage` is with the rollout; a group meets at a stage that works per group."""
+        if stage.per != GROUP:
+            return self._calls[stage.name].ask((group, (row_id,)))
+        key = stage.name, group.row_ids[0]
+        meeting = self._meetings.setdefault(key, [])
+        meeting.append(meeting[0] if meeting else asyncio.get_running_loop().create_future())
+        if len(meeting) == len(group.row_ids):
+            del self._meetings[key]
+            self._calls[stage.name].ask((group, group.row_ids), meeting[0])
+        return meeting[0]
+
+    async def _process(self, stage: Stage, executor: Processor, asked: list[Asked]) -> None:
+        items: list[StageItem] = []
+        for group, row_ids in asked:
+            if left := tuple(row_id for row_id in row_ids if row_id not in group.dropped):
+                items.append((left, group.prompt if PROMPT_RECORD in stage.reads else None))
+        results = await executor.process(items) if items else []
+        groups = {row_id: group for group, row_ids in asked for row_id in row_ids}
+        for result in results:
+            _learn(stage, groups[result.row_id], result)
+
+    async def _collect(self) -> None:
+        try:
+            while True:
+                for rollout in await self._dispatch.collect():
+                    stopped = self._stopped.get(rollout.row_id)
+                    if stopped is not None and not stopped.done():
+                        stopped.set_result(rollout)
+        except Exception as error:  # noqa: BLE001 - raised by `serve`, and in all that waits
+            self.fail(error)
+
+    def _expect(self, request: Request) -> asyncio.Future[RolloutInfo]:
+        """Done when the rollout stops; raises at once what ended everything."""
+        if self.error is not None:
+            raise self.error
+        self.open[request.row_id] = request
+        stopped = self._stopped[request.row_id] = asyncio.get_running_loop().create_future()
+        return stopped
+
+
+def _num_rows(asked: Asked) -> int:
+    return len(asked[1])
+
+
+def _learn(stage: Stage, group: Group, result: Score | StageResult) -> None:
+    """A failed score drops nothing here: the group's filter knows what it means."""
+    row_id = result.row_id
+    if isinstance(result, Score):
+        group.scores[row_id] = result
+        return
+    group.numbers.setdefault(row_id, {}).update(result.numbers)
+    if result.reason or result.status is not ScoreStatus.OK:
+        group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")
