@@ -7,14 +7,14 @@ your own there is `llamarl.start_engines` (`library.py`).
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llamarl.library import Engines, start_engines
+    from llamarl.library import LibraryEngines, start_engines
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """Of `library.py`, imported on first use: importing llamarl alone loads next to nothing."""
-    if name not in ("Engines", "start_engines"):
+    if name not in ("LibraryEngines", "start_engines"):
         raise AttributeError(f"module 'llamarl' has no attribute {name!r}")
     from llamarl import library
 

@@ -9,14 +9,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from llamarl.algorithms.group_filters import filter_group
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
+from llamarl.data.tokenizer import TextDecoder
 from llamarl.environments.requests import make_requests
+from llamarl.errors import GroupLost
 from llamarl.executor_groups import Executors
 from llamarl.experience.samplers import make_sampler
 from llamarl.generation.vllm.limits import kv_tokens
@@ -38,13 +40,18 @@ from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
+from llamarl.metrics.console import Progress
 from llamarl.metrics.decode_steps import DecodeSteps
+from llamarl.metrics.metrics_log import MetricsLog
+from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
-from llamarl.protocols import RunObserver, WeightSource
+from llamarl.protocols import RunObserver, Storage, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling import evaluation_sampling, train_sampling
+from llamarl.types import RESPONSE_IDS
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 
@@ -66,12 +73,9 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
     Scorer: type[protocols.Processor] = scorer.ScorerExecutor
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
-    Storage: type[protocols.Storage] = storage.StorageExecutor
+    StorageUnit: type[protocols.Storage] = storage.StorageExecutor
     Resettable: type[protocols.Resettable] = generator.GeneratorExecutor
     Offloadable: type[protocols.Offloadable] = offload.OffloadPart
-
-
-E = TypeVar("E", bound=Engines)
 
 
 def build_controller(
@@ -89,7 +93,7 @@ def build_controller(
     """Assemble the loop around the started executors. `state` is a checkpoint's, or empty, `skew`
     what replaces the config's. `may_restart`: may a lost stage be started again? None: never."""
     healing = make_healing(executors, may_restart)
-    engines = make_engines(
+    fields = engine_fields(
         config,
         inputs,
         executors,
@@ -99,9 +103,10 @@ def build_controller(
         skew=skew or make_skew(config, inputs, run_dir),
         healing=healing,
     )
+    engines = Engines(**fields)
     assert engines.trainer is not None
-    colocation = _colocation(config, executors, spans)
-    evaluator = build_evaluator(config, inputs, engines, state)
+    colocation = make_colocation(config, executors, spans)
+    evaluator = make_evaluator(config, inputs, engines, state)
     logprob_check = make_logprob_check(config, inputs, engines)
     on_commit = logprob_check.committed
     replica_set = _replica_set(config, executors, engines, spans, run_dir, on_commit)
@@ -130,7 +135,7 @@ def build_controller(
     return controller, replica_set, healing
 
 
-def make_engines(
+def engine_fields(
     config: Config,
     inputs: Inputs,
     executors: Executors,
@@ -140,24 +145,23 @@ def make_engines(
     observer: RunObserver,
     skew: Skew | None = None,
     healing: Sequence[HealingStage] = (),
-    make: Callable[..., E] = Engines,
-) -> E:
-    """The verbs over these executors, whose trainer has the version of `state`; no publisher yet.
-    `make` takes the fields of `Engines`; `healing` are the stages that are started again alone."""
+) -> dict[str, Any]:
+    """The fields of `Engines` over these executors, whose trainer has the version of `state`; no
+    publisher yet. `healing` are the stages that are started again alone."""
     dispatch = make_dispatch(config, executors, skew)
     stages = {stage: group.call_one for stage, group in executors.stages.items()}
     stages |= {each.stage: each for each in healing}
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
-    return make(
-        rules=make_rules(config, inputs),
-        gate=gate,
-        dispatch=dispatch,
-        rollouts=Rollouts(dispatch, stages, inputs.graph, executors.storage),
-        trainer=None if executors.trainer is None else executors.trainer.call_one,
-        publisher=None,
-        observer=observer,
-        version=gate.version,
-    )
+    return {
+        "rules": make_rules(config, inputs),
+        "gate": gate,
+        "dispatch": dispatch,
+        "rollouts": Rollouts(dispatch, stages, inputs.graph, executors.storage),
+        "trainer": None if executors.trainer is None else executors.trainer.call_one,
+        "publisher": None,
+        "observer": observer,
+        "version": gate.version,
+    }
 
 
 def make_healing(
@@ -308,7 +312,7 @@ def make_publisher(
     )
 
 
-def build_evaluator(
+def make_evaluator(
     config: Config, inputs: Inputs, engines: Engines, state: dict[str, Any]
 ) -> Evaluator:
     """The evaluation of the held-out prompts, of which there may be none."""
@@ -323,12 +327,48 @@ def build_evaluator(
     )
 
 
-def _colocation(config: Config, executors: Executors, spans: Spans) -> Colocation:
+def make_colocation(config: Config, executors: Executors, spans: Spans) -> Colocation:
+    """Who has the device when."""
     if not config.placement.colocated:
         return Disaggregated()
     assert executors.trainer is not None
     generators = {index: group.call_one for index, group in executors.generators.items()}
     return Colocated(executors.trainer.call_one, generators, spans)
+
+
+def make_run_logger(
+    config: Config,
+    inputs: Inputs,
+    executors: Executors,
+    log: MetricsLog,
+    progress: Progress,
+    spans: Spans,
+    recent_spans: RecentSpans,
+) -> RunLogger:
+    """What follows a run: metrics and display."""
+    return RunLogger(
+        log=log,
+        progress=progress,
+        spans=spans,
+        recent_spans=recent_spans,
+        read_completions=partial(_read_completions, executors.storage, inputs.tokenizer),
+        num_samples=config.metrics.sample_rollouts,
+        answer_field=config.reward.answer_field,
+        prompt_field=config.data.prompt_field,
+    )
+
+
+async def _read_completions(
+    storage: Storage, tokenizer: TextDecoder, row_ids: list[int]
+) -> dict[int, str]:
+    """The text of a few rows that are still in storage."""
+    if not row_ids:
+        return {}
+    try:
+        columns = await storage.read(row_ids, [RESPONSE_IDS])
+    except GroupLost:  # the step's numbers are written down nevertheless
+        return {}
+    return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))
 
 
 def make_gate(

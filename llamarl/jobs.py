@@ -19,15 +19,15 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from llamarl.build import build_evaluator, make_engines
+from llamarl.build import engine_fields, make_evaluator
 from llamarl.checkpoints import checkpoint, records
 from llamarl.cluster import Cluster
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.errors import NoGenerator
+from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
-from llamarl.loop.engines import Unobserved
+from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.accuracy import with_interval
 from llamarl.metrics.console import Progress
@@ -133,8 +133,9 @@ async def _evaluate(
 ) -> Evaluation:
     """Evaluate the checkpoint's weights, which generators hold as version 0."""
     quiet = Unobserved()
-    engines = make_engines(config, inputs, executors, state={}, spans=spans, observer=quiet)
-    evaluator = build_evaluator(config, inputs, engines, {})
+    fields = engine_fields(config, inputs, executors, state={}, spans=spans, observer=quiet)
+    engines = Engines(**fields)
+    evaluator = make_evaluator(config, inputs, engines, {})
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(engines.serve())

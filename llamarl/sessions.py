@@ -15,18 +15,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from llamarl.build import build_controller
+from llamarl.build import build_controller, make_run_logger
 from llamarl.checkpoints import records
 from llamarl.cluster import Cluster, ExecutorGroup, GroupLost
 from llamarl.config import Config
 from llamarl.config.rank_assignment import place_generator
 from llamarl.control import RunControl, listening
-from llamarl.data.tokenizer import TextDecoder
 from llamarl.executor_groups import Executors, KeptGenerators, name_parts, spawn_executors
 from llamarl.loop.controller import Controller
 from llamarl.loop.signals import Signals
@@ -34,13 +32,10 @@ from llamarl.metrics.console import Progress
 from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.provenance import flatten
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import open_trackers
-from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.types import RESPONSE_IDS
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +159,8 @@ class Sessions:
         if folder is not None:
             self.progress.show_phase("reading the checkpoint")
             await executors.trainer.call_one.restore(folder)
-        run_logger = self._run_logger(metrics, executors)
+        shown = metrics, self.progress, self.spans, self.recent_spans
+        run_logger = make_run_logger(self.config, self.inputs, executors, *shown)
         controller, replica_set, healing = build_controller(
             self.config,
             self.inputs,
@@ -185,21 +181,7 @@ class Sessions:
         run_logger.start(state.get("version", 0))
         return RunControl(self.config, controller, executors, replica_set, healing)
 
-    def _run_logger(self, metrics: MetricsLog, executors: Executors) -> RunLogger:
-        return RunLogger(
-            log=metrics,
-            progress=self.progress,
-            spans=self.spans,
-            recent_spans=self.recent_spans,
-            read_completions=partial(_read_completions, executors.storage, self.inputs.tokenizer),
-            num_samples=self.config.metrics.sample_rollouts,
-            answer_field=self.config.reward.answer_field,
-            prompt_field=self.config.data.prompt_field,
-        )
-
-    async def _until_end(
-        self, control: RunControl, executors: Executors, signals: Signals
-    ) -> None:
+    async def _until_end(self, control: RunControl, executors: Executors, signals: Signals) -> None:
         """Run the loop; whatever ends it ahead of time, what was learnt is saved."""
         controller = control.controller
         try:
@@ -320,16 +302,3 @@ def describe(lost: SessionLost, start: Start) -> str:
     steps = {0: "no step is", 1: "1 step is"}.get(num_steps, f"{num_steps} steps are")
     reasons = "; ".join(loss.reason.splitlines()[0] for loss in lost.losses if loss.reason)
     return f"lost {names} ({reasons}): the run goes on from {place}, {steps} repeated"
-
-
-async def _read_completions(
-    storage: Storage, tokenizer: TextDecoder, row_ids: list[int]
-) -> dict[int, str]:
-    """The text of a few rows that are still in storage."""
-    if not row_ids:
-        return {}
-    try:
-        columns = await storage.read(row_ids, [RESPONSE_IDS])
-    except GroupLost:  # the step's numbers are written down nevertheless
-        return {}
-    return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))

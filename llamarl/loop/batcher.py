@@ -35,29 +35,18 @@ class Batcher(Generic[Item]):
         self._limit, self._size = limit, size
         self._pause_s, self._in_turn = pause_s, in_turn
         self._queue: deque[tuple[Item, asyncio.Future[None]]] = deque()
-        self._open: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending: asyncio.Task[None] | None = None
         self._next_s = 0.0  # no call begins before
 
-    def ask(
-        self, item: Item, future: asyncio.Future[None] | None = None
-    ) -> asyncio.Future[None]:
+    def ask(self, item: Item, future: asyncio.Future[None] | None = None) -> asyncio.Future[None]:
         """Send `item` with the next call; the future, given or new, is done when that has ended.
         Cancelled before, the item is not sent."""
         future = future or asyncio.get_running_loop().create_future()
         self._queue.append((item, future))
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         return future
-
-    def fail(self, error: BaseException) -> None:
-        """Raise `error` in all that waits."""
-        for future in [each for each in self._open if not each.done()]:
-            future.set_exception(error)
-            future.exception()  # else asyncio warns of those that are not awaited
 
     async def close(self) -> None:
         """Send nothing more, and give up the calls under way."""
@@ -94,7 +83,7 @@ class Batcher(Generic[Item]):
     async def _run(self, batch: list[tuple[Item, asyncio.Future[None]]]) -> None:
         try:
             await self._call([item for item, _ in batch])
-        except Exception as error:  # noqa: BLE001 - raised in all that waits, and by later calls
+        except Exception as error:  # noqa: BLE001 - raised where all that waits is ended
             return self._on_error(error)
         for _, future in batch:
             if not future.done():

@@ -20,7 +20,7 @@ from llamarl.loop.gate import Gate
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.saver import Saver
-from llamarl.types import Group
+from llamarl.types import Evaluation, Group
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class Controller:
     colocation: Colocation
     saver: Saver
     watches: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
-    _evaluating: list[asyncio.Task[None]] = field(default_factory=list)  # one at most
+    _evaluating: list[asyncio.Task[Evaluation | None]] = field(default_factory=list)  # one at most
 
     async def run(self) -> None:
         """Train until `num_steps`, or until prompts are solved; evaluate, save and export that."""
@@ -76,8 +76,8 @@ class Controller:
         try:
             await self.gate.drop(group, reason)
         finally:
-            dropped = {"reason": reason, "group_id": group.group_id}
-            await self.engines.retire([group], "dropped", **dropped)
+            place = group.group_id
+            await self.engines.retire([group], "dropped", reason=reason, group_id=place)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """One optimizer step per batch; a version is published while the next one is trained."""
@@ -123,7 +123,7 @@ class Controller:
             await asyncio.gather(*self._evaluating)
         async with self.colocation.phase(Phase.SYNC):
             if version > self.engines.published:  # else no step was made: the prompts are solved
-                await self.engines.sync_weights(version)
+                await self.engines.sync_weights(version=version)
             self._evaluate_if_due(version, tasks)
 
     def _evaluate_if_due(self, version: int, tasks: asyncio.TaskGroup) -> None:

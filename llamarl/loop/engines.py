@@ -7,8 +7,8 @@ may start when (`gate.py`). Invariant: what a step learnt from is retired once, 
 logged, and never while it may be trained on again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from llamarl.loop.dispatch import Dispatch
@@ -151,7 +151,7 @@ class Engines:
         """The version that generators got last, -1 before the first."""
         return -1 if self.publisher is None else self.publisher.version
 
-    async def sync_weights(self, version: int | None = None) -> PublishStats:
+    async def sync_weights(self, *, version: int | None = None) -> PublishStats:
         """Bring the trainer's version, or an earlier one that it still holds, to the generators:
         verified, while they decode."""
         assert self.publisher is not None
@@ -161,9 +161,13 @@ class Engines:
             self.observer.log_publish(stats.seconds)
         return stats
 
-    def hold(self, version: int, at_most: int | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def hold(self, version: int, at_most: int | None) -> Iterator[None]:
         """Let replicas keep `version` while the block runs: `at_most` of them, or all."""
         if self.publisher is not None:
-            return self.publisher.hold(version, at_most)
+            with self.publisher.hold(version, at_most):
+                yield
+            return
         self.dispatch.hold(set(self.dispatch.replicas))
-        return nullcontext()
+        yield
+        self.dispatch.hold(set())

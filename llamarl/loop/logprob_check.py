@@ -144,7 +144,13 @@ class LogprobCheck:
                 purpose=Purpose.CHECK,
                 replica=replica,
             )
-            self._asked[asyncio.ensure_future(self.rollouts.write(group, [request]))] = group
+            task = asyncio.ensure_future(self.rollouts.write(group, [request]))
+            task.add_done_callback(_retrieve)
+            self._asked[task] = group
+
+    async def arrive(self) -> None:
+        """Wait until all rollouts that were asked for have stopped."""
+        await asyncio.gather(*self._asked, return_exceptions=True)
 
     async def check(self, version: int) -> dict[str, float]:
         """Compare the log-prob checks that have arrived with the trainer, which holds `version`.
@@ -185,6 +191,12 @@ class LogprobCheck:
         elif row.replica not in self._warned:
             self._warned.add(row.replica)  # once, until a row of it agrees again
             log.warning("%s", _proof(row, version, difference, exceeded))
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Let asyncio not warn of an error that `Rollouts.serve` raises too."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _proof(row: RolloutInfo, version: int, difference: float, tolerance: float) -> RuntimeError:

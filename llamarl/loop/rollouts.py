@@ -1,13 +1,13 @@
 """The life of a rollout, from its request to its outcome: one coroutine per group, and one per
 rollout inside it.
 
-Owns: what is asked of generators and stages for each rollout, in which order, and which rollouts are
-open. Does not own: which replica writes (`dispatch.py`), what a stage computes (`executors/`), what
-becomes of a group afterwards (`engines.py`). Invariants: a rollout is open from its request until it
-is retired, which happens once. A stage gets it at most once, and only when every stage that it reads
-from is done with it; a stage that works per group gets all rollouts of the group together. A rollout
-that a stage drops passes no further stage, and those that have it end first. What comes back of a
-rollout whose coroutine has ended is ignored.
+Owns: what is asked of generators and stages for each rollout, in which order, and which rollouts
+are open. Does not own: which replica writes (`dispatch.py`), what a stage computes (`executors/`),
+or what becomes of a group afterwards (`engines.py`). Invariants: a rollout is open from its request
+until it is retired, which happens once. A stage gets it at most once, and only when every stage
+that it reads from is done with it; a stage that works per group gets all rollouts of the group
+together. A rollout that a stage drops passes no further stage, and the stages that have it end
+first. What comes back of a rollout whose coroutine has ended is ignored.
 
     write: submit -> (cut? submit again) -> stopped;  then the stages of the graph;  then the group
 
@@ -15,9 +15,10 @@ A rollout of several turns would be one more `while` in `_write`.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 from llamarl.errors import unwrap
 from llamarl.experience.columns import PROMPT_RECORD
@@ -41,6 +42,7 @@ from llamarl.types import (
 PAUSE_S = 0.05  # between two calls of a stage, so that what many replicas send comes together
 LIMIT, OUTSIDE_LIMIT = 256, 1024  # rows of a call; outside the run they wait for consumers
 
+T = TypeVar("T")
 Asked = tuple[Group, tuple[int, ...]]
 """Rows of a group that one call of a stage gets together."""
 
@@ -50,7 +52,8 @@ class Rollouts:
     between generate and settle of `graph`, or some of them. Belongs to one event loop.
 
     Example: `await roll_out(group, requests)` returns when every rollout of the group is written
-    and has passed the stages; `group.rollouts`, `scores`, `numbers` and `dropped` say what is known.
+    and has passed the stages; `rollouts`, `scores`, `numbers` and `dropped` of the group say what
+    is known.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Rollouts:
         """Why nothing goes on."""
         self._failed: asyncio.Future[None] | None = None
         self._stopped: dict[int, asyncio.Future[RolloutInfo]] = {}  # of those being written
+        self._aborted: set[int] = set()
         self._meetings: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
         self._submitting = Batcher(dispatch.submit, self.fail)
         self._calls = {
@@ -86,50 +90,56 @@ class Rollouts:
         }
 
     async def serve(self) -> None:
-        """Collect what stopped. Does not return; raises the first error of whatever goes on here."""
-        self._failed = asyncio.get_running_loop().create_future()
+        """Collect what stopped. Does not return: raises the first error of what goes on here."""
         collecting = asyncio.create_task(self._collect())
         try:
-            await self._failed
+            await asyncio.shield(self._failure())
         finally:
-            for each in (self._submitting, *self._calls.values()):
+            await self._submitting.close()
+            for each in self._calls.values():
                 await each.close()
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
 
     def fail(self, error: BaseException) -> None:
-        """Raise `error` in all that waits here, now or later."""
-        self.error = self.error or unwrap(error)
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(self.error)
-            self._failed.exception()
-        for future in self._stopped.values():
-            if not future.done():
-                future.set_exception(self.error)
-                future.exception()  # else asyncio warns of those that are not awaited
-        for each in (self._submitting, *self._calls.values()):
-            each.fail(self.error)
+        """Let `serve` raise `error`, and whatever waits in `until_failed`, now or later."""
+        if self.error is None:
+            self.error = unwrap(error)
+            self._failure().set_exception(self.error)
+            self._failure().exception()  # else asyncio warns if it is not awaited
+
+    async def until_failed(self, work: Awaitable[T]) -> T:
+        """What `work` returns; or the error of whatever goes on here, at once."""
+        task = asyncio.ensure_future(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._failure()}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            return task.result()
+        finally:
+            task.cancel()
 
     async def roll_out(self, group: Group, requests: Sequence[Request]) -> None:
         """Have a group written; each rollout passes the stages as soon as it is."""
-        async with asyncio.TaskGroup() as rollouts:
-            for request in requests:
-                rollouts.create_task(self._roll_out(group, request))
+        await _all(self._roll_out(group, request) for request in requests)
 
     async def write(self, group: Group, requests: Sequence[Request]) -> None:
-        """Have a group written, and no more."""
-        async with asyncio.TaskGroup() as rollouts:
-            for request in requests:
-                rollouts.create_task(self._write(group, request))
+        """Have a group written, and no more: rollouts that are aborted count too."""
+        await _all(self._write(group, request) for request in requests)
+
+    def is_written(self, group: Group) -> bool:
+        """Whether all of the group's rollouts are open, and none is being written."""
+        rows = group.row_ids
+        return self.open.keys() >= {*rows} and self._stopped.keys().isdisjoint(rows)
 
     async def pass_stages(self, group: Group) -> None:
         """Let the rollouts of a group that is written pass the stages."""
-        async with asyncio.TaskGroup() as rollouts:
-            for row_id in group.row_ids:
-                rollouts.create_task(self._pass_stages(group, row_id))
+        await _all(self._pass_stages(group, row_id) for row_id in group.row_ids)
 
-    async def abort(self, row_ids: Iterable[int]) -> None:
-        """Stop writing these, wherever they are."""
+    async def abort(self, row_ids: Sequence[int]) -> None:
+        """Stop writing these, wherever they are; those that were cut stop there."""
+        self._aborted.update(row_ids)
         await self._dispatch.abort_requests(list(row_ids))
 
     def rows(self, *purposes: Purpose) -> list[int]:
@@ -139,6 +149,7 @@ class Rollouts:
     async def retire(self, row_ids: Iterable[int], outcome: Outcome) -> None:
         """Archive and free those of these rollouts that are open: they are so no more."""
         closed = [row_id for row_id in row_ids if self.open.pop(row_id, None) is not None]
+        self._aborted.difference_update(closed)
         if closed:
             await self._storage.retire(closed, outcome)
 
@@ -168,7 +179,8 @@ class Rollouts:
             finally:
                 sent.cancel()
                 del self._stopped[request.row_id]
-            if rollout.finish_reason is not FinishReason.SEGMENT:
+            is_cut = rollout.finish_reason is FinishReason.SEGMENT
+            if not is_cut or request.row_id in self._aborted:
                 group.rollouts[request.row_id] = rollout
                 return rollout
             request = replace(request, resume=True)
@@ -218,8 +230,13 @@ class Rollouts:
                     stopped = self._stopped.get(rollout.row_id)
                     if stopped is not None and not stopped.done():
                         stopped.set_result(rollout)
-        except Exception as error:  # noqa: BLE001 - raised by `serve`, and in all that waits
+        except Exception as error:  # noqa: BLE001 - raised by `serve`
             self.fail(error)
+
+    def _failure(self) -> asyncio.Future[None]:
+        if self._failed is None:
+            self._failed = asyncio.get_running_loop().create_future()
+        return self._failed
 
     def _expect(self, request: Request) -> asyncio.Future[RolloutInfo]:
         """Done when the rollout stops; raises at once what ended everything."""
@@ -228,6 +245,19 @@ class Rollouts:
         self.open[request.row_id] = request
         stopped = self._stopped[request.row_id] = asyncio.get_running_loop().create_future()
         return stopped
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Do all of this at once; if one fails, end the others and raise what it raised."""
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for each in work:
+                tasks.create_task(each)
+    except BaseExceptionGroup as errors:
+        failed = unwrap(errors)
+    if failed is not None:
+        raise failed
 
 
 def _num_rows(asked: Asked) -> int:

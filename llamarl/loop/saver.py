@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
@@ -22,6 +22,7 @@ from llamarl.loop.evaluation import Evaluator
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -37,11 +38,11 @@ class Saver:
     spans: Spans
     last: int
     _saved: tuple[int, str] = field(init=False)  # version and `Gate.solved`
-    _under_way: set[asyncio.Future[None]] = field(default_factory=set)
+    _under_way: set[asyncio.Future[Any]] = field(default_factory=set)
     _whole: set[asyncio.Future[None]] = field(default_factory=set)
     _taking: set[asyncio.Future[None]] = field(default_factory=set)  # states, one at most
     _made: asyncio.Event = field(default_factory=asyncio.Event)  # by the step under way
-    _step: list[asyncio.Future[None]] = field(default_factory=list)  # one at most
+    _step: list[asyncio.Future[object]] = field(default_factory=list)  # one at most
     _saving: asyncio.Future[None] | None = None
     _end: Callable[[], None] | None = None
     _has_phases: bool = True  # else the trainer has the device for good
@@ -54,7 +55,7 @@ class Saver:
         """The trainer's."""
         return self.engines.version
 
-    async def start_step(self, step: Coroutine[Any, Any, None]) -> None:
+    async def start_step(self, step: Coroutine[Any, Any, object]) -> None:
         """Start `step`, once the one before has ended, and wait until it has called `made`.
 
         If the caller is cancelled it goes on to its end, and `rescue` waits for it: a version that
@@ -204,14 +205,14 @@ class Saver:
             await checkpoint.save(self.run_dir, trainer, state, self.config.keep, on_copied)
         self._saved = version, solved
 
-    def _protect(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+    def _protect(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Start `work` as a task that goes on when the run is cancelled."""
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         task.add_done_callback(self._let_go)
         return task
 
-    def _let_go(self, task: asyncio.Future[None]) -> None:
+    def _let_go(self, task: asyncio.Future[Any]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
             task.exception()  # else asyncio warns of it, if the run ended before it was awaited

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import llamarl
-from llamarl.library import Engines
+from llamarl.own_loop import LibraryEngines
 from llamarl.types import Group
 from tests.e2e.commands import read_archive
 from tests.e2e.forks import Forks
@@ -33,7 +33,7 @@ SMALL = [
 ONLY_GENERATOR = ("generator",)
 
 torch.set_num_threads(1)  # as in an executor's process, to the bit
-Work = Callable[[Engines], Awaitable[None]]
+Work = Callable[[LibraryEngines], Awaitable[None]]
 
 
 def run(work: Work, run_dir: Path, *overrides: str, recipe: Path = RECIPE, **more: object) -> None:
@@ -46,7 +46,7 @@ def run(work: Work, run_dir: Path, *overrides: str, recipe: Path = RECIPE, **mor
     asyncio.run(block())
 
 
-async def train(engines: Engines, num_steps: int = 1) -> list[Group]:
+async def train(engines: LibraryEngines, num_steps: int = 1) -> list[Group]:
     """Steps of the synchronous loop; the groups of the last one."""
     groups: list[Group] = []
     for _ in range(num_steps):
@@ -72,7 +72,7 @@ def test_synchronous_steps_give_the_weights_of_a_run(tmp_path: Path, forks: Fork
     done = forks.run("train", f"--config-dir={RECIPE}", *SMALL, *same, f"run_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr
 
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         await engines.sync_weights()
         await train(engines, 2)
         await engines.save_weights(tmp_path / "export")
@@ -92,7 +92,7 @@ def test_synchronous_steps_give_the_weights_of_a_run(tmp_path: Path, forks: Fork
 
 
 def test_a_kept_group_is_trained_on_by_a_later_step_too(tmp_path: Path) -> None:
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         await engines.sync_weights()
         groups = await engines.generate(itertools.islice(engines.prompts, 2))
         for group in groups:
@@ -117,7 +117,7 @@ def test_a_group_that_the_sampler_does_not_consume_is_trained_on_again(tmp_path:
         "    return ids, ids if ready[0].times_taken else []\n"
     )
 
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         await engines.sync_weights()
         for group in await engines.generate(await engines.gate.admit()):
             group.advantages = (1.0, -1.0) * 4
@@ -143,10 +143,15 @@ def test_a_group_that_the_sampler_does_not_consume_is_trained_on_again(tmp_path:
         ("", ["trainer.lrr=1"], {}, r"trainer.lrr must be a known key, .*mean trainer.lr\?\)"),
         ("", ["cluster=many"], {}, r"cluster must be one of monarch, .*, got 'many'"),
         ("", ["--multirun"], {}, r"overrides must be KEY=VALUE each, got '--multirun'"),
-        ("", ["placement=colocated"], {}, r"placement.colocated must be false under .*, got True"),
+        (
+            "",
+            ["placement=colocated"],
+            {"executors": ["generator"]},
+            r"placement.colocated must be false unless generator and trainer are .*, got True",
+        ),
         ("", ["checkpoint.resume=auto"], {}, r"checkpoint.resume must be off under .* 'auto'"),
-        ("", [], {"parts": ["actor"]}, r"parts must be some of generator, .*, got 'actor'"),
-        ("", [], {"parts": []}, r"parts must be some of generator, .*, got 'none'"),
+        ("", [], {"executors": ["actor"]}, r"executors must be some of generator, .*, got 'actor'"),
+        ("", [], {"executors": []}, r"executors must be some of generator, .*, got 'none'"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
@@ -164,9 +169,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 
 def test_calls_in_a_wrong_order_say_what_must_come_first(tmp_path: Path) -> None:
-    kept: list[Engines] = []
+    kept: list[LibraryEngines] = []
 
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         kept.append(engines)
         with pytest.raises(RuntimeError, match="generate must come after the first sync_weights"):
             await engines.generate(["1+1="])
@@ -208,7 +213,7 @@ def test_calls_in_a_wrong_order_say_what_must_come_first(tmp_path: Path) -> None
 
 
 def test_prompts_of_one_s_own_are_checked_like_those_of_a_file(tmp_path: Path) -> None:
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         ids = engines.tokenizer.encode("2+3=")
         questions = ["2+3=", {"question": "2+3=", "answer": "5"}, ids]
         groups = await engines.generate(questions, num_rollouts=3, max_tokens=4)
@@ -237,14 +242,16 @@ def test_prompts_of_one_s_own_are_checked_like_those_of_a_file(tmp_path: Path) -
             await engines.generate(["1+1="], max_tokens=127)
         with pytest.raises(RuntimeError, match="sync_weights without a source must have the trai"):
             await engines.sync_weights()
-        with pytest.raises(RuntimeError, match="score must have the scorer among parts, got gen"):
+        with pytest.raises(
+            RuntimeError, match="score must have the scorer among executors, got gen"
+        ):
             await engines.score(groups)
 
-    run(work, tmp_path / "run", parts=ONLY_GENERATOR)
+    run(work, tmp_path / "run", executors=ONLY_GENERATOR)
 
 
 def test_columns_of_one_s_own_lie_beside_the_rollout_s(tmp_path: Path) -> None:
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         (group,) = await engines.generate([next(engines.prompts)], num_rollouts=2)
         sizes = [rollout.num_tokens for rollout in group.rollouts.values()]
         await engines.put_experience(group.row_ids, {"teacher": [np.arange(n) for n in sizes]})
@@ -257,14 +264,14 @@ def test_columns_of_one_s_own_lie_beside_the_rollout_s(tmp_path: Path) -> None:
         with pytest.raises(KeyError, match="has no column ref_logprobs"):
             await engines.get_experience(group.row_ids, ["ref_logprobs"])
 
-    run(work, tmp_path, parts=ONLY_GENERATOR)
+    run(work, tmp_path, executors=ONLY_GENERATOR)
     (first, second) = sorted(read_archive(tmp_path), key=lambda line: line["row_id"])
     assert (first["reward"], second["reward"]) == (0.0, 1.0)
     assert first["outcome"] == second["outcome"] == "unused"
 
 
 def test_groups_come_as_they_finish_and_a_cancelled_one_is_stopped(tmp_path: Path) -> None:
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         first, second, third = await engines.submit(itertools.islice(engines.prompts, 3))
         second.cancel()
         done = [await each for each in asyncio.as_completed([first, third])]
@@ -278,7 +285,7 @@ def test_groups_come_as_they_finish_and_a_cancelled_one_is_stopped(tmp_path: Pat
             await waiting
 
     cut = ["sampling.segment_tokens=3"]
-    run(work, tmp_path, *cut, parts=ONLY_GENERATOR)
+    run(work, tmp_path, *cut, executors=ONLY_GENERATOR)
     by_row = {line["row_id"]: line for line in read_archive(tmp_path)}
     assert {by_row[row_id]["reason"] for row_id in range(8, 16) if row_id in by_row} == {
         "cancelled"
@@ -291,7 +298,7 @@ def test_groups_come_as_they_finish_and_a_cancelled_one_is_stopped(tmp_path: Pat
 def test_a_saved_state_is_gone_on_from(tmp_path: Path) -> None:
     saved: list[object] = []
 
-    async def save(engines: Engines) -> None:
+    async def save(engines: LibraryEngines) -> None:
         await engines.sync_weights()
         await train(engines)
         saved.append(await engines.save_state())
@@ -300,7 +307,7 @@ def test_a_saved_state_is_gone_on_from(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"checkpoint.export_dtype must be one of float32"):
             await engines.save_weights(tmp_path / "other", "int8")
 
-    async def load(engines: Engines) -> None:
+    async def load(engines: LibraryEngines) -> None:
         with pytest.raises(ValueError, match="not the name of a committed checkpoint"):
             await engines.load_state(tmp_path)
         assert await engines.load_state(str(saved[0])) == engines.version == 1
@@ -321,7 +328,7 @@ def test_a_saved_state_is_gone_on_from(tmp_path: Path) -> None:
 def test_the_caller_s_own_module_is_what_the_generators_write_with(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(RECIPE / "checkpoint", dtype=torch.float32)
 
-    async def agrees(engines: Engines, version: int) -> bool:
+    async def agrees(engines: LibraryEngines, version: int) -> bool:
         (group,) = await engines.generate([next(engines.prompts)], num_rollouts=4)
         rollouts = [group.rollouts[row_id] for row_id in group.row_ids]
         assert {span.version for row in rollouts for span in row.spans} == {version}
@@ -336,7 +343,7 @@ def test_the_caller_s_own_module_is_what_the_generators_write_with(tmp_path: Pat
             differences.append((own - torch.from_numpy(found)).abs().max().item())
         return max(differences) < 1e-4
 
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         assert await agrees(engines, 0)
         for version in (1, 5):
             with torch.no_grad():
@@ -364,4 +371,46 @@ def test_the_caller_s_own_module_is_what_the_generators_write_with(tmp_path: Pat
             await engines.sync_weights(model, 6)
         assert await agrees(engines, 6)
 
-    run(work, tmp_path, "generator.num_replicas=2", parts=ONLY_GENERATOR)
+    run(work, tmp_path, "generator.num_replicas=2", executors=ONLY_GENERATOR)
+
+
+def test_each_replica_is_asked_whether_it_writes_with_the_trainer_s_policy(tmp_path: Path) -> None:
+    async def work(engines: LibraryEngines) -> None:
+        with pytest.raises(RuntimeError, match=r"must come when generators have .* 0, got -1"):
+            await engines.check_logprobs()
+        await engines.sync_weights()
+        found = await engines.check_logprobs()
+        assert found["logprob_check_rows"] == 32, "16 of each replica, the first time"
+        assert found["logprob_check_difference"] < 1e-3
+        await train(engines)
+        assert (await engines.check_logprobs())["logprob_check_rows"] == 2
+        with pytest.raises(ValueError, match=r"phase must be one of sync, train, got 'roll'"):
+            async with engines.phase("roll"):
+                pass
+
+    run(work, tmp_path, "generator.num_replicas=2")
+    outcomes = [line["outcome"] for line in read_archive(tmp_path)]
+    assert outcomes.count("logprob_check") == 34
+
+
+def test_calls_in_the_wrong_phase_are_refused(tmp_path: Path) -> None:
+    async def work(engines: LibraryEngines) -> None:
+        with pytest.raises(
+            RuntimeError, match=r'sync_weights must come in phase "sync" .* got none'
+        ):
+            await engines.sync_weights()
+        async with engines.phase("sync"):
+            await engines.sync_weights()
+            with pytest.raises(RuntimeError, match=r'generate must come outside .* got "sync"'):
+                await engines.generate(["1+1="])
+            with pytest.raises(
+                RuntimeError, match=r'optim_step must come in phase "train" .* "sync"'
+            ):
+                await engines.optim_step()
+        await engines.generate(["1+1="])
+        with pytest.raises(
+            ValueError, match=r"placement.colocated must be false for check_logprobs"
+        ):
+            await engines.check_logprobs()
+
+    run(work, tmp_path, "placement=colocated")

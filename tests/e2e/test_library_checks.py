@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.library import Engines
+from llamarl.own_loop import LibraryEngines
 from llamarl.recipe.inputs import read_inputs
 from llamarl.recipe.sampling import replace_sampling, train_sampling
 from tests.e2e.test_library import RECIPE, run
@@ -15,7 +15,7 @@ from tests.unit.test_mistakes import compose
 
 
 def test_rewards_may_be_given_in_place_of_those_of_score_and_be_corrected(tmp_path: Path) -> None:
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         await engines.sync_weights()
         (group,) = await engines.generate(itertools.islice(engines.prompts, 1))
         await engines.score([group])
@@ -61,7 +61,7 @@ def test_what_a_recipe_could_not_hold_is_refused_of_a_call(
 
 
 def test_one_rollout_is_no_group_to_be_trained_on(tmp_path: Path) -> None:
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         await engines.sync_weights()
         (group,) = await engines.generate(["What is 1+2?"], num_rollouts=1)
         with pytest.raises(ValueError, match=r"sampling\.rollouts_per_prompt must be at least 2"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import UserCodeError
-from llamarl.library import Engines
+from llamarl.own_loop import LibraryEngines
 from tests.e2e.commands import Command
 from tests.e2e.test_library import RECIPE, run
 
@@ -31,7 +31,7 @@ def test_an_error_in_the_background_reaches_every_call(tmp_path: Path) -> None:
     )
     (recipe / "task.py").write_text("def reward(prompt, completion):\n    return 1 / 0\n")
 
-    async def work(engines: Engines) -> None:
+    async def work(engines: LibraryEngines) -> None:
         groups = await engines.generate(itertools.islice(engines.prompts, 8))
         for _ in range(2):
             with pytest.raises(UserCodeError, match="ZeroDivisionError"):
@@ -39,7 +39,13 @@ def test_an_error_in_the_background_reaches_every_call(tmp_path: Path) -> None:
         with pytest.raises(UserCodeError, match="ZeroDivisionError"):
             await engines.generate(["1+1="])
 
-    run(work, tmp_path / "run", "data.held_out=null", recipe=recipe, parts=["generator", "scorer"])
+    run(
+        work,
+        tmp_path / "run",
+        "data.held_out=null",
+        recipe=recipe,
+        executors=["generator", "scorer"],
+    )
 
 
 LEAVING = """
@@ -48,7 +54,7 @@ import llamarl
 from llamarl.errors import NoGenerator
 
 async def block(run_dir):
-    async with llamarl.start_engines({recipe!r}, run_dir=run_dir, parts={parts}) as engines:
+    async with llamarl.start_engines({recipe!r}, run_dir=run_dir, executors={parts}) as engines:
         if "trainer" in {parts}:
             await engines.sync_weights()
         futures = await engines.submit([next(engines.prompts) for _ in range(32)])
@@ -69,7 +75,7 @@ if __name__ == "__main__":
         (("generator", "scorer", "trainer"), "raise KeyError('of the caller')", "'of the caller'"),
         (
             ("generator",),
-            "os.kill(engines._executors.generators[0].pids[0], signal.SIGKILL);"
+            "os.kill(engines.executors.generators[0].pids[0], signal.SIGKILL);"
             "await asyncio.gather(*futures)",
             "every generator replica is lost",
         ),

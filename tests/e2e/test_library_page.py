@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -56,6 +57,20 @@ def test_a_loop_of_the_page_runs(
         assert any((exported[name] != before[name]).any() for name in before)
 
 
+def test_the_colocated_loop_of_the_page_logs_evaluates_and_saves(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = shortened("colocated").replace(f"= {SMALL}", f"= {[*SMALL, 'num_steps=2']}")
+    exec(code, {"__name__": "__main__"})
+    assert re.search(r"^accuracy \d+\.\d%$", capsys.readouterr().out, re.M)
+    (run,) = (place / "runs").iterdir()
+    lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    assert [line["step"] for line in lines if "reward/mean" in line] == [1, 2]
+    (evaluated,) = [line for line in lines if "evaluation/accuracy" in line]
+    assert (evaluated["step"], evaluated["evaluation/prompts"]) == (2, 8)
+    assert list((run / "checkpoints").glob("step-00000002"))
+
+
 def test_the_first_lines_of_the_page_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)[0]
     exec(code.replace('["trainer.lr=1e-4"]', f"{SMALL}"), {"__name__": "__main__"})
@@ -63,12 +78,12 @@ def test_the_first_lines_of_the_page_run(place: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_table_of_calls_has_them_all() -> None:
-    from llamarl.library import Engines
+    from llamarl.own_loop import LibraryEngines
 
     named = set(
         re.findall(r"`(?:engines\.)?(\w+)(?:\(.*?\))?`", TEXT[TEXT.index("## The calls") :])
     )
-    public = {name for name in vars(Engines) if not name.startswith("_")} - {"running"}
+    public = {name for name in vars(LibraryEngines) if not name.startswith("_")} - {"running"}
     assert public <= named
 
 

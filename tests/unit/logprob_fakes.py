@@ -4,10 +4,8 @@ import asyncio
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.experience.graph import make_graph
-from llamarl.loop.ledger import Ledger
-from llamarl.loop.logprob_check import (
-    LogprobCheck,
-)
+from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.rollouts import Rollouts
 from llamarl.types import FinishReason, Prompt, RolloutInfo, Sampling, VersionSpan
 from tests.unit.planner_recipes import make_recipe
 
@@ -20,11 +18,14 @@ PROMPTS = [Prompt(prompt_id=i, text="", token_ids=(5, i)) for i in range(3)]
 class FakeDispatch:
     """Replicas that write what they are asked at once, with the version they serve."""
 
-    def __init__(self, ledger, replicas):
-        self.ledger, self.versions = ledger, dict.fromkeys(replicas, 0)
+    def __init__(self, replicas):
+        self.versions = dict.fromkeys(replicas, 0)
         self.asked = []
         self.is_broken = False
+        self.never_come = set()  # replicas whose rollouts do not stop
         self.units = {}
+        self.replica_of = {}  # by row
+        self.stopped = asyncio.Queue()
 
     @property
     def replicas(self):
@@ -37,38 +38,43 @@ class FakeDispatch:
     def unit_near(self, index):
         return self.units.get(index)
 
-    async def submit_to(self, index, requests):
-        self.asked += [(index, request) for request in requests]
+    async def submit(self, requests):
+        self.asked += [(request.replica, request) for request in requests]
         if self.is_broken:
             raise ValueError("prompts must have a token, got none")
-        if index not in self.versions:
-            return  # lost
         for request in requests:
-            versions = self.versions[index]
+            index, is_lost = request.replica, request.replica not in self.versions
+            self.replica_of[request.row_id] = index
+            if index in self.never_come:
+                continue
+            versions = () if is_lost else self.versions[index]
             versions = versions if isinstance(versions, tuple) else (versions,)
             row = RolloutInfo(
                 row_id=request.row_id,
                 num_prompt_tokens=2,
                 num_tokens=2 * len(versions),
                 spans=tuple(VersionSpan(version=v, num_tokens=2) for v in versions),
-                finish_reason=FinishReason.LENGTH,
+                finish_reason=FinishReason.ABORTED if is_lost else FinishReason.LENGTH,
                 replica=index,
             )
-            self.ledger.learn_rollouts([row])
+            self.stopped.put_nowait(row)
+
+    async def collect(self):
+        return [await self.stopped.get()]
 
 
 class FakeTrainer:
     """`noise(replica)` is the difference of a row of that replica."""
 
-    def __init__(self, ledger):
-        self.ledger = ledger
+    def __init__(self, dispatch):
+        self.dispatch = dispatch
         self.noise = lambda replica: 1e-5
         self.asked = []
 
     async def infer(self, row_ids):
         assert row_ids, "a collective for nothing"
         self.asked.append(row_ids)
-        return [self.noise(self.ledger.entries[row_id].rollout.replica) for row_id in row_ids]
+        return [self.noise(self.dispatch.replica_of[row_id]) for row_id in row_ids]
 
 
 class FakeStorage:
@@ -86,14 +92,15 @@ class Setting:
     """A log-prob check among fakes, `publish` and `check` as the controller calls them."""
 
     def __init__(self, replicas=(0, 1), mode="fail"):
-        self.ledger = Ledger(make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1))))
-        self.dispatch = FakeDispatch(self.ledger, replicas)
-        self.trainer, self.storage = FakeTrainer(self.ledger), FakeStorage()
+        graph = make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1)))
+        self.dispatch = FakeDispatch(replicas)
+        self.trainer, self.storage = FakeTrainer(self.dispatch), FakeStorage()
+        self.rollouts = Rollouts(self.dispatch, {}, graph, self.storage)
+        self.serving = None
         self.num_rows = 0
         self.logprob_check = LogprobCheck(
             dispatch=self.dispatch,
-            ledger=self.ledger,
-            storage=self.storage,
+            rollouts=self.rollouts,
             trainer=self.trainer,
             allocate_rows=self.allocate,
             prompts=PROMPTS,
@@ -110,7 +117,14 @@ class Setting:
         for replica in list(self.dispatch.versions):
             self.dispatch.versions[replica] = version if serves is None else serves
             self.logprob_check.committed(replica, version)
-        await asyncio.sleep(0)
+        await self.pass_time()
+
+    async def pass_time(self):
+        """Until what was asked for has been written."""
+        if self.serving is None:
+            self.serving = asyncio.create_task(self.rollouts.serve())
+        for _ in range(100):
+            await asyncio.sleep(0)
 
     async def start(self):
         await self.publish(0)

@@ -52,7 +52,7 @@ def test_a_thousand_healthy_checks_raise_nothing_and_leave_nothing():
             assert (
                 scalars["logprob_check_difference"] <= scalars["logprob_check_tolerance"] == FLOOR
             )
-        assert not setting.ledger.entries
+        assert not setting.rollouts.open
         assert set(setting.storage.outcomes) == set(range(setting.num_rows))
         assert setting.storage.outcomes[setting.num_rows - 1] == {
             "outcome": "logprob_check",
@@ -77,8 +77,6 @@ def test_requests_are_short_of_the_training_distribution_and_belong_to_the_check
         assert {r.purpose for r in requests} == {Purpose.CHECK}
         assert [r.min_version for r in requests] == [0] * 2 * NUM_START_ROWS + [1] * 2
         assert len({(r.prompt_ids, r.seed) for r in requests}) == len(requests)
-        for stage in ("score", "infer", "settle"):  # they are never rewarded or trained on
-            assert not setting.ledger._consumers[stage].queue
 
     run(main())
 
@@ -222,7 +220,7 @@ def test_switched_off_nothing_is_asked_or_compared():
         await setting.publish(0)
         assert await setting.logprob_check.check(0) == {}
         assert not setting.dispatch.asked
-        assert not setting.ledger.entries
+        assert not setting.rollouts.open
 
     run(main())
 
@@ -276,7 +274,7 @@ def test_rows_of_another_version_are_retired_and_not_compared(serves):
         await setting.publish(5, serves=serves)
         assert await setting.logprob_check.check(5) == {"logprob_check_rows": 0}
         assert set(setting.storage.outcomes) == set(range(setting.num_rows))
-        assert not setting.ledger.entries
+        assert not setting.rollouts.open
         assert len(setting.trainer.asked) == 1  # the start's
 
     run(main())
@@ -286,13 +284,13 @@ def test_a_row_that_never_comes_costs_nothing():
     async def main():
         setting = Setting()
         await setting.start()
-        del setting.dispatch.versions[1]
+        setting.dispatch.never_come = {1}
         setting.logprob_check.committed(1, 1)
         setting.logprob_check.committed(0, 1)
         setting.dispatch.versions[0] = 1
-        await asyncio.sleep(0)
+        await setting.pass_time()
         assert (await setting.logprob_check.check(1))["logprob_check_rows"] == 1
-        assert len(setting.ledger.rows(Purpose.CHECK)) == 1  # the controller retires it in the end
+        assert len(setting.rollouts.rows(Purpose.CHECK)) == 1  # the run retires it in the end
         assert await setting.logprob_check.check(2) == {"logprob_check_rows": 0}
 
     run(main())
@@ -303,7 +301,7 @@ def test_few_rows_are_not_enough_to_know_what_is_normal():
         setting = Setting(replicas=[0])
         setting.dispatch.versions.clear()
         setting.logprob_check.committed(0, 0)  # its start rows are lost
-        await asyncio.sleep(0)
+        await setting.pass_time()
         setting.dispatch.versions[0] = 0
         for version in range(1, NUM_START_ROWS + 1):
             assert setting.logprob_check.tolerances[""].value is None
@@ -315,12 +313,13 @@ def test_few_rows_are_not_enough_to_know_what_is_normal():
     run(main())
 
 
-def test_a_request_that_all_replicas_refuse_ends_the_run_at_the_next_check_with_one_error(caplog):
+def test_a_request_that_all_replicas_refuse_ends_the_run(caplog):
     async def main():
         setting = Setting()
         setting.dispatch.is_broken = True
+        await setting.start()
         with pytest.raises(ValueError, match="prompts must have a token"):
-            await setting.start()
+            await setting.serving
 
     run(main())
     gc.collect()  # asyncio complains of errors that were not asked for when it frees their tasks
@@ -331,14 +330,14 @@ def test_a_longest_completion_below_that_of_a_logprob_check_is_kept():
     setting = Setting()
     short = replace(SAMPLING, max_tokens=3)
     logprob_check = LogprobCheck(
-        dispatch=setting.dispatch, ledger=setting.ledger, storage=setting.storage,
+        dispatch=setting.dispatch, rollouts=setting.rollouts,
         trainer=setting.trainer, allocate_rows=setting.allocate, prompts=PROMPTS, sampling=short,
         seed=0, mode="fail",
     )  # fmt: skip
 
     async def main():
         logprob_check.committed(0, 0)
-        await asyncio.sleep(0)
+        await setting.pass_time()
 
     run(main())
     assert setting.dispatch.asked[0][1].sampling.max_tokens == 3

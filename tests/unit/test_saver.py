@@ -17,20 +17,19 @@ from llamarl.metrics.span import Spans
 
 
 def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version():
-    others = dict.fromkeys(("trainer", "gate", "colocation", "evaluator", "spans"))  # not asked
-    saver = Saver(config=CheckpointConfig(), run_dir="", version=0, last=9, **others)
+    saver = saver_of(None, "")
 
     async def start_two():
         logged = asyncio.Event()
 
         async def first():
-            saver.made(1)
+            make(saver, 1)
             await logged.wait()
 
         async def second():
             for _ in range(9):
                 await asyncio.sleep(0)
-            saver.made(2)
+            make(saver, 2)
 
         await saver.start_step(first())
         await asyncio.sleep(0)
@@ -43,15 +42,14 @@ def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_version()
 
 
 def test_a_step_that_is_cancelled_before_it_starts_is_closed():
-    others = dict.fromkeys(("trainer", "gate", "colocation", "evaluator", "spans"))  # not asked
-    saver = Saver(config=CheckpointConfig(), run_dir="", version=0, last=9, **others)
+    saver = saver_of(None, "")
 
     async def logged_for_ever():
-        saver.made(1)
+        make(saver, 1)
         await asyncio.Event().wait()
 
     async def next_step():
-        saver.made(2)
+        make(saver, 2)
 
     async def cancel():
         await saver.start_step(logged_for_ever())
@@ -66,8 +64,7 @@ def test_a_step_that_is_cancelled_before_it_starts_is_closed():
 
 
 def test_a_run_that_is_cancelled_as_it_ends_still_does_whole_what_it_began():
-    others = dict.fromkeys(("trainer", "gate", "colocation", "evaluator", "spans"))  # not asked
-    saver = Saver(config=CheckpointConfig(), run_dir="", version=9, last=9, **others)
+    saver = saver_of(None, "", version=9)
 
     async def cancel():
         may_end, archived = asyncio.Event(), asyncio.Event()
@@ -81,6 +78,7 @@ def test_a_run_that_is_cancelled_as_it_ends_still_does_whole_what_it_began():
                 begun = asyncio.create_task(saver.whole(archive()))
                 await asyncio.sleep(0)
                 begun.cancel()
+                await saver.end_whole()
 
         run = asyncio.create_task(train())
         for _ in range(5):
@@ -131,24 +129,27 @@ class Trainer:
         Path(folder, "version").write_text(str(version))
 
 
-def saver_of(trainer, run_dir):
+def saver_of(trainer, run_dir, version=0):
     return Saver(
         config=CheckpointConfig(keep=0),
         run_dir=str(run_dir),
-        trainer=trainer,
-        gate=Gate(),
+        engines=SimpleNamespace(trainer=trainer, gate=Gate(), version=version),
         colocation=Colocation(),
         evaluator=SimpleNamespace(version=-1),
         spans=Spans("controller", None),
-        version=0,
         last=9,
     )
+
+
+def make(saver, version):
+    saver.engines.version = version
+    saver.made()
 
 
 async def make_version(saver, trainer, version):
     async def step():
         trainer.version = version
-        saver.made(version)
+        make(saver, version)
 
     await saver.start_step(step())
 
@@ -176,7 +177,7 @@ def test_training_goes_on_while_a_save_holds_what_was_when_it_began(tmp_path):
         async with asyncio.TaskGroup() as tasks:
             await make_version(saver, trainer, 1)
             await saver.save(tasks)
-            saver.gate.num_drawn = 5
+            saver.engines.gate.num_drawn = 5
             await make_version(saver, trainer, 2)
             assert checkpoint.committed(tmp_path) == []
             again = asyncio.create_task(saver.save(tasks))
@@ -258,9 +259,9 @@ def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_it(tmp_
     ended, under_way = [], set()
 
     async def drop():
-        saver.gate.num_drawn += 1  # the state changes first, then the records
+        saver.engines.gate.num_drawn += 1  # the state changes first, then the records
         await asyncio.sleep(0.005)
-        ended.append(saver.gate.num_drawn)
+        ended.append(saver.engines.gate.num_drawn)
 
     async def stream():
         while True:  # the next begins before the one before has ended

@@ -1,0 +1,81 @@
+"""Weights of the caller's own, published to generators like a trainer's.
+
+Owns: the caller's tensors as the source of a publish, and their versions. Does not own: the publish
+(`weights/sync/`). Invariant: tensors are read only while `publish` runs.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from llamarl.cluster.inline import InlineGroup
+from llamarl.config import Config
+from llamarl.loop.engines import Engines
+from llamarl.metrics.span import Spans
+from llamarl.recipe.inputs import Inputs
+from llamarl.weights.sync.replicas import PublishStats
+from llamarl.weights.transports.table import TRANSPORTS, named
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from llamarl.executors.weight_source import SourcePart
+
+
+class OwnWeights:
+    """The source in the caller's process. `connect` makes the publisher of `engines` from it."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        connect: Callable[[Any], Awaitable[None]],
+        config: Config,
+        inputs: Inputs,
+        spans: Spans,
+    ) -> None:
+        self._engines, self._connect = engines, connect
+        self._config, self._inputs, self._spans = config, inputs, spans
+        self._source: SourcePart | None = None
+
+    async def publish(
+        self, source: "Module | Mapping[str, Tensor]", version: int | None
+    ) -> PublishStats:
+        """Bring these tensors to the generators as `version` (None: the next one). ValueError for a
+        wrong name or shape."""
+        from llamarl.models.hf import as_parameters  # here, for it imports torch
+
+        engines = self._engines
+        version = engines.version + 1 if version is None else version
+        if engines.trainer is not None:
+            raise RuntimeError("source must come without the trainer among executors, got both")
+        if version <= engines.version:
+            raise RuntimeError(f"version must be above {engines.version}, got {version}")
+        tensors = as_parameters(source, self._inputs.architecture)
+        if self._source is None:
+            self._source = await self._open(tensors)
+        assert engines.publisher is not None
+        self._source.tensors.label(version, tensors)
+        try:
+            stats = await engines.publisher.publish(version)
+        finally:
+            await asyncio.to_thread(self._source.withdraw)
+        engines.version = version
+        return stats
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        if self._source is not None:
+            self._source.close()
+
+    async def _open(self, tensors: "Mapping[str, Tensor]") -> "SourcePart":
+        from llamarl.executors.weight_source import SourcePart
+        from llamarl.weights.layout.shards import whole_boxes
+
+        config, must = self._config.weights, f"be {named('is_mapped')} with a source"
+        is_mapped = TRANSPORTS[config.transport].is_mapped
+        self._config.require(is_mapped, "weights.transport", must)
+        boxes, spans = whole_boxes(tensors), self._spans
+        part = SourcePart(0, *boxes, config=config, rdma=None, spans=spans)
+        await self._connect(InlineGroup("trainer", [part], [spans]).call_all)
+        return part

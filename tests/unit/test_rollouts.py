@@ -1,0 +1,317 @@
+"""The life of a rollout: written, through its stages, with one outcome, whatever takes how long."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from llamarl.algorithms.losses.aipo import AIPOConfig
+from llamarl.experience.graph import FrozenModel, Graph, Stage, make_graph
+from llamarl.loop.rollouts import Rollouts
+from llamarl.planner.simulation import clock
+from llamarl.types import (
+    FinishReason,
+    Group,
+    Purpose,
+    Score,
+    ScoreStatus,
+    StageResult,
+)
+from tests.random_search import case, searched
+from tests.unit.planner_recipes import make_recipe
+from tests.unit.rollout_fakes import FakeDispatch, FakeStage, FakeStorage, group_of, request, row
+
+KL = make_graph(make_recipe(algorithm=AIPOConfig(kl_coefficient=0.1)))
+
+
+def nothing(*read: object) -> None:
+    """Is not called here."""
+
+
+OWN = make_graph(
+    make_recipe(algorithm=AIPOConfig(reward_columns=["ranked"])),
+    [
+        Stage("short", nothing, ["completion"]),
+        Stage("judge", nothing, ["completion"], ["quality"]),
+        Stage("rank", nothing, ["reward", "quality"], ["ranked"], per="group"),
+    ],
+)
+
+
+def good(row_id: int) -> Score:
+    return Score(row_id=row_id, status=ScoreStatus.OK, reward=1.0)
+
+
+class Setting:
+    """`rollouts` of a graph among fakes; `stages` by name."""
+
+    def __init__(self, graph: Graph = KL, rng: random.Random | None = None) -> None:
+        rng = rng or random.Random(0)
+        self.dispatch, self.storage = FakeDispatch(rng), FakeStorage()
+        done: defaultdict[str, set[int]] = defaultdict(set)
+        dropped: set[int] = set()
+        shared = done, dropped, rng
+        self.stages = {
+            stage.name: FakeStage(stage, graph.needs[stage.name], *shared)
+            for stage in graph.between
+        }
+        self.stages["score"].result = good
+        executors = {fake.stage: fake for fake in self.stages.values()}
+        self.rollouts = Rollouts(self.dispatch, executors, graph, self.storage)  # type: ignore[arg-type]
+
+    def run(self, work: Callable[[Rollouts], Awaitable[None]]) -> None:
+        async def main() -> None:
+            serving = asyncio.create_task(self.rollouts.serve())
+            try:
+                await work(self.rollouts)
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+        clock.run(main())
+
+    def roll_out(self, *groups: Group) -> None:
+        async def work(rollouts: Rollouts) -> None:
+            await asyncio.gather(
+                *(rollouts.roll_out(each, [request(r) for r in each.row_ids]) for each in groups)
+            )
+
+        self.run(work)
+
+
+def draw_graph(rng: random.Random) -> Graph:
+    """A graph with up to five stages of its own, which read what others before them write."""
+    stages: list[Stage] = []
+    columns = ["reward"]
+    for number in range(rng.randint(0, 5)):
+        reads = rng.sample(columns, rng.randint(0, min(2, len(columns))))
+        name = f"stage{number}"
+        if not reads and rng.random() < 0.3:
+            column = f"log{number}"
+            stages.append(Stage(name, nothing, ["completion"]))
+            continue
+        column = f"c{number}"
+        per = rng.choice(["rollout", "group"])
+        stages.append(Stage(name, nothing, reads or ["completion"], [column], per=per))
+        columns.append(column)
+    algorithm = AIPOConfig(
+        kl_coefficient=rng.choice([0.0, 0.1]),
+        reward_columns=columns,
+        reward_column_weights=[1.0] * len(columns),
+    )
+    return make_graph(make_recipe(algorithm=algorithm), stages)
+
+
+def draw_result(name: str, share: float, seed: float) -> Callable[[int], StageResult]:
+    def result(row_id: int) -> StageResult:
+        chance = random.Random(f"{name} {row_id} {seed}").random()
+        if chance < share / 2:
+            return StageResult(row_id=row_id, reason=f"{name}_said_no")
+        if chance < share:
+            return StageResult(row_id=row_id, status=ScoreStatus.HUNG)
+        return StageResult(row_id=row_id, numbers={name: chance})
+
+    return result
+
+
+@searched(few=60, many=2000)
+def test_every_rollout_passes_every_stage_once_in_order_whatever_takes_how_long(
+    seeds: Sequence[int],
+) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        setting = Setting(draw_graph(rng), rng)
+        share, size = rng.choice([0.0, 0.2, 0.7]), rng.randint(1, 4)
+        for name, stage in setting.stages.items():
+            stage.longest_s = rng.choice([0.0, 0.05, 5.0])
+            if name != "score" and not stage.stage.is_model:
+                stage.result = draw_result(name, share, seed)
+        groups = [group_of(*range(first, first + size)) for first in range(0, 5 * size, size)]
+        rows = {row_id for group in groups for row_id in group.row_ids}
+        setting.dispatch.num_cuts = Counter({row_id: rng.choice([0, 0, 2]) for row_id in rows})
+        cuts = setting.dispatch.num_cuts.total()
+        with case(seed):
+            setting.roll_out(*groups)
+            check(setting, groups, rows)
+            assert len(setting.dispatch.asked) == len(rows) + cuts
+
+
+def check(setting: Setting, groups: Sequence[Group], rows: set[int]) -> None:
+    """`FakeStage` asserts order and that no rollout comes twice or after its drop."""
+    dropped = {row_id for group in groups for row_id in group.dropped}
+    for group in groups:
+        assert group.rollouts == {row_id: row(row_id) for row_id in group.row_ids}
+    for fake in setting.stages.values():
+        assert {*fake.rows} >= rows - dropped
+        for items in fake.begun:
+            for row_ids, _ in items:
+                (group,) = [each for each in groups if row_ids[0] in each.row_ids]
+                if fake.stage.per == "group":
+                    assert {*row_ids} >= {*group.row_ids} - dropped
+                else:
+                    assert len(row_ids) == 1
+                for row_id in row_ids:
+                    expected = fake.result(row_id) if fake.result else None
+                    if isinstance(expected, StageResult):
+                        assert group.numbers[row_id].items() >= expected.numbers.items()
+
+
+def test_a_rollout_is_scored_while_others_of_its_group_are_written() -> None:
+    setting = Setting()
+    group = group_of(0, 1)
+    setting.dispatch.num_cuts[1] = 30
+    setting.dispatch.longest_s = 10.0
+    setting.roll_out(group)
+    assert [items[0][0] for items in setting.stages["score"].begun] == [(0,), (1,)]
+
+
+def test_an_evaluation_is_scored_and_passes_no_other_stage() -> None:
+    setting = Setting()
+    group = group_of(7)
+
+    async def work(rollouts: Rollouts) -> None:
+        await rollouts.roll_out(group, [request(7, Purpose.EVALUATE)])
+        assert rollouts.rows(Purpose.EVALUATE) == [7]
+        assert rollouts.rows(Purpose.TRAIN, Purpose.CHECK) == []
+
+    setting.run(work)
+    assert setting.stages["score"].rows == [7]
+    assert setting.stages["infer"].rows == []
+    assert group.scores == {7: good(7)}
+
+
+def test_what_was_aborted_passes_no_stage_and_a_cut_rollout_stops_there() -> None:
+    setting = Setting()
+    setting.dispatch.stop = lambda each: row(each.row_id, FinishReason.ABORTED)
+    setting.dispatch.num_cuts[1] = 5
+    group = group_of(0, 1)
+
+    async def work(rollouts: Rollouts) -> None:
+        writing = asyncio.create_task(rollouts.roll_out(group, [request(0), request(1)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await rollouts.abort([0, 1])
+        await writing
+
+    setting.run(work)
+    assert setting.dispatch.aborted == [0, 1]
+    assert len(setting.dispatch.asked) <= 2
+    assert group.rollouts[0].finish_reason is FinishReason.ABORTED
+    assert not setting.stages["score"].begun or setting.stages["score"].rows == [1]
+
+
+def test_what_comes_late_of_a_rollout_whose_coroutine_has_ended_is_ignored() -> None:
+    setting = Setting()
+    group = group_of(0)
+
+    async def work(rollouts: Rollouts) -> None:
+        writing = asyncio.create_task(rollouts.roll_out(group, [request(0)]))
+        await asyncio.sleep(0.0)
+        await asyncio.sleep(0.0)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await asyncio.sleep(5.0)
+        assert not group.rollouts
+        assert rollouts.rows(Purpose.TRAIN) == [0], "open until it is retired"
+        await rollouts.retire([0, 1], {"outcome": "unused"})
+        await rollouts.retire([0], {"outcome": "dropped"})
+
+    setting.run(work)
+    assert setting.storage.outcomes == {0: {"outcome": "unused"}}, "one outcome"
+
+
+def test_a_failed_score_drops_nothing() -> None:
+    setting = Setting()
+    failed = Score(row_id=1, status=ScoreStatus.HUNG, error="too slow")
+    setting.stages["score"].result = lambda row_id: failed if row_id else good(0)
+    group = group_of(0, 1)
+    setting.roll_out(group)
+    assert group.scores == {0: good(0), 1: failed}
+    assert not group.dropped, "the group's filter knows what a failed score means"
+
+
+def test_a_group_goes_on_without_what_its_stages_dropped() -> None:
+    setting = Setting(OWN)
+    setting.stages["short"].result = lambda row_id: StageResult(
+        row_id=row_id, reason="rambling" if row_id == 1 else ""
+    )
+    setting.stages["short"].longest_s = 0.0
+    setting.stages["judge"].result = lambda row_id: StageResult(
+        row_id=row_id, numbers={"quality": 2.0}
+    )
+    group = group_of(0, 1, 2)
+
+    async def work(rollouts: Rollouts) -> None:
+        await rollouts.roll_out(group, [request(row_id) for row_id in group.row_ids])
+        assert setting.stages["rank"].begun == [[((0, 2), None)]]
+        await rollouts.leave_out(group)
+        assert (group.row_ids, sorted(group.rollouts), sorted(group.scores)) == (
+            (0, 2),
+            [0, 2],
+            [0, 2],
+        )
+        assert rollouts.rows(Purpose.TRAIN) == [0, 2]
+
+    setting.run(work)
+    assert group.numbers[0] == {"quality": 2.0}
+    left_out = {"outcome": "dropped", "reason": "rambling", "left_out": 1, "group_id": 0}
+    assert setting.storage.outcomes == {1: left_out}
+
+
+def test_a_group_whose_rollouts_were_all_dropped_ends_too() -> None:
+    setting = Setting(OWN)
+    for name in ("short", "judge"):
+        setting.stages[name].result = lambda row_id: StageResult(
+            row_id=row_id, status=ScoreStatus.RAISED
+        )
+    group = group_of(0, 1)
+    setting.roll_out(group)
+    assert {*group.dropped.values()} <= {"short_failed", "judge_failed"}
+    assert {*group.dropped} == {0, 1}
+    assert not setting.stages["rank"].begun
+
+
+@pytest.mark.parametrize("where", ["collect", "score"])
+def test_an_error_ends_all_that_waits_and_all_that_comes_later(where: str) -> None:
+    setting = Setting()
+
+    def broken(row_id: int) -> Score:
+        raise ValueError("of reward code")
+
+    if where == "score":
+        setting.stages["score"].result = broken
+        setting.dispatch.longest_s = 0.0
+
+    async def work(rollouts: Rollouts) -> None:
+        groups = [group_of(0, 1), group_of(2, 3)]
+        setting.dispatch.num_cuts[3] = 10**6  # is written without end
+        rolling = [
+            asyncio.create_task(
+                rollouts.until_failed(rollouts.roll_out(each, [request(r) for r in each.row_ids]))
+            )
+            for each in groups
+        ]
+        if where == "collect":
+            await asyncio.sleep(0.5)
+            setting.dispatch.stopped.put_nowait(ValueError("of a replica"))
+        for each in rolling:
+            with pytest.raises(ValueError, match="of "):
+                await each
+        with pytest.raises(ValueError, match="of "):
+            await rollouts.write(group_of(4), [request(4)])
+        with pytest.raises(ValueError, match="of "):
+            await rollouts.serve()
+
+    setting.run(work)
+
+
+def test_models_compute_one_call_after_the_other() -> None:
+    setting = Setting()
+    assert isinstance(setting.stages["infer"].stage.run, FrozenModel)
+    setting.dispatch.longest_s = 20.0
+    setting.roll_out(*(group_of(row_id) for row_id in range(20)))  # `FakeStage` asserts it
+    assert 1 < len(setting.stages["infer"].begun) < 20, "what comes meanwhile goes together"
