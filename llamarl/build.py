@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
         trainer,
     )
 
-    Generator: type[protocols.Generator] = rollouts.RolloutPart
+    GeneratorReplica: type[protocols.GeneratorReplica] = rollouts.RolloutPart
     Collector: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
     Scorer: type[protocols.Processor] = scorer.ScorerExecutor

@@ -31,21 +31,41 @@ if TYPE_CHECKING:
 
 
 class Generator(Protocol):
-    """Writes rollouts. The dispatcher over all replicas is a Generator too."""
+    """Writes rollouts: all replicas, seen as one through the dispatcher."""
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; returns once they are queued, not once they are written."""
 
     async def collect(self) -> list[RolloutInfo]:
-        """Rows that stopped since the last call, in the order they stopped.
-
-        Waits until all rollouts of some prompt have stopped, or one was cut, but at most for the
-        replica's heartbeat interval: an empty list only says that it is alive. The arrays of a
-        returned row are in storage already.
-        """
+        """Rows that stopped since the last call, in the order they stopped; waits for at least one.
+        The arrays of a returned row are in storage already."""
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
+
+
+Report = tuple[int, list[RolloutInfo]]
+"""Rows that stopped on a replica, in that order, and the number of the first. Each row's number is
+one above that of the row before; those of later processes are higher."""
+
+
+class GeneratorReplica(Protocol):
+    """Writes rollouts: one replica."""
+
+    async def submit(self, requests: list[Request]) -> None:
+        """See `Generator`."""
+
+    async def collect(self, received: int) -> Report:
+        """Rows that stopped, from number `received` on: those below have arrived, and are
+        forgotten. All others are kept, and reported again when the same is asked again.
+
+        If none is kept, this waits until all rollouts of some prompt have stopped, or one was cut,
+        but at most for the replica's heartbeat interval: a report without rows only says that it is
+        alive. The arrays of a returned row are in storage already.
+        """
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        """See `Generator`."""
 
 
 class Resettable(Protocol):
@@ -62,13 +82,14 @@ class Resettable(Protocol):
 class Collector(Protocol):
     """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
 
-    async def collect(self) -> list[tuple[int, list[RolloutInfo] | Exception]]:
-        """What replicas returned since the last call: (replica, rows that stopped there), or the
+    async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
+        """The number of the answer, and what replicas returned: (replica, its report), or the
         exception that its `collect` raised, after which the replica is not asked again. Waits for
-        at least one."""
+        at least one. `received` is the number of the last answer that has arrived (0: none); until
+        it has, the same answer is given again, and no replica is told that its report arrived."""
 
-    async def follow(self, replica: int, generator: Generator) -> None:
-        """Collect from this replica too, which may have the number of one that was lost."""
+    async def follow(self, replica: int, generator: GeneratorReplica) -> None:
+        """Collect from this replica too, in place of one that had its number."""
 
 
 class Checkpointed(Protocol):

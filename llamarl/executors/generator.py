@@ -79,7 +79,7 @@ class GeneratorExecutor:
         rollouts, _, target, _ = self._parts
         limit_s = self._spec.weights.timeout_s
         await target.reset(limit_s)
-        await rollouts.beside.drained(limit_s)
+        await rollouts.drained(limit_s)
 
     async def use(self, storage: Storage) -> None:
         """See `protocols.Resettable`."""

@@ -20,7 +20,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.experience.graph import Stage
-from llamarl.protocols import Generator, Storage
+from llamarl.protocols import GeneratorReplica, Storage
 
 if TYPE_CHECKING:
     from llamarl.weights.transports.protocol import Rdma
@@ -164,7 +164,7 @@ class CollectorSpec:
 
     executor: ClassVar[str] = "llamarl.executors.collector:CollectorExecutor"
 
-    generators: dict[int, Generator]
+    generators: dict[int, GeneratorReplica]
 
 
 Spec = (

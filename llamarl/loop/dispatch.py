@@ -24,7 +24,7 @@ from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.placement import Neighbours
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
-from llamarl.protocols import Collector, Generator, Storage
+from llamarl.protocols import Collector, GeneratorReplica, Report, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ DRAIN_POLL_S = 0.1
 class ReplicaGroup(Protocol):
     """The processes of one replica."""
 
-    call_one: Generator
+    call_one: GeneratorReplica
 
     async def watch(self) -> None:
         """Wait until the replica is lost and raise GroupLost; return once it was stopped."""
@@ -220,16 +220,18 @@ class Dispatch:
             if self._collectors:
                 await self._groups[index].watch()
             while not self._collectors:
-                self._release(index, await replica.generator.collect())
+                self._release(index, await replica.generator.collect(replica.received))
         except GroupLost as error:
             self.lost(index, error)
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
     async def _read_collector(self, collector: Collector) -> None:
+        received = 0
         try:
             while True:
-                for index, report in await collector.collect():
+                received, reports = await collector.collect(received)
+                for index, report in reports:
                     if isinstance(report, GroupLost) and report.group.startswith("generator"):
                         continue  # `_follow` finds it too, and belongs to the processes of now
                     if not isinstance(report, Exception):
@@ -239,9 +241,15 @@ class Dispatch:
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
-    def _release(self, index: int, rows: list[RolloutInfo]) -> None:
-        """Pass on rows that stopped on a replica. Those that a collector reports late, after the
-        replica was given up, are left out: they have started again."""
+    def _release(self, index: int, report: Report) -> None:
+        """Pass on rows that stopped on a replica, but for those that it has reported before. Those
+        that a collector reports late, after the replica was given up, are left out too: they have
+        started again."""
+        first, rows = report
+        if (replica := self.replicas.get(index)) is None:
+            return
+        rows = rows[max(0, replica.received - first) :]
+        replica.received = max(replica.received, first + len(rows))
         known = [row for row in rows if self.balance.release(index, row)]
         if known:
             self._rows.put_nowait(known)
