@@ -6,7 +6,7 @@ nothing here computes; it only says who gets what.
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
 from llamarl.environments.requests import make_requests
-from llamarl.executor_groups import Executors
 from llamarl.experience.samplers import make_sampler
+from llamarl.fleet import Fleet
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
@@ -28,11 +28,9 @@ from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
-from llamarl.loop.healing_stage import HealingStage
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.placement import Neighbours
-from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
@@ -41,9 +39,10 @@ from llamarl.metrics.decode_steps import DecodeSteps
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
-from llamarl.protocols import WeightSource
+from llamarl.protocols import Collector, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling import evaluation_sampling, train_sampling
+from llamarl.starter import Executors
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 
@@ -61,7 +60,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     )
 
     GeneratorReplica: type[protocols.GeneratorReplica] = rollouts.RolloutPart
-    Collector: type[protocols.Collector] = collector.CollectorExecutor
+    Collecting: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
     Scorer: type[protocols.Processor] = scorer.ScorerExecutor
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
@@ -73,19 +72,19 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
 def build_controller(
     config: Config,
     inputs: Inputs,
-    executors: Executors,
+    fleet: Fleet,
     *,
     run_dir: str,
     state: dict[str, Any],
     run_logger: RunObserver,
     spans: Spans,
     skew: Skew | None = None,
-    may_restart: Callable[[], bool] | None = None,
 ) -> tuple[Controller, Publisher, Dispatch]:
-    """Assemble the loop around the started executors. `state` is a checkpoint's, or empty, `skew`
-    what replaces the config's. `may_restart`: may a lost stage be started again? None: never."""
-    dispatch = make_dispatch(config, executors, skew or make_skew(config, inputs, run_dir))
-    roles, ledger = _roles(executors, dispatch, may_restart), Ledger(inputs.graph)
+    """Assemble the loop around the started executors of the fleet, which is connected to it.
+    `state` is a checkpoint's, or empty, `skew` what replaces the config's."""
+    executors, skew = fleet.executors, skew or make_skew(config, inputs, run_dir)
+    dispatch = make_dispatch(config, executors, skew, fleet.collectors())
+    roles, ledger = _roles(fleet, dispatch), Ledger(inputs.graph)
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
     colocation = _colocation(config, executors, spans)
     evaluator = build_evaluator(config, inputs, executors, dispatch, ledger, state)
@@ -101,8 +100,9 @@ def build_controller(
         mode=config.weights.logprob_check,
         pool_of=cache(lambda replica: pool_at(config.generator, replica).key),
     )
-    on_commit = logprob_check.committed
-    replica_set, publisher = _replica_set(config, executors, dispatch, spans, run_dir, on_commit)
+    options: dict[str, Any] = {"on_commit": logprob_check.committed}
+    options["may_come"] = fleet.restarts_replicas
+    publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
@@ -121,39 +121,16 @@ def build_controller(
         gate=gate,
         ledger=ledger,
         publisher=publisher,
-        replica_set=replica_set,
-        elasticity=_elasticity(config, gate, dispatch, replica_set),
         logprob_check=logprob_check,
         colocation=colocation,
         evaluator=evaluator,
         saver=saver,
         run_logger=run_logger,
     )
+    limits = config.generator.elastic
+    elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
+    fleet.connect(dispatch, publisher, elasticity, has_learnt=lambda: saver.has_last)
     return controller, publisher, dispatch
-
-
-def _replica_set(
-    config: Config,
-    executors: Executors,
-    dispatch: Dispatch,
-    spans: Spans,
-    run_dir: str,
-    on_commit: Callable[[int, int], None],
-) -> tuple[ReplicaSet, Publisher]:
-    # Colocated, a replica could start only in a phase of its own.
-    max_restarts = 0 if config.placement.colocated else config.generator.max_restarts
-    options: dict[str, Any] = {"on_commit": on_commit, "may_come": max_restarts > 0}
-    publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
-    groups, start = executors.generators, executors.start_generator
-    return ReplicaSet(groups, start, publisher, dispatch, max_restarts=max_restarts), publisher
-
-
-def _elasticity(
-    config: Config, gate: Gate, dispatch: Dispatch, replica_set: ReplicaSet
-) -> Elasticity | None:
-    if not (limits := config.generator.elastic):
-        return None
-    return Elasticity(limits=limits, gate=gate, dispatch=dispatch, replica_set=replica_set)
 
 
 def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
@@ -167,34 +144,34 @@ def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
     return Skew(config.dispatch, limits, steps.read, is_streamed=is_streamed)
 
 
-def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None) -> Dispatch:
-    """One Generator of all replicas; without `skew` nothing is expected of lengths."""
+def make_dispatch(
+    config: Config,
+    executors: Executors,
+    skew: Skew | None = None,
+    collectors: Sequence[Collector] | None = None,
+) -> Dispatch:
+    """One Generator of all replicas; without `skew` nothing is expected of lengths. `collectors`
+    take the place of the executors'."""
+    if collectors is None:
+        collectors = [group.call_one for group in executors.collectors]
     return Dispatch(
         executors.generators,
         executors.storage,
-        collectors=[group.call_one for group in executors.collectors],
+        collectors=collectors,
         neighbours=Neighbours(units_near(config), num_storage_units(config)),
         skew=skew,
         speeds=Speeds(pools_of(config.generator)),
     )
 
 
-def _roles(
-    executors: Executors, dispatch: Dispatch, may_restart: Callable[[], bool] | None
-) -> Roles:
+def _roles(fleet: Fleet, dispatch: Dispatch) -> Roles:
+    executors = fleet.executors
     assert executors.trainer is not None
-    groups, start, storage = executors.stages, executors.start_stage, executors.storage
-    healing = {
-        stage: HealingStage(stage, groups, start, storage, may_restart)
-        for stage in groups
-        if start is not None and may_restart is not None and executors.heals(stage)
-    }
     return Roles(
         generator=dispatch,
-        stages={stage: group.call_one for stage, group in groups.items()} | healing,
+        stages=fleet.processors(),
         trainer=executors.trainer.call_one,
-        storage=storage,
-        healing=[*healing.values()],
+        storage=executors.storage,
     )
 
 

@@ -1,7 +1,7 @@
 """What each executor of a recipe is constructed with.
 
 Owns: the values of the specs. Does not own: their fields (`executors/specs.py`), or starting
-executors (`executor_groups.py`). Invariant: the same recipe gives equal specs, but for the names of
+executors (`starter.py`). Invariant: the same recipe gives equal specs, but for the names of
 the files at which ranks meet.
 """
 
@@ -52,41 +52,24 @@ def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
     ]
 
 
-def make_specs(
-    config: Config,
-    inputs: Inputs,
-    storage: Store,
-    far_storage: Store,
-    run_dir: str,
-    parts: Collection[str],
-    generators: Mapping[str, Sequence[Device]],
-) -> dict[str, Spec]:
-    """By name, of the executors that use the store; `far_storage` is for those at other sites.
-    `generators` has the place of each."""
-    specs: dict[str, Spec] = {}
-    for name, devices in generators.items():
-        replica = int(name.removeprefix("generator-"))
-        specs[name] = generator_spec(
-            config, inputs, storage, far_storage, run_dir, parts, replica, devices
-        )
-    if EXECUTORS[TRAIN] in parts:
-        specs["trainer"] = TrainerSpec(
-            checkpoint=inputs.checkpoint,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
-            config=config.trainer,
-            algorithm=config.algorithm,
-            sampling=config.sampling,
-            weights=config.weights,
-            placement=config.placement,
-            storage=storage,
-            run_dir=run_dir,
-            num_steps=config.num_steps,
-            seed=config.seed,
-            rdma=_rdma(config),
-        )
-    return specs
+def trainer_spec(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> TrainerSpec:
+    """Of the trainer."""
+    return TrainerSpec(
+        checkpoint=inputs.checkpoint,
+        tokenizer=inputs.tokenizer_folder,
+        task_source=inputs.task_source,
+        rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
+        config=config.trainer,
+        algorithm=config.algorithm,
+        sampling=config.sampling,
+        weights=config.weights,
+        placement=config.placement,
+        storage=storage,
+        run_dir=run_dir,
+        num_steps=config.num_steps,
+        seed=config.seed,
+        rdma=_rdma(config),
+    )
 
 
 def generator_spec(
@@ -99,7 +82,7 @@ def generator_spec(
     replica: int,
     places: Sequence[Device],
 ) -> GeneratorSpec:
-    """Of one replica, whose ranks are at `places`."""
+    """Of one replica, whose ranks are at `places`; `far_storage` is for those at other sites."""
     is_far = places[0].host in far_sites(config)
     return GeneratorSpec(
         replica=replica,
@@ -174,12 +157,11 @@ def stage_spec(
     )
 
 
-def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
-    """Each asks an equal share of the replicas."""
+def collector_spec(
+    config: Config, generators: Mapping[int, ExecutorGroup], number: int
+) -> CollectorSpec:
+    """Each collector asks an equal share of the replicas."""
     num = config.generator.num_collectors
-    return [
-        CollectorSpec(
-            generators={i: group.call_one for i, group in generators.items() if i % num == number}
-        )
-        for number in range(num)
-    ]
+    return CollectorSpec(
+        generators={i: group.call_one for i, group in generators.items() if i % num == number}
+    )

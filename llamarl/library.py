@@ -25,7 +25,6 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.environments.prompts import PromptStream, make_prompt
-from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.experience.columns import COLUMNS
 from llamarl.jobs import claim
 from llamarl.loop.groups_in_flight import GroupsInFlight
@@ -36,6 +35,7 @@ from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import Inputs, check_lengths, read_frozen, read_inputs
 from llamarl.recipe.sampling import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
+from llamarl.starter import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,

@@ -6,21 +6,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamarl.experience.graph import Stage
-from llamarl.loop.healing_stage import HealingStage
 from llamarl.protocols import Generator, Processor, Storage, Trainer
 from llamarl.types import Batch, Evaluation, Group, Request, StepStats, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The executors by role, and by the stage between generate and settle that each runs. Those
-    stages that are started again when they are lost are also in `healing`."""
+    """The executors by role, and by the stage between generate and settle that each runs."""
 
     generator: Generator
     stages: Mapping[Stage, Processor]
     trainer: Trainer
     storage: Storage
-    healing: Sequence[HealingStage] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

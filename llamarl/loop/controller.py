@@ -16,13 +16,11 @@ from llamarl.config import Config
 from llamarl.experience.graph import SETTLE
 from llamarl.loop.collaborators import Roles, Rules, RunObserver
 from llamarl.loop.colocation import Colocation, Phase
-from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.ledger import Ledger
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.part_size import PartSize
-from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.saver import Saver
 from llamarl.loop.serving import serve_stage
 from llamarl.types import FinishReason, Group, Kept, Outcome, Purpose
@@ -39,8 +37,6 @@ class Controller:
     gate: Gate
     ledger: Ledger
     publisher: Publisher
-    replica_set: ReplicaSet
-    elasticity: Elasticity | None
     logprob_check: LogprobCheck
     colocation: Colocation
     evaluator: Evaluator
@@ -60,10 +56,7 @@ class Controller:
         async with self.saver.saving(), asyncio.TaskGroup() as tasks:
             self._evaluate_if_due(self.gate.version, tasks)
             admitting = tasks.create_task(self._admit_stage())
-            watches = [self.publisher.watch(), self.replica_set.watch()]
-            watches += [self.elasticity.watch()] if self.elasticity is not None else []
-            watches += [stage.watch() for stage in self.roles.healing]
-            own = self._collect_stage(), self._settle_stage(), *watches
+            own = self._collect_stage(), self._settle_stage()
             pairs = self.roles.stages.items()
             between = (serve_stage(stage, executor, self.ledger) for stage, executor in pairs)
             serving = [tasks.create_task(work) for work in (*own, *between)]

@@ -205,6 +205,10 @@ class Dispatch:
         if self.on_lost is not None:
             self.on_lost(index, why)
 
+    def fail(self, error: Exception) -> None:
+        """`collect` raises this."""
+        self._rows.put_nowait(error)
+
     async def close(self) -> None:
         """Stop collecting."""
         await asyncio.sleep(0)  # a task that has not begun would leave its work unawaited

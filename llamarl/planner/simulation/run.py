@@ -15,9 +15,9 @@ from llamarl.build import build_controller
 from llamarl.config import Config, DispatchConfig
 from llamarl.config.pools import number_of, pools_of
 from llamarl.config.run import CheckpointConfig
-from llamarl.executor_groups import Executors
 from llamarl.experience.graph import Graph, make_graph
 from llamarl.experience.samplers import admission
+from llamarl.fleet import Fleet
 from llamarl.lengths.ranker import Ranker
 from llamarl.lengths.split import Limits
 from llamarl.loop.collaborators import RunObserver
@@ -33,6 +33,7 @@ from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.inputs import Inputs
+from llamarl.starter import Executors
 from llamarl.types import REWARD, Prompt
 
 
@@ -116,11 +117,12 @@ async def drive(
         dispatch=DispatchConfig(ranker="none"),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
+    fleet = Fleet(config, executors)
     with tempfile.TemporaryDirectory() as run_dir:
         controller, publisher, dispatch = build_controller(
             config,
             inputs,
-            executors,
+            fleet,
             run_dir=run_dir,
             state={},
             run_logger=run_logger,
@@ -129,9 +131,9 @@ async def drive(
         )
         await publisher.connect()
         try:
-            await controller.run()
+            await fleet.guard(controller.run())
         finally:
-            await controller.replica_set.close()
+            await fleet.close()
             await dispatch.close()
             await publisher.close()
 
