@@ -127,10 +127,13 @@ def build_controller(
         saver=saver,
         run_logger=run_logger,
     )
-    limits = config.generator.elastic
-    elasticity = Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
-    fleet.connect(dispatch, publisher, elasticity, has_learnt=lambda: saver.has_last)
+    fleet.connect(dispatch, publisher, _elasticity(config, gate, dispatch), lambda: saver.has_last)
     return controller, publisher, dispatch
+
+
+def _elasticity(config: Config, gate: Gate, dispatch: Dispatch) -> Elasticity | None:
+    limits = config.generator.elastic
+    return Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
 
 
 def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
