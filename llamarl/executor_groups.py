@@ -58,8 +58,7 @@ class Executors:
     """The executors of a run, started; without one of the `vital` ones it cannot go on.
 
     `stages` are those between generate and settle, by the stage that each runs. `start_generator`
-    starts the generator of an index that has no processes, `start_stage` a stage's executor that
-    was lost so many times before.
+    starts the generator of an index that has no processes, `start_stage` a stage's executor.
     """
 
     vital: list[ExecutorGroup]
@@ -68,7 +67,7 @@ class Executors:
     stages: dict[Stage, ExecutorGroup]
     trainer: ExecutorGroup | None
     start_generator: Callable[[int], Awaitable[ExecutorGroup]]
-    start_stage: Callable[[Stage, int], Awaitable[ExecutorGroup]] | None = None
+    start_stage: Callable[[Stage], Awaitable[ExecutorGroup]] | None = None
     """None: what is lost is not started again alone."""
     places: dict[str, list[Device]] = field(default_factory=dict)
     """By executor name, the device of each rank; also of generators that are yet to be started."""
@@ -160,6 +159,7 @@ class Starter:
         places = self.places[name]
         group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
         self.started.append(group)
+        _sign(group, spec)
         return group
 
     async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
@@ -206,6 +206,7 @@ class Starter:
         if group is not None and isinstance(spec, GeneratorSpec):
             try:
                 await group.call_one.use(spec.storage)
+                _sign(group, spec)
                 return group
             except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
                 log.warning("%s is started again: %s", name, error)
@@ -266,8 +267,8 @@ async def _spawn(
         )
         return await starter.start(name, spec, log_state)
 
-    async def start_stage(stage: Stage, num_losses: int) -> ExecutorGroup:
-        spec = stage_spec(stage, config, inputs, storage, run_dir, num_losses)
+    async def start_stage(stage: Stage) -> ExecutorGroup:
+        spec = stage_spec(stage, config, inputs, storage, run_dir)
         return await starter.start(name_executor(stage), spec, log_state)
 
     unit_specs = storage_specs(config, run_dir)
@@ -317,6 +318,13 @@ async def _all(starts: Iterable[Coroutine[Any, Any, ExecutorGroup]]) -> list[Exe
     if failed is not None:
         raise failed
     return [task.result() for task in started]
+
+
+def _sign(group: ExecutorGroup, spec: Spec) -> None:
+    """Note how what these processes write is signed."""
+    storage = getattr(spec, "storage", None)
+    if isinstance(storage, Store):
+        group.writer = storage.writer
 
 
 def _vital_generators(

@@ -12,7 +12,7 @@ from llamarl.executors.specs import GeneratorSpec
 from llamarl.experience.store import RecordingStore
 from llamarl.generation.protocol import PartialOutput
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Storage
+from llamarl.protocols import ColumnStore
 from llamarl.types import Request, RolloutInfo
 
 STORE_S = 1.0
@@ -69,7 +69,7 @@ class RolloutPart:
                 rows += [rollout_info(item, self._spec.replica) for item in finished]
         return rows
 
-    def use(self, storage: Storage) -> None:
+    def use(self, storage: ColumnStore) -> None:
         """Write there from now on."""
         self._storage = RecordingStore(storage, self._spans)
 

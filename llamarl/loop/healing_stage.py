@@ -3,8 +3,8 @@
 Owns: which processes run the stage now, and the repeat of calls that had not ended. Does not own:
 how processes are started (`start` does), how often (`may_restart`), or what is ready for the stage
 (`ledger.py`). Invariant: all that a call to `process` leaves, its results and its cells in storage,
-is of the same processes. Whatever earlier ones wrote is erased before the call is repeated, and
-storage takes nothing from them afterwards, even if they do not end.
+is of the same processes. Storage takes nothing more from earlier ones, even if they do not end, and
+what they wrote is erased before the call is repeated.
 
 A stage can be repeated since all that it reads is in storage, and what it found is not used before
 its call has ended.
@@ -29,14 +29,14 @@ STOP_LIMIT_S = 30.0  # for lost processes to end, before others take their place
 class HealingStage:
     """protocols.Processor of `stage`, which runs in `groups[stage]`: that is kept up to date.
 
-    `start` starts it again, and gets how often it was lost before.
+    `start` starts it again.
     """
 
     def __init__(
         self,
         stage: Stage,
         groups: dict[Stage, ExecutorGroup],
-        start: Callable[[Stage, int], Awaitable[ExecutorGroup]],
+        start: Callable[[Stage], Awaitable[ExecutorGroup]],
         storage: Storage,
         may_restart: Callable[[], bool],
     ) -> None:
@@ -75,7 +75,7 @@ class HealingStage:
                     self._serves.clear()
                     self._losses.put_nowait(loss)
             await self._serves.wait()
-            await self._storage.erase(row_ids, names, self.num_losses)
+            await self._storage.erase(row_ids, names)
 
     async def watch(self) -> None:
         """Start the executor again whenever it is lost; raises the loss once that may not be."""
@@ -111,9 +111,10 @@ class HealingStage:
             reason = str(loss).splitlines()[0]
             log.warning("%s is started again, and nothing else: %s", group.name, reason)
             await asyncio.wait({asyncio.ensure_future(group.stop())}, timeout=STOP_LIMIT_S)
+            await self._storage.fence(group.writer)
             self.num_losses += 1
             try:
-                self._groups[self._stage] = await self._start(self._stage, self.num_losses)
+                self._groups[self._stage] = await self._start(self._stage)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the next start may do
                 loss = error

@@ -205,7 +205,7 @@ class HangingCluster:
         else:
             (stage,) = (each for each in self._executors.stages if name_executor(each) == name)
             assert self._executors.start_stage is not None
-            group = await self._executors.start_stage(stage, self._num_spawned)
+            group = await self._executors.start_stage(stage)
 
         async def start() -> None:
             if hanging == "start":

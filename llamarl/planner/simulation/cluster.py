@@ -37,6 +37,7 @@ class SimulatedProcess:
 
     def __init__(self, name: str, executor: Any) -> None:
         self.name, self.executor = name, executor
+        self.writer = name
         self.call_one = self.call_all = executor
 
     async def watch(self) -> None:
@@ -97,9 +98,9 @@ def make_executors(
         make = partial(SimulatedReplica, setting, index=index, hosts=cluster.hosts_of(index))
         return cluster.spawn(f"generator-{index}", make, cluster.costs_of(index))
 
-    def spawn_stage(stage: Stage, num_losses: int = 0) -> SimulatedProcess:
+    def spawn_stage(stage: Stage) -> SimulatedProcess:
         if stage.name == SCORE:
-            return spawn(name_executor(stage), SimulatedScorer, attempt=num_losses)
+            return spawn(name_executor(stage), SimulatedScorer)
         if stage.is_model:
             return spawn(name_executor(stage), SimulatedModel, device=device)
         return spawn(name_executor(stage), SimulatedStage, stage=stage)
@@ -110,9 +111,9 @@ def make_executors(
         await asyncio.sleep(cluster.costs.start_s)
         return spawn_generator(index)
 
-    async def start_stage(stage: Stage, num_losses: int) -> SimulatedProcess:
+    async def start_stage(stage: Stage) -> SimulatedProcess:
         await asyncio.sleep(cluster.costs.start_s)
-        return spawn_stage(stage, num_losses)
+        return spawn_stage(stage)
 
     generators = {i: spawn_generator(i) for i in range(config.generator.num_replicas)}
     return Executors(
