@@ -83,7 +83,7 @@ def generator_spec(
     places: Sequence[Device],
 ) -> GeneratorSpec:
     """Of one replica, whose ranks are at `places`; `far_storage` is for those at other sites."""
-    is_far = places[0].host in far_sites(config)
+    is_far, run_id = places[0].host in far_sites(config), _new_id()
     return GeneratorSpec(
         replica=replica,
         checkpoint=inputs.checkpoint,
@@ -92,9 +92,9 @@ def generator_spec(
         config=generator_of(config.generator, replica),
         weights=config.weights,
         placement=config.placement,
-        storage=far_storage if is_far else storage,
+        storage=(far_storage if is_far else storage).signed(f"generator-{replica}/{run_id}"),
         run_dir=run_dir,
-        run_id=_new_id(),
+        run_id=run_id,
         rdma=_rdma(config),
     )
 
@@ -114,10 +114,9 @@ def stage_spec(
     inputs: Inputs,
     storage: Store,
     run_dir: str,
-    attempt: int = 0,
 ) -> Spec:
-    """Of the executor that runs a stage between generate and settle, which was lost `attempt` times
-    before."""
+    """Of the executor that runs a stage between generate and settle."""
+    storage = storage.signed(f"{stage.name}/{_new_id()}")
     if isinstance(stage.run, FrozenModel):
         return ReferenceSpec(
             checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
@@ -126,7 +125,6 @@ def stage_spec(
             config=config.trainer,
             sampling=config.sampling,
             storage=storage,
-            attempt=attempt,
         )
     if stage.is_external:
         units = storage_specs(config, run_dir)
@@ -143,7 +141,6 @@ def stage_spec(
             tokenizer=inputs.tokenizer_folder,
             task_source=inputs.task_source,
             storage=storage,
-            attempt=attempt,
             has_text=config.experience.archive_text,
         )
     assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
@@ -153,7 +150,6 @@ def stage_spec(
         tokenizer=inputs.tokenizer_folder,
         task_source=inputs.task_source,
         storage=storage,
-        attempt=attempt,
     )
 
 

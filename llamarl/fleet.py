@@ -129,10 +129,10 @@ class Fleet:
         self,
         name: str,
         call: Callable[[Any], Awaitable[T]],
-        before_again: Callable[[int], Awaitable[None]] | None = None,
+        before_again: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
         """What `call` of this executor's methods returns. It is repeated if the executor is lost
-        meanwhile, after `before_again` of how often it was; that must do no harm."""
+        meanwhile, once others have its place, and after `before_again`; that must do no harm."""
         member = self._member(name)
         while True:
             group = await self._serving(member)
@@ -145,7 +145,7 @@ class Fleet:
                     self._lost(member, loss)
             await self._serving(member)
             if before_again is not None:
-                await before_again(member.num_losses)
+                await before_again()
 
     # How many there are, and what they do
 
@@ -278,8 +278,10 @@ class Fleet:
         try:
             if (lost := groups.get(name)) is not None:
                 await asyncio.wait({asyncio.ensure_future(lost.stop())}, timeout=STOP_LIMIT_S)
+                if lost.writer:  # it may go on writing
+                    await self.executors.storage.fence(lost.writer)
             await asyncio.sleep(pause_s)
-            groups[name] = group = await self.executors.start(name, member.num_losses)
+            groups[name] = group = await self.executors.start(name)
             member.lost_early = None  # that of the processes before
             await self._join(member, group)
         except Exception as why:  # noqa: BLE001 - counts as one more loss, whatever it is

@@ -209,7 +209,7 @@ class Engines:
         self._replace_sampling(rollouts_per_prompt=len(row_ids))  # may be too few for a baseline
         if rewards is not None:
             require(len(rewards) == len(row_ids), "rewards", "be one per rollout", rewards)
-            await self._storage.erase(row_ids, [REWARD], 0)
+            await self._storage.erase(row_ids, [REWARD])
             await self.put_experience(row_ids, {REWARD: [[reward] for reward in rewards]})
             for row_id, reward in zip(row_ids, rewards, strict=True):
                 score = Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward))

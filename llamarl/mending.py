@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol
 
 from llamarl.config import Config
@@ -193,7 +194,7 @@ Ask = Callable[..., Coroutine[Any, Any, Any]]
 class MendedStage:
     """protocols.Processor of `stage`, which the executor `name` runs: a call to one that is lost is
     repeated by the next. It can be, since all that it reads is in storage, and what it found is not
-    used before it has ended. Its cells of the first attempt are erased before."""
+    used before it has ended. What the lost one wrote is erased before."""
 
     name: str
     stage: Stage
@@ -205,10 +206,8 @@ class MendedStage:
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
 
-        async def erase(num_losses: int) -> None:
-            await self.storage.erase(row_ids, columns, num_losses)
-
         results: Sequence[Score | StageResult]
+        erase = partial(self.storage.erase, row_ids, columns)
         results = await self.ask(self.name, lambda calls: calls.process(items), erase)
         return results
 

@@ -75,7 +75,7 @@ class Resettable(Protocol):
         """Forget every rollout, version and route: nothing starts before the next commit. Returns
         once no call to storage or trainer is under way; raises if that takes too long."""
 
-    async def use(self, storage: Storage) -> None:
+    async def use(self, storage: ColumnStore) -> None:
         """Write to `storage` from now on, in the next session."""
 
 
@@ -135,32 +135,36 @@ class Processor(Protocol):
         """
 
 
-class Storage(Protocol):
-    """Holds the arrays of rollouts."""
+class ColumnStore(Protocol):
+    """What executors ask of storage: the arrays of rollouts."""
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Write whole cells; overwriting a cell is allowed only for a partial rollout.
 
-        `attempts` are a generator's `Request.attempt`, or of a stage's executor how
-        often it was lost before: a row that was retired as lost, or whose cells were erased, since
-        its attempt began is skipped, for another one writes it.
+        `writer` signs what an executor writes that others may take the place of; what it writes
+        after it was fenced is skipped.
         """
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
+
+
+class Storage(ColumnStore, Protocol):
+    """Holds the arrays of rollouts."""
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
         """Those of these rows that a generator has written, as it reports them when they stop."""
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome (trained at which version, dropped and why, ...)
-        and free them. The outcome "lost" ends an attempt: the next one writes the rows again."""
+        and free them. Those that were lost are written again."""
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
-        """Free these cells, if there are any, for `attempt` of the stage that writes them: nothing
-        that an earlier one still writes there is taken."""
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        """Free these cells, if there are any; they are written again."""
+
+    async def fence(self, writer: str) -> None:
+        """Take nothing more from this writer: once this returns, none of its bytes gets into a
+        row, also not those of a write that is under way. ValueError for a writer without a name."""
 
     async def usage(self) -> dict[str, int]:
         """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no

@@ -62,14 +62,13 @@ class Executors:
 
     `groups` has the present processes of each by its name, such as generator-0: those of another
     take their place when it is lost. `stage_of` are the stages between generate and settle, by the
-    name of the executor that runs each. `start` starts new processes of the executor of a name,
-    which was lost so many times before.
+    name of the executor that runs each. `start` starts new processes of the executor of a name.
     """
 
     storage: Store
     groups: dict[str, ExecutorGroup]
     stage_of: Mapping[str, Stage]
-    start: Callable[[str, int], Awaitable[ExecutorGroup]]
+    start: Callable[[str], Awaitable[ExecutorGroup]]
     places: dict[str, list[Device]] = field(default_factory=dict)
     """By executor name, the device of each rank; also of generators that are yet to be started."""
     add_host: Callable[[str], Awaitable[int]] | None = None
@@ -161,6 +160,7 @@ class Starter:
         places = self.places[name]
         group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
         self.started.append(group)
+        _sign(group, spec)
         return group
 
     async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
@@ -207,6 +207,7 @@ class Starter:
         if group is not None and isinstance(spec, GeneratorSpec):
             try:
                 await group.call_one.use(spec.storage)
+                _sign(group, spec)
                 return group
             except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
                 log.warning("%s is started again: %s", name, error)
@@ -311,13 +312,13 @@ async def _spawn(
         storage=storage,
         groups={unit.name: unit for unit in units},
         stage_of={name_executor(stage): stage for stage in stages},
-        start=lambda name, num_losses: starter.start(name, spec_of(name, num_losses), log_state),
+        start=lambda name: starter.start(name, spec_of(name), log_state),
         places=starter.places,
         add_host=starter.cluster.add_host,
     )
     common = config, inputs, storage, far_storage, run_dir, parts
 
-    def spec_of(name: str, num_losses: int = 0) -> Spec:
+    def spec_of(name: str) -> Spec:
         """Of an executor that may be started at any time, with the replicas that there are then."""
         kind, _, number = name.partition("-")
         if kind == "collector":
@@ -325,7 +326,7 @@ async def _spawn(
         if kind == "generator":
             places = starter.places.setdefault(name, place_generator(config, int(number)))
             return generator_spec(*common, int(number), places)
-        return stage_spec(found.stage_of[name], config, inputs, storage, run_dir, num_losses)
+        return stage_spec(found.stage_of[name], config, inputs, storage, run_dir)
 
     specs = {
         name: spec_of(name) for name in (*map("generator-{}".format, replicas), *found.stage_of)
@@ -352,6 +353,13 @@ async def _all(starts: Iterable[Coroutine[Any, Any, ExecutorGroup]]) -> list[Exe
     if failed is not None:
         raise failed
     return [task.result() for task in started]
+
+
+def _sign(group: ExecutorGroup, spec: Spec) -> None:
+    """Note how what these processes write is signed."""
+    storage = getattr(spec, "storage", None)
+    if isinstance(storage, Store):
+        group.writer = storage.writer
 
 
 def _store(units: list[ExecutorGroup], specs: list[StorageSpec], is_far: bool) -> Store:

@@ -13,7 +13,7 @@ from llamarl.executors.specs import GeneratorSpec
 from llamarl.experience.store import RecordingStore
 from llamarl.generation.protocol import PartialOutput
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Report, Storage
+from llamarl.protocols import ColumnStore, Report
 from llamarl.types import Request
 
 STORE_S = 1.0
@@ -84,7 +84,7 @@ class RolloutPart:
         await self.beside.drained(limit_s)
         self._kept = KeptRows()
 
-    def use(self, storage: Storage) -> None:
+    def use(self, storage: ColumnStore) -> None:
         """Write there from now on."""
         self._storage = RecordingStore(storage, self._spans)
 

@@ -65,9 +65,7 @@ class MemoryStorage:
         self.cells: dict[tuple[int, str], np.ndarray] = {}
         self.num_writes = 0
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         self.num_writes += 1
         for name, arrays in columns.items():
             for row_id, array in zip(row_ids, arrays, strict=True):

@@ -84,12 +84,10 @@ class WatchedStorage(StorageExecutor):
         self.versions: dict[int, list[int]] = {}
         self.num_writes: Counter[int] = Counter()
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         if TOKEN_VERSIONS in columns:
             self.num_writes.update(row_ids)
-        await super().write(row_ids, columns, attempts)
+        await super().write(row_ids, columns, writer)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         for row_id in row_ids:

@@ -200,7 +200,7 @@ class HangingCluster:
         hanging = self._hangs_in if self._num_spawned == 1 else ""
         if hanging == "spawn":
             await asyncio.Event().wait()
-        group = await self._executors.start(name, self._num_spawned)
+        group = await self._executors.start(name)
 
         async def start() -> None:
             if hanging == "start":
@@ -249,7 +249,7 @@ def test_a_replica_whose_host_is_lost_is_given_up_and_the_others_go_on(
     loop = Loop(num_replicas=2, max_restarts=3, num_held_out=3, evaluate_every=10, faults=faults)
     num_starts = 0
 
-    async def fail(name: str, num_losses: int) -> FaultyProcess:
+    async def fail(name: str) -> FaultyProcess:
         nonlocal num_starts
         num_starts += 1
         raise GroupLost(name, 0, HOST_LOST)
@@ -287,8 +287,8 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
         started: list[FaultyProcess] = []
         start_one = loop.executors.start
 
-        async def start(name: str, num_losses: int) -> FaultyProcess:
-            started.append(cast(FaultyProcess, await start_one(name, num_losses)))
+        async def start(name: str) -> FaultyProcess:
+            started.append(cast(FaultyProcess, await start_one(name)))
             return started[-1]
 
         class LosesTheFirst:

@@ -44,7 +44,7 @@ class RewardStorage(WatchedStorage):
                 self.rewards |= {i: cell.item() for i, cell in zip(rows, cells, strict=True)}
         await super().retire(row_ids, outcome)
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
         written = [
             row_id
             for rows, has in self._table.groups(row_ids)
@@ -52,7 +52,7 @@ class RewardStorage(WatchedStorage):
             if {*names} & {*has}
         ]
         self.num_erased += len(written)
-        await super().erase(row_ids, names, attempt)
+        await super().erase(row_ids, names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def test_what_a_stage_writes_after_it_was_given_up_is_not_taken(
         run(loop.run(tmp_path))
     check_trained(loop)
     assert loop.timeline.step_ends_s[-1] > 39.5
-    assert "rows, which others begin again with" in caplog.text
+    assert "rows of scorer, which was lost" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(3))

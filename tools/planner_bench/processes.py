@@ -125,7 +125,7 @@ async def replay(
         groups["scorer"] = await spawn("scorer", SleepingScorer)
         groups["trainer"] = await spawn("trainer", SleepingTrainer)
 
-        async def start(name: str, num_losses: int) -> SimulatedProcess:
+        async def start(name: str) -> SimulatedProcess:
             raise RuntimeError(f"{name} must not be lost here")
 
         executors = Executors(

@@ -38,6 +38,7 @@ class SimulatedProcess:
 
     def __init__(self, name: str, executor: Any) -> None:
         self.name, self.executor = name, executor
+        self.writer = name
         self.call_one = self.call_all = executor
 
     async def watch(self) -> None:
@@ -94,7 +95,7 @@ def make_executors(
     def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
         return cluster.spawn(name, partial(kind, setting, **options))
 
-    def spawn_named(name: str, num_losses: int = 0) -> SimulatedProcess:
+    def spawn_named(name: str) -> SimulatedProcess:
         kind, _, number = name.partition("-")
         if kind == "generator":
             index = int(number)
@@ -105,14 +106,14 @@ def make_executors(
             return cluster.spawn(name, lambda costs, cores: _collector(spec))
         stage = found.stage_of[name]
         if stage.name == SCORE:
-            return spawn(name, SimulatedScorer, attempt=num_losses)
+            return spawn(name, SimulatedScorer)
         if stage.is_model:
             return spawn(name, SimulatedModel, device=device)
         return spawn(name, SimulatedStage, stage=stage)
 
-    async def start(name: str, num_losses: int) -> SimulatedProcess:
+    async def start(name: str) -> SimulatedProcess:
         await asyncio.sleep(cluster.costs.start_s)
-        return spawn_named(name, num_losses)
+        return spawn_named(name)
 
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
     found = Executors(

@@ -122,7 +122,7 @@ class SimulatedReplica(Layouts):
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
         await self._cores.work(self._costs.store_row_s * len(stopped))
-        await self._rollouts.put(stopped)
+        await self._rollouts.put(stopped, self.writer)
         if stopped and self._costs.row_s:  # in other processes, for which no executor waits
             self._cores.start(self._costs.row_s * len(stopped), lambda: None)
         return [row for _, row in stopped]
