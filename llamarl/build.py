@@ -6,7 +6,7 @@ nothing here computes; it only says who gets what.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,9 @@ from llamarl.config.rank_assignment import far_sites, num_storage_units, units_n
 from llamarl.data.packing import make_batch
 from llamarl.data.tokenizer import TextDecoder
 from llamarl.environments.requests import make_requests
-from llamarl.errors import GroupLost
-from llamarl.executor_groups import Executors
+from llamarl.experience.graph import Stage
 from llamarl.experience.samplers import make_sampler
+from llamarl.fleet import Fleet, unless_lost
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
@@ -30,11 +30,9 @@ from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
-from llamarl.loop.healing_stage import HealingStage
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.part_size import PartSize
 from llamarl.loop.placement import Neighbours
-from llamarl.loop.replica_set import ReplicaSet
 from llamarl.loop.rollouts import Rollouts
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
@@ -48,10 +46,11 @@ from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
-from llamarl.protocols import RunObserver, Storage, WeightSource
+from llamarl.protocols import Collector, Processor, RunObserver, Storage, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling import evaluation_sampling, train_sampling
-from llamarl.types import RESPONSE_IDS
+from llamarl.starter import Executors
+from llamarl.types import RESPONSE_IDS, Columns
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 
@@ -68,8 +67,8 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
         trainer,
     )
 
-    Generator: type[protocols.Generator] = rollouts.RolloutPart
-    Collector: type[protocols.Collector] = collector.CollectorExecutor
+    GeneratorReplica: type[protocols.GeneratorReplica] = rollouts.RolloutPart
+    Collecting: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
     Scorer: type[protocols.Processor] = scorer.ScorerExecutor
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
@@ -81,18 +80,17 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
 def build_controller(
     config: Config,
     inputs: Inputs,
-    executors: Executors,
+    fleet: Fleet,
     *,
     run_dir: str,
     state: dict[str, Any],
     run_logger: RunObserver,
     spans: Spans,
     skew: Skew | None = None,
-    may_restart: Callable[[], bool] | None = None,
-) -> tuple[Controller, ReplicaSet, list[HealingStage]]:
-    """Assemble the loop around the started executors. `state` is a checkpoint's, or empty, `skew`
-    what replaces the config's. `may_restart`: may a lost stage be started again? None: never."""
-    healing = make_healing(executors, may_restart)
+) -> Controller:
+    """Assemble the loop around the started executors of the fleet, which is connected to it.
+    `state` is a checkpoint's, or empty, `skew` what replaces the config's."""
+    executors, skew = fleet.executors, skew or make_skew(config, inputs, run_dir)
     fields = engine_fields(
         config,
         inputs,
@@ -100,19 +98,19 @@ def build_controller(
         state=state,
         spans=spans,
         observer=run_logger,
-        skew=skew or make_skew(config, inputs, run_dir),
-        healing=healing,
+        skew=skew,
+        stages=fleet.processors(),
+        collectors=fleet.collectors(),
     )
     engines = Engines(**fields)
-    assert engines.trainer is not None
+    gate, dispatch = engines.gate, engines.dispatch
     colocation = make_colocation(config, executors, spans)
     evaluator = make_evaluator(config, inputs, engines, state)
     logprob_check = make_logprob_check(config, inputs, engines)
-    on_commit = logprob_check.committed
-    replica_set = _replica_set(config, executors, engines, spans, run_dir, on_commit)
-    elasticity = _elasticity(config, engines, replica_set)
-    assert engines.publisher is not None
-    watches = [engines.publisher.watch, replica_set.watch, *(each.watch for each in healing)]
+    options: dict[str, Any] = {"on_commit": logprob_check.committed}
+    options["may_come"] = fleet.restarts_replicas
+    publisher = make_publisher(config, executors, dispatch, spans, run_dir, **options)
+    engines.publisher = publisher
     saver = Saver(
         config=config.checkpoint,
         run_dir=run_dir,
@@ -122,17 +120,16 @@ def build_controller(
         spans=spans,
         last=config.num_steps,
     )
-    controller = Controller(
+    fleet.connect(dispatch, publisher, _elasticity(config, gate, dispatch), lambda: saver.has_last)
+    return Controller(
         engines=engines,
-        gate=engines.gate,
+        gate=gate,
         part_size=PartSize(config=config.trainer),
         logprob_check=logprob_check,
         evaluator=evaluator,
         colocation=colocation,
         saver=saver,
-        watches=[*watches, *([elasticity.watch] if elasticity is not None else [])],
     )
-    return controller, replica_set, healing
 
 
 def engine_fields(
@@ -144,13 +141,14 @@ def engine_fields(
     spans: Spans,
     observer: RunObserver,
     skew: Skew | None = None,
-    healing: Sequence[HealingStage] = (),
+    stages: Mapping[Stage, Processor] | None = None,
+    collectors: Sequence[Collector] | None = None,
 ) -> dict[str, Any]:
     """The fields of `Engines` over these executors, whose trainer has the version of `state`; no
-    publisher yet. `healing` are the stages that are started again alone."""
-    dispatch = make_dispatch(config, executors, skew)
-    stages = {stage: group.call_one for stage, group in executors.stages.items()}
-    stages |= {each.stage: each for each in healing}
+    publisher yet. `stages` and `collectors` take the place of the executors'."""
+    dispatch = make_dispatch(config, executors, skew, collectors)
+    if stages is None:
+        stages = {stage: group.call_one for stage, group in executors.stages.items()}
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
     return {
         "rules": make_rules(config, inputs),
@@ -162,18 +160,6 @@ def engine_fields(
         "observer": observer,
         "version": gate.version,
     }
-
-
-def make_healing(
-    executors: Executors, may_restart: Callable[[], bool] | None
-) -> list[HealingStage]:
-    """Those of the stages that are started again alone."""
-    groups, start, storage = executors.stages, executors.start_stage, executors.storage
-    return [
-        HealingStage(stage, groups, start, storage, may_restart)
-        for stage in groups
-        if start is not None and may_restart is not None and executors.heals(stage)
-    ]
 
 
 def make_logprob_check(config: Config, inputs: Inputs, engines: Engines) -> LogprobCheck:
@@ -192,28 +178,9 @@ def make_logprob_check(config: Config, inputs: Inputs, engines: Engines) -> Logp
     )
 
 
-def _replica_set(
-    config: Config,
-    executors: Executors,
-    engines: Engines,
-    spans: Spans,
-    run_dir: str,
-    on_commit: Callable[[int, int], None],
-) -> ReplicaSet:
-    # Colocated, a replica could start only in a phase of its own.
-    max_restarts = 0 if config.placement.colocated else config.generator.max_restarts
-    options: dict[str, Any] = {"on_commit": on_commit, "may_come": max_restarts > 0}
-    places = executors, engines.dispatch, spans, run_dir
-    publisher = engines.publisher = make_publisher(config, *places, **options)
-    groups, start = executors.generators, executors.start_generator
-    return ReplicaSet(groups, start, publisher, engines.dispatch, max_restarts=max_restarts)
-
-
-def _elasticity(config: Config, engines: Engines, replica_set: ReplicaSet) -> Elasticity | None:
-    if not (limits := config.generator.elastic):
-        return None
-    gate, dispatch = engines.gate, engines.dispatch
-    return Elasticity(limits=limits, gate=gate, dispatch=dispatch, replica_set=replica_set)
+def _elasticity(config: Config, gate: Gate, dispatch: Dispatch) -> Elasticity | None:
+    limits = config.generator.elastic
+    return Elasticity(limits=limits, gate=gate, dispatch=dispatch) if limits else None
 
 
 def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
@@ -227,12 +194,20 @@ def make_skew(config: Config, inputs: Inputs, run_dir: str) -> Skew:
     return Skew(config.dispatch, limits, steps.read, is_streamed=is_streamed)
 
 
-def make_dispatch(config: Config, executors: Executors, skew: Skew | None = None) -> Dispatch:
-    """One Generator of all replicas; without `skew` nothing is expected of lengths."""
+def make_dispatch(
+    config: Config,
+    executors: Executors,
+    skew: Skew | None = None,
+    collectors: Sequence[Collector] | None = None,
+) -> Dispatch:
+    """One Generator of all replicas; without `skew` nothing is expected of lengths. `collectors`
+    take the place of the executors'."""
+    if collectors is None:
+        collectors = [group.call_one for group in executors.collectors]
     return Dispatch(
         executors.generators,
         executors.storage,
-        collectors=[group.call_one for group in executors.collectors],
+        collectors=collectors,
         neighbours=Neighbours(units_near(config), num_storage_units(config)),
         skew=skew,
         speeds=Speeds(pools_of(config.generator)),
@@ -364,11 +339,10 @@ async def _read_completions(
     """The text of a few rows that are still in storage."""
     if not row_ids:
         return {}
-    try:
-        columns = await storage.read(row_ids, [RESPONSE_IDS])
-    except GroupLost:  # the step's numbers are written down nevertheless
-        return {}
-    return dict(zip(row_ids, map(tokenizer.decode, columns[RESPONSE_IDS]), strict=True))
+    # Without its storage unit a step's numbers are written down nevertheless.
+    columns: Columns | None = await unless_lost(storage.read(row_ids, [RESPONSE_IDS]))
+    texts = map(tokenizer.decode, columns[RESPONSE_IDS]) if columns is not None else []
+    return dict(zip(row_ids, texts, strict=columns is not None))
 
 
 def make_gate(

@@ -1,7 +1,7 @@
 """A run's control socket: `llamarl status RUN` and `llamarl scale RUN generators=N`.
 
 Owns: the socket in the run's folder, its messages, and both commands. Does not own: what scaling
-does (`loop/replica_set.py`). Invariant: only processes of the run's own user get an answer, and the
+does (`fleet.py`). Invariant: only processes of the run's own user get an answer, and the
 file is gone once the run has ended.
 
 A message is one line of JSON each way: {"ask": "status"}, or {"ask": "scale", "generators": 3,
@@ -14,20 +14,17 @@ import os
 import pwd
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster import ExecutorGroup
 from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, place_generator
-from llamarl.executor_groups import Executors
 from llamarl.experience.server import short_path
+from llamarl.fleet import Fleet
 from llamarl.loop.controller import Controller
-from llamarl.loop.healing_stage import HealingStage
-from llamarl.loop.replica_set import ReplicaSet
 from llamarl.weights.transports.table import TRANSPORTS
 
 SOCKET = ".control"
@@ -152,9 +149,7 @@ class RunControl:
 
     config: Config
     controller: Controller
-    executors: Executors
-    replica_set: ReplicaSet
-    healing: Sequence[HealingStage]
+    fleet: Fleet
 
     async def answer(self, message: Message) -> Message:
         """See the module's docstring. ValueError for what cannot be done."""
@@ -166,27 +161,19 @@ class RunControl:
         raise ValueError(f"a message must ask status or scale, got {message.get('ask')}")
 
     def _status(self) -> Message:
-        replica_set, groups = self.replica_set, self.executors.generators
+        version = self.controller.saver.version
         rows = [
             [
-                f"generator-{each.replica}",
+                each.name,
                 each.state,
-                each.version,
+                version if each.name == "trainer" else each.version,
                 each.num_running,
                 each.load,
                 each.num_restarts,
-                *self._place(f"generator-{each.replica}", groups.get(each.replica)),
+                *self._place(each.name),
             ]
-            for each in replica_set.status()
+            for each in self.fleet.status()
         ]
-        version = self.controller.saver.version
-        healing = {stage.name: stage for stage in self.healing}
-        for group in self.executors.beside_generators:
-            at = version if group is self.executors.trainer else None
-            stage, place = healing.get(group.name), self._place(group.name, group)
-            state = "running" if stage is None or stage.is_serving else "starting"
-            num_losses = None if stage is None else stage.num_losses
-            rows.append([group.name, state, at, None, None, num_losses, *place])
         return {
             "version": version,
             "num_steps": self.config.num_steps,
@@ -206,33 +193,34 @@ class RunControl:
         if TRANSPORTS[config.weights.transport].is_mapped:
             transport = config.weights.transport
             raise ValueError(f"weights.transport must be collective for a host, got {transport}")
-        assert self.executors.add_host is not None
-        host = await self.executors.add_host(address)
+        executors = self.fleet.executors
+        assert executors.add_host is not None
+        host = await executors.add_host(address)
         devices = [Device(host=host, gpu=i if is_cuda else None) for i in range(num_ranks)]
         for place, replica in enumerate(replicas):
             first = place * generator.num_ranks
             own = devices[first : first + generator.num_ranks]
-            self.executors.places[f"generator-{replica}"] = own
+            executors.places[f"generator-{replica}"] = own
 
-    def _place(self, name: str, group: ExecutorGroup | None) -> tuple[str, str]:
+    def _place(self, name: str) -> tuple[str, str]:
         """The hosts and pids of an executor's processes."""
-        cluster = self.config.cluster
-        names = [cluster.name_host(host) for host in self.executors.hosts_of(name)]
-        pids = getattr(group, "pids", [])
+        cluster, executors = self.config.cluster, self.fleet.executors
+        names = [cluster.name_host(host) for host in executors.hosts_of(name)]
+        pids = getattr(executors.groups.get(name), "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
     async def _scale(self, num_replicas: int, drains: bool, host: str) -> Message:
         """With a `host`, replicas that are added run there."""
-        replica_set, config = self.replica_set, self.config
+        fleet, config = self.fleet, self.config
         fewest, most = config.generator.elastic or (1, MAX_REPLICAS)
         if not fewest <= num_replicas <= most:
             raise ValueError(f"generators must be from {fewest} to {most}, got {num_replicas}")
         if config.placement.colocated:
             raise ValueError("placement must be disaggregated to scale generators, got colocated")
-        before, missing = len(replica_set.wanted()), replica_set.missing(num_replicas)
+        before, missing = len(fleet.wanted()), fleet.missing(num_replicas)
         if host:
             await self._place_on(host, missing)
         elif missing:
             place_generator(config, missing[-1])  # ValueError if the hosts have no room
-        await replica_set.scale(num_replicas, drains=drains)
+        await fleet.scale(num_replicas, drains=drains)
         return {"text": f"generators: {before} -> {num_replicas}"}

@@ -1,7 +1,7 @@
 """What each executor of a recipe is constructed with.
 
 Owns: the values of the specs. Does not own: their fields (`executors/specs.py`), or starting
-executors (`executor_groups.py`). Invariant: the same recipe gives equal specs, but for the names of
+executors (`starter.py`). Invariant: the same recipe gives equal specs, but for the names of
 the files at which ranks meet.
 """
 
@@ -52,41 +52,24 @@ def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:
     ]
 
 
-def make_specs(
-    config: Config,
-    inputs: Inputs,
-    storage: Store,
-    far_storage: Store,
-    run_dir: str,
-    parts: Collection[str],
-    generators: Mapping[str, Sequence[Device]],
-) -> dict[str, Spec]:
-    """By name, of the executors that use the store; `far_storage` is for those at other sites.
-    `generators` has the place of each."""
-    specs: dict[str, Spec] = {}
-    for name, devices in generators.items():
-        replica = int(name.removeprefix("generator-"))
-        specs[name] = generator_spec(
-            config, inputs, storage, far_storage, run_dir, parts, replica, devices
-        )
-    if EXECUTORS[TRAIN] in parts:
-        specs["trainer"] = TrainerSpec(
-            checkpoint=inputs.checkpoint,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
-            config=config.trainer,
-            algorithm=config.algorithm,
-            sampling=config.sampling,
-            weights=config.weights,
-            placement=config.placement,
-            storage=storage,
-            run_dir=run_dir,
-            num_steps=config.num_steps,
-            seed=config.seed,
-            rdma=_rdma(config),
-        )
-    return specs
+def trainer_spec(config: Config, inputs: Inputs, storage: Store, run_dir: str) -> TrainerSpec:
+    """Of the trainer."""
+    return TrainerSpec(
+        checkpoint=inputs.checkpoint,
+        tokenizer=inputs.tokenizer_folder,
+        task_source=inputs.task_source,
+        rendezvous=f"{run_dir}/.rendezvous-trainer-{_new_id()}",
+        config=config.trainer,
+        algorithm=config.algorithm,
+        sampling=config.sampling,
+        weights=config.weights,
+        placement=config.placement,
+        storage=storage,
+        run_dir=run_dir,
+        num_steps=config.num_steps,
+        seed=config.seed,
+        rdma=_rdma(config),
+    )
 
 
 def generator_spec(
@@ -99,8 +82,8 @@ def generator_spec(
     replica: int,
     places: Sequence[Device],
 ) -> GeneratorSpec:
-    """Of one replica, whose ranks are at `places`."""
-    is_far = places[0].host in far_sites(config)
+    """Of one replica, whose ranks are at `places`; `far_storage` is for those at other sites."""
+    is_far, run_id = places[0].host in far_sites(config), _new_id()
     return GeneratorSpec(
         replica=replica,
         checkpoint=inputs.checkpoint,
@@ -109,9 +92,9 @@ def generator_spec(
         config=generator_of(config.generator, replica),
         weights=config.weights,
         placement=config.placement,
-        storage=far_storage if is_far else storage,
+        storage=(far_storage if is_far else storage).signed(f"generator-{replica}/{run_id}"),
         run_dir=run_dir,
-        run_id=_new_id(),
+        run_id=run_id,
         rdma=_rdma(config),
     )
 
@@ -131,10 +114,9 @@ def stage_spec(
     inputs: Inputs,
     storage: Store,
     run_dir: str,
-    attempt: int = 0,
 ) -> Spec:
-    """Of the executor that runs a stage between generate and settle, which was lost `attempt` times
-    before."""
+    """Of the executor that runs a stage between generate and settle."""
+    storage = storage.signed(f"{stage.name}/{_new_id()}")
     if isinstance(stage.run, FrozenModel):
         return ReferenceSpec(
             checkpoint=os.path.abspath(Path(config.recipe_dir, stage.run.checkpoint)),
@@ -143,7 +125,6 @@ def stage_spec(
             config=config.trainer,
             sampling=config.sampling,
             storage=storage,
-            attempt=attempt,
         )
     if stage.is_external:
         units = storage_specs(config, run_dir)
@@ -160,7 +141,6 @@ def stage_spec(
             tokenizer=inputs.tokenizer_folder,
             task_source=inputs.task_source,
             storage=storage,
-            attempt=attempt,
             has_text=config.experience.archive_text,
         )
     assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
@@ -170,16 +150,14 @@ def stage_spec(
         tokenizer=inputs.tokenizer_folder,
         task_source=inputs.task_source,
         storage=storage,
-        attempt=attempt,
     )
 
 
-def collector_specs(config: Config, generators: dict[int, ExecutorGroup]) -> list[CollectorSpec]:
-    """Each asks an equal share of the replicas."""
+def collector_spec(
+    config: Config, generators: Mapping[int, ExecutorGroup], number: int
+) -> CollectorSpec:
+    """Each collector asks an equal share of the replicas."""
     num = config.generator.num_collectors
-    return [
-        CollectorSpec(
-            generators={i: group.call_one for i, group in generators.items() if i % num == number}
-        )
-        for number in range(num)
-    ]
+    return CollectorSpec(
+        generators={i: group.call_one for i, group in generators.items() if i % num == number}
+    )

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,12 +22,11 @@ from rich.console import Console
 
 from llamarl.build import engine_fields, make_evaluator
 from llamarl.checkpoints import checkpoint, records
-from llamarl.cluster import Cluster
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.errors import NoGenerator
-from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
+from llamarl.fleet import Fleet
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.accuracy import with_interval
@@ -41,7 +41,8 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.sessions import Sessions, Start, until_lost
+from llamarl.sessions import Sessions, Start
+from llamarl.starter import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ async def _train(
     )
     parts = name_parts(inputs.graph)
     with progress, contextlib.closing(spans):
-        async with _started(config, inputs, run_dir, progress, parts) as (cluster, begun, signals):
-            controller = await sessions.run(cluster, begun, signals, start)
+        async with _started(config, inputs, run_dir, progress, parts) as (fleet, signals):
+            controller = await sessions.run(fleet, signals, start)
             progress.show_phase("stopping the executors")
     summary = summarize(run_dir)
     end = {"version": controller.saver.version, "solved": controller.gate.solved}
@@ -109,12 +110,13 @@ async def evaluate(config: Config, run_dir: str, console: Console, record: Recor
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:
             parts = {EXECUTORS[GENERATE], EXECUTORS[SCORE]}
-            spans = Spans("controller", f"{run_dir}/spans", config.metrics.spans_bytes)
-            async with _started(config, inputs, run_dir, progress, parts) as (_, executors, _):
+            async with _started(config, inputs, run_dir, progress, parts) as (fleet, _):
                 progress.show_phase(f"evaluating {len(inputs.held_out)} prompts")
+                folder = f"{run_dir}/spans"
+                spans = Spans("controller", folder, config.metrics.spans_bytes)
                 with contextlib.closing(spans):
-                    work = _evaluate(config, inputs, executors, spans)
-                    result = await until_lost(work, executors)
+                    work = _evaluate(config, inputs, fleet.executors, spans)
+                    result = await fleet.guard(work)
     console.print(
         f"accuracy {with_interval(result.accuracy, result.num_prompts)}  "
         f"reward {result.reward:.4f}  mean length {result.mean_tokens:.1f}  "
@@ -142,7 +144,7 @@ async def _evaluate(
             result = await evaluator.evaluate(0, is_last=True)
             serving.cancel()
     finally:
-        await engines.dispatch.close()
+        await engines.close()
     if result is None:
         raise NoGenerator("every generator replica is lost")
     return result
@@ -189,17 +191,16 @@ def _is_locked(lock: TextIO) -> bool:
 @contextlib.asynccontextmanager
 async def _started(
     config: Config, inputs: Inputs, run_dir: str, progress: Progress, parts: Collection[str]
-) -> AsyncIterator[tuple[Cluster, Executors, Signals]]:
-    """The cluster, these executors of a run, and the signals that may end it early (`Stopped`)."""
+) -> AsyncIterator[tuple[Fleet, Signals]]:
+    """These executors of a run, and the signals that may end it early (`Stopped`)."""
     with Signals() as signals:
         try:
             async with running_cluster(config, run_dir) as cluster:
+                spawn = partial(spawn_executors, config, inputs, cluster, run_dir, parts=parts)
                 try:
                     with progress.startup() as report:
-                        executors = await spawn_executors(
-                            config, inputs, cluster, run_dir, parts=parts, report=report
-                        )
-                    yield cluster, executors, signals
+                        executors = await spawn(report=report)
+                    yield Fleet(config, executors, spawn), signals
                 finally:
                     signals.hold()
         except BaseException as error:

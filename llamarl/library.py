@@ -15,7 +15,6 @@ from typing import Any
 from llamarl import build
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.executor_groups import Executors, name_parts, running_cluster, spawn_executors
 from llamarl.experience.graph import EXECUTORS, GENERATE, TRAIN
 from llamarl.jobs import claim
 from llamarl.loop.engines import Unobserved
@@ -30,6 +29,7 @@ from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
+from llamarl.starter import Executors, name_parts, running_cluster, spawn_executors
 
 
 @asynccontextmanager

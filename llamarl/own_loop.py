@@ -31,7 +31,6 @@ from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import NoGenerator
-from llamarl.executor_groups import Executors
 from llamarl.experience.columns import COLUMNS
 from llamarl.loop.colocation import Phase
 from llamarl.loop.engines import Engines
@@ -42,6 +41,7 @@ from llamarl.own_weights import OwnWeights
 from llamarl.recipe.inputs import Inputs, check_lengths
 from llamarl.recipe.sampling import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
+from llamarl.starter import Executors
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
@@ -111,9 +111,7 @@ class LibraryEngines(Engines):
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self.dispatch.close()
-            if self.publisher is not None:
-                await self.publisher.close()
+            await self.close()
             self._own_weights.close()
 
     @property
@@ -186,7 +184,7 @@ class LibraryEngines(Engines):
         self._replace_sampling(rollouts_per_prompt=len(row_ids))  # may be too few for a baseline
         if rewards is not None:
             require(len(rewards) == len(row_ids), "rewards", "be one per rollout", rewards)
-            await self._storage.erase(row_ids, [REWARD], 0)
+            await self._storage.erase(row_ids, [REWARD])
             await self.put_experience(row_ids, {REWARD: [[reward] for reward in rewards]})
             for row_id, reward in zip(row_ids, rewards, strict=True):
                 score = Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward))

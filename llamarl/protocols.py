@@ -36,21 +36,41 @@ if TYPE_CHECKING:
 
 
 class Generator(Protocol):
-    """Writes rollouts. The dispatcher over all replicas is a Generator too."""
+    """Writes rollouts: all replicas, seen as one through the dispatcher."""
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; returns once they are queued, not once they are written."""
 
     async def collect(self) -> list[RolloutInfo]:
-        """Rows that stopped since the last call, in the order they stopped.
-
-        Waits until all rollouts of some prompt have stopped, or one was cut, but at most for the
-        replica's heartbeat interval: an empty list only says that it is alive. The arrays of a
-        returned row are in storage already.
-        """
+        """Rows that stopped since the last call, in the order they stopped; waits for at least one.
+        The arrays of a returned row are in storage already."""
 
     async def abort_requests(self, row_ids: list[int]) -> None:
         """Stop these rollouts; each still comes out of `collect`, marked ABORTED."""
+
+
+Report = tuple[int, list[RolloutInfo]]
+"""Rows that stopped on a replica, in that order, and the number of the first. Each row's number is
+one above that of the row before; those of later processes are higher."""
+
+
+class GeneratorReplica(Protocol):
+    """Writes rollouts: one replica."""
+
+    async def submit(self, requests: list[Request]) -> None:
+        """See `Generator`."""
+
+    async def collect(self, received: int) -> Report:
+        """Rows that stopped, from number `received` on: those below have arrived, and are
+        forgotten. All others are kept, and reported again when the same is asked again.
+
+        If none is kept, this waits until all rollouts of some prompt have stopped, or one was cut,
+        but at most for the replica's heartbeat interval: a report without rows only says that it is
+        alive. The arrays of a returned row are in storage already.
+        """
+
+    async def abort_requests(self, row_ids: list[int]) -> None:
+        """See `Generator`."""
 
 
 class Resettable(Protocol):
@@ -60,20 +80,21 @@ class Resettable(Protocol):
         """Forget every rollout, version and route: nothing starts before the next commit. Returns
         once no call to storage or trainer is under way; raises if that takes too long."""
 
-    async def use(self, storage: Storage) -> None:
+    async def use(self, storage: ColumnStore) -> None:
         """Write to `storage` from now on, in the next session."""
 
 
 class Collector(Protocol):
     """Collects from many replicas for the dispatcher, which gets few messages for all of them."""
 
-    async def collect(self) -> list[tuple[int, list[RolloutInfo] | Exception]]:
-        """What replicas returned since the last call: (replica, rows that stopped there), or the
+    async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
+        """The number of the answer, and what replicas returned: (replica, its report), or the
         exception that its `collect` raised, after which the replica is not asked again. Waits for
-        at least one."""
+        at least one. `received` is the number of the last answer that has arrived (0: none); until
+        it has, the same answer is given again, and no replica is told that its report arrived."""
 
-    async def follow(self, replica: int, generator: Generator) -> None:
-        """Collect from this replica too, which may have the number of one that was lost."""
+    async def follow(self, replica: int, generator: GeneratorReplica) -> None:
+        """Collect from this replica too, in place of one that had its number."""
 
 
 class Checkpointed(Protocol):
@@ -119,32 +140,36 @@ class Processor(Protocol):
         """
 
 
-class Storage(Protocol):
-    """Holds the arrays of rollouts."""
+class ColumnStore(Protocol):
+    """What executors ask of storage: the arrays of rollouts."""
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Write whole cells; overwriting a cell is allowed only for a partial rollout.
 
-        `attempts` are a generator's `Request.attempt`, or of a stage's executor how
-        often it was lost before: a row that was retired as lost, or whose cells were erased, since
-        its attempt began is skipped, for another one writes it.
+        `writer` signs what an executor writes that others may take the place of; what it writes
+        after it was fenced is skipped.
         """
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of these rows, in order. KeyError if a cell was never written."""
+
+
+class Storage(ColumnStore, Protocol):
+    """Holds the arrays of rollouts."""
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
         """Those of these rows that a generator has written, as it reports them when they stop."""
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome (trained at which version, dropped and why, ...)
-        and free them. The outcome "lost" ends an attempt: the next one writes the rows again."""
+        and free them. Those that were lost are written again."""
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
-        """Free these cells, if there are any, for `attempt` of the stage that writes them: nothing
-        that an earlier one still writes there is taken."""
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        """Free these cells, if there are any; they are written again."""
+
+    async def fence(self, writer: str) -> None:
+        """Take nothing more from this writer: once this returns, none of its bytes gets into a
+        row, also not those of a write that is under way. ValueError for a writer without a name."""
 
     async def usage(self) -> dict[str, int]:
         """What is held: `num_rows`, `memory_bytes`, `spilled_bytes`; and `is_full`, not 0 while no

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.executor_groups import name_executor, place_executors
 from llamarl.metrics.provenance import Record
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
 from llamarl.recipe.task import read_graph, read_task
+from llamarl.starter import name_executor, place_executors
 
 
 def plan(

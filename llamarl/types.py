@@ -162,12 +162,11 @@ class Request:
     """One rollout asked of a generator.
 
     `min_version`: a replica below it may not start the rollout. `segment_tokens` 0 means never
-    cut; `resume` says that the store holds the tokens written so far under `row_id`. `attempt`
-    counts the replicas that were lost with the rollout: the store takes nothing from an earlier
-    one. Rollouts of one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its
-    group's; `expected_tokens` is its probable length, 0 if not known. Of a step, the highest
-    `precedence` starts first. With a `replica` no other may write it. Only the engine looks at
-    `replay_tokens`, how long it has to become.
+    cut; `resume` says that the store holds the tokens written so far under `row_id`. Rollouts of
+    one prompt carry equal `prompt_ids`, which replicas prefill once. `step` is its group's;
+    `expected_tokens` is its probable length, 0 if not known. Of a step, the highest `precedence`
+    starts first. With a `replica` no other may write it. Only the engine looks at `replay_tokens`,
+    how long it has to become.
     """
 
     row_id: int
@@ -178,7 +177,6 @@ class Request:
     segment_tokens: int = 0
     resume: bool = False
     purpose: Purpose = Purpose.TRAIN
-    attempt: int = 0
     step: int = 0
     expected_tokens: int = 0
     precedence: int = 0

@@ -31,12 +31,16 @@ FLOORS: list[set[str]] = [
     {"loop"},
     {"recipe"},
     {"executor_specs"},
-    {"executor_groups"},
+    {"starter"},
+    {"mending"},
+    {"fleet"},
     {"build"},
     {"planner"},
     {"control"},
     {"sessions"},
     {"jobs", "reports"},
+    {"own_groups", "own_weights"},
+    {"own_loop"},
     {"library"},
     {"main"},
     {"__main__"},
@@ -46,13 +50,11 @@ RANK = {room: rank for rank, rooms in enumerate(FLOORS) for room in rooms}
 FORBIDDEN_WORDS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 EXECUTOR_CALLERS = {
     "loop/controller.py",
-    "loop/evaluation.py",
     "loop/dispatch.py",
     "loop/colocation.py",
     "loop/logprob_check.py",
-    "loop/groups_in_flight.py",
-    "loop/serving.py",
-    "library.py",
+    "loop/engines.py",
+    "loop/rollouts.py",
     "weights/sync/publisher.py",
     "weights/sync/replica_sync.py",
 }
@@ -228,7 +230,7 @@ def test_protocols_have_at_most_six_methods() -> None:
 
 
 def test_files_and_functions_keep_their_size() -> None:
-    assert len((PACKAGE / "loop" / "controller.py").read_text().splitlines()) <= 200
+    assert len((PACKAGE / "loop" / "controller.py").read_text().splitlines()) <= 130
     beside = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")]
     for path in [*FILES, *beside]:
         assert len(path.read_text().splitlines()) <= 400, path

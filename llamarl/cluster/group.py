@@ -67,6 +67,8 @@ class ExecutorGroup(Protocol):
     name: str
     call_one: Any
     call_all: Any
+    writer: str
+    """How what the processes write into storage is signed; set by what starts them."""
 
     async def watch(self) -> None:
         """Wait until the group is lost and raise its GroupLost; return once it was stopped."""

@@ -60,7 +60,7 @@ class InlineGroup:
     """Executors that are plain objects of this process."""
 
     def __init__(self, name: str, executors: Sequence[Any] = (), spans: Sequence[Spans] = ()):
-        self.name = name
+        self.name, self.writer = name, ""
         self.executors = list(executors)
         self.spans = list(spans)
         self.call_one = Calls(self._run, is_first=True)

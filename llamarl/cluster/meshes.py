@@ -56,7 +56,7 @@ class MonarchGroup:
     """Processes with one executor each, on one host or several."""
 
     def __init__(self, name: str, num_ranks: int, mark: str, logs_folder: str) -> None:
-        self.name = name
+        self.name, self.writer = name, ""
         self.num_ranks = num_ranks
         self.mark = mark
         self._logs_folder = logs_folder

@@ -59,10 +59,10 @@ class ClusterConfig(Section):
     After a tenth of it the log warns. Raise it for a checkpoint that takes longer to read."""
 
     max_restarts: int = number(10, least=0, most=10**6)
-    """When the scorer, a frozen model or another stage's executor is lost, it alone is started
-    again; when the trainer or a storage unit is, all but the generators, from the newest checkpoint
-    in the same run. Not more often than this within an hour, together: then the run ends. 0: never.
-    A run with consumers outside ends when its trainer is lost (monarch only)."""
+    """When the scorer, a frozen model, another stage's executor or a collector is lost, it alone is
+    started again; when the trainer or a storage unit is, all but the generators, from the newest
+    checkpoint in the same run. Not more often than this within an hour, together: then the run
+    ends. 0: never. A run with consumers outside ends when its trainer is lost (monarch only)."""
 
     def check(self) -> None:
         self.require(

@@ -31,7 +31,7 @@ from llamarl.generation.protocol import Engine
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import read_architecture
 from llamarl.models.process_group import compute_device, use_device
-from llamarl.protocols import Storage
+from llamarl.protocols import ColumnStore
 from llamarl.weights.layout.boxes import BUFFER
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 
@@ -79,9 +79,9 @@ class GeneratorExecutor:
         rollouts, _, target, _ = self._parts
         limit_s = self._spec.weights.timeout_s
         await target.reset(limit_s)
-        await rollouts.beside.drained(limit_s)
+        await rollouts.drained(limit_s)
 
-    async def use(self, storage: Storage) -> None:
+    async def use(self, storage: ColumnStore) -> None:
         """See `protocols.Resettable`."""
         assert self._parts is not None, "a generator must be started first"
         self._parts[0].use(storage)

@@ -34,7 +34,7 @@ class ReferenceExecutor:
 
     def __init__(self, spec: ReferenceSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
-        self._storage = RecordingStore(spec.storage, spans, spec.attempt)
+        self._storage = RecordingStore(spec.storage, spans)
         self._rank = rank
         self._num_ranks = num_ranks
         self._data_rank, self._tensor_rank = divmod(rank, spec.config.tensor_parallel)

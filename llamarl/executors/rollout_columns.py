@@ -7,7 +7,7 @@ Invariant: a row's spans are the runs of its token versions.
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.protocols import Storage
+from llamarl.protocols import ColumnStore
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -22,7 +22,7 @@ from llamarl.types import (
 )
 
 
-async def read_written(storage: Storage, requests: list[Request]) -> dict[int, PartialOutput]:
+async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[int, PartialOutput]:
     """What these resumed rollouts have written so far, by row id."""
     row_ids = [request.row_id for request in requests]
     names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
@@ -35,7 +35,9 @@ async def read_written(storage: Storage, requests: list[Request]) -> dict[int, P
     }
 
 
-async def write_finished(storage: Storage, finished: list[RequestOutput]) -> None:
+async def write_finished(
+    storage: ColumnStore, finished: list[RequestOutput], writer: str = ""
+) -> None:
     """Store the columns of these rollouts."""
     columns = {
         PROMPT_IDS: [np.array(item.request.prompt_ids, np.int32) for item in finished],
@@ -44,9 +46,7 @@ async def write_finished(storage: Storage, finished: list[RequestOutput]) -> Non
         TOKEN_VERSIONS: [item.written.versions for item in finished],
         SAMPLING: [_sampling_row(item.request, item.reason) for item in finished],
     }
-    requests = [item.request for item in finished]
-    row_ids = [request.row_id for request in requests]
-    await storage.write(row_ids, columns, [request.attempt for request in requests])
+    await storage.write([item.request.row_id for item in finished], columns, writer)
 
 
 def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:

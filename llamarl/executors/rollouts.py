@@ -7,19 +7,20 @@ from llamarl.data.tokenizer import load_tokenizer
 from llamarl.executors.beside import Beside
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
+from llamarl.executors.kept_rows import KeptRows
 from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.experience.store import RecordingStore
 from llamarl.generation.protocol import PartialOutput
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Storage
-from llamarl.types import Request, RolloutInfo
+from llamarl.protocols import ColumnStore, Report
+from llamarl.types import Request
 
 STORE_S = 1.0
 
 
 class RolloutPart:
-    """protocols.Generator for one rank; ranks other than 0 return no rollouts."""
+    """protocols.GeneratorReplica for one rank; ranks other than 0 return no rollouts."""
 
     def __init__(
         self, spec: GeneratorSpec, decoding: Decoding, output: EngineOutput, spans: Spans
@@ -29,6 +30,8 @@ class RolloutPart:
         self._storage = RecordingStore(spec.storage, spans)
         self.beside = Beside()  # what has to do with storage
         self._loading = asyncio.Lock()  # of the tokenizer
+        self._kept = KeptRows()
+        self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
 
     async def submit(self, requests: list[Request]) -> None:
         """Queue rollouts; resumed ones are read back from storage first."""
@@ -48,28 +51,40 @@ class RolloutPart:
         submit = partial(self._decoding.submit, requests, written, session)
         await self._decoding.run(submit, key)
 
-    async def collect(self) -> list[RolloutInfo]:
-        """Rollouts that stopped, their columns stored; after `heartbeat_s` whatever there is.
+    async def collect(self, received: int) -> Report:
+        """See `protocols.GeneratorReplica`; after `heartbeat_s` whatever there is.
 
         The trainer needs whole groups, so it waits for one, and a little longer for more. What
         stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
         exception of the engine is raised here, with its own traceback.
         """
-        return await self.beside.wait_for(self._collect())
+        return await self.beside.wait_for(self._collect(received))
 
-    async def _collect(self) -> list[RolloutInfo]:
+    async def _collect(self, received: int) -> Report:
+        self._kept.forget(received)
+        async with self._taking:
+            if not self._kept:
+                await self._take()
+        return self._kept.report()
+
+    async def _take(self) -> None:
+        """Store what stops, and keep its rows."""
         clock = asyncio.get_running_loop().time
-        rows: list[RolloutInfo] = []
         end_s, is_ready = clock() + self._spec.config.heartbeat_s, False
         storage = self._storage
         while not is_ready and (left_s := end_s - clock()) > 0:
             finished, is_ready = await self._output.take(min(left_s, STORE_S))
             if finished:
                 await write_finished(storage, finished)
-                rows += [rollout_info(item, self._spec.replica) for item in finished]
-        return rows
+                self._kept.add(rollout_info(item, self._spec.replica) for item in finished)
 
-    def use(self, storage: Storage) -> None:
+    async def drained(self, limit_s: float) -> None:
+        """Wait until all calls have ended, then forget what they reported; RuntimeError if that
+        takes longer than `limit_s`."""
+        await self.beside.drained(limit_s)
+        self._kept = KeptRows()
+
+    def use(self, storage: ColumnStore) -> None:
         """Write there from now on."""
         self._storage = RecordingStore(storage, self._spans)
 

@@ -35,7 +35,7 @@ class ScorerExecutor:
 
     def __init__(self, spec: ScorerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec = spec
-        self._storage = RecordingStore(spec.storage, spans, spec.attempt)
+        self._storage = RecordingStore(spec.storage, spans)
         self._config = spec.config
         self._tokenizer: Tokenizer | None = None
         self._pool = RewardPool(spec.config, spec.task_source)

@@ -20,7 +20,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.experience.graph import Stage
-from llamarl.protocols import Generator, Storage
+from llamarl.protocols import ColumnStore, GeneratorReplica
 
 if TYPE_CHECKING:
     from llamarl.weights.transports.protocol import Rdma
@@ -45,7 +45,7 @@ class GeneratorSpec:
     config: GeneratorConfig
     weights: WeightsConfig
     placement: PlacementConfig
-    storage: Storage
+    storage: ColumnStore
     run_dir: str
     run_id: str
     rdma: Rdma | None = None
@@ -70,7 +70,7 @@ class TrainerSpec:
     sampling: SamplingConfig
     weights: WeightsConfig
     placement: PlacementConfig
-    storage: Storage
+    storage: ColumnStore
     run_dir: str
     num_steps: int
     seed: int
@@ -90,9 +90,7 @@ class ReferenceSpec:
     rendezvous: str
     config: TrainerConfig
     sampling: SamplingConfig
-    storage: Storage
-    attempt: int = 0
-    """How often the stage's executor was lost before, in this session; so in the next two specs."""
+    storage: ColumnStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +104,8 @@ class ScorerSpec:
     config: RewardConfig
     tokenizer: str
     task_source: str | None
-    storage: Storage
+    storage: ColumnStore
     has_text: bool = False
-    attempt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +120,7 @@ class StageSpec:
     numbers: frozenset[str]
     tokenizer: str
     task_source: str
-    storage: Storage
-    attempt: int = 0
+    storage: ColumnStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +134,7 @@ class ExternalSpec:
     socket: str
     units: tuple[tuple[str, str], ...]
     tokenizer: str
-    storage: Storage
+    storage: ColumnStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +160,7 @@ class CollectorSpec:
 
     executor: ClassVar[str] = "llamarl.executors.collector:CollectorExecutor"
 
-    generators: dict[int, Generator]
+    generators: dict[int, GeneratorReplica]
 
 
 Spec = (

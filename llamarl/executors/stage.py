@@ -35,7 +35,7 @@ class StageExecutor:
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         stage = spec.stage
         self._spec, self._stage = spec, stage
-        self._storage = RecordingStore(spec.storage, spans, spec.attempt)
+        self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
         self._pool = WorkerPool(_code(spec), stage.workers, self._read_answer)
         self._work = WorkSpans(spans, stage.name, "rows")

@@ -1,17 +1,18 @@
 """A storage unit: holds the arrays of its share of the rollouts until they are retired.
 
-Owns: which attempt of a rollout counts, and how what is asked is answered. Does not own: which rows
-exist or who may take them (the ledger), where bytes are (`experience/`). Invariant: a cell is
-written once, except that a partial rollout may be written again; what an earlier attempt still
-writes of a rollout that was lost, or of a stage that begins again with it, is skipped, so an
-executor that was given up too early does no harm; a retired row's memory is freed.
+Owns: whose writes count, and how what is asked is answered. Does not own: which rows exist or who
+may take them (the ledger), where bytes are (`experience/`). Invariant: a cell is written once,
+except that a partial rollout may be written again; what a fenced writer still sends is skipped, so
+an executor that was given up too early does no harm; a retired row's memory is freed.
+
+That holds for memory too: a writer fills files that no row is in, its own or an empty slab that was
+lent to it, and a file comes into a row only by a write that is served here.
 """
 
 import asyncio
 import logging
 import os
-from collections import Counter
-from collections.abc import Awaitable, Set
+from collections.abc import Awaitable
 from operator import attrgetter
 from pathlib import Path
 
@@ -55,9 +56,7 @@ class StorageExecutor:
         self._slabs = Slabs()
         self._table = Table(self._slabs)
         self._spill = Spill(self._table, self._slabs, spec.spill_folder, spec.max_bytes)
-        # By row and column, the first attempt that counts; of a replica's columns for one of them.
-        self._attempts: Counter[tuple[int, str]] = Counter()
-        self._again: set[str] = set()  # the columns in it
+        self._fenced: set[str] = set()  # writers; one per loss of an executor, so they are few
         self._archive: Archive | None = None
         if spec.archive_folder is not None:
             path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
@@ -74,10 +73,8 @@ class StorageExecutor:
             except OSError as error:
                 log.info("clients call, for there is no socket at %s: %s", self._spec.socket, error)
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
-        """Write whole cells, all or none, but skip rows lost since their attempt began.
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
+        """Write whole cells, all or none; nothing of a fenced writer.
 
         RuntimeError if a cell exists and its row is not a partial rollout (finish code SEGMENT);
         ValueError if an array is not 1-D of its column's dtype.
@@ -90,7 +87,7 @@ class StorageExecutor:
                     raise ValueError(
                         f"column {name} must be 1-D {dtype}, got {wrong.dtype} {wrong.shape}"
                     )
-            header, body = write_message(row_ids, columns, attempts)
+            header, body = write_message(row_ids, columns, writer)
             self._write(Written(header, memoryview(b"".join(body))))
         await self._spill.relieve()
 
@@ -131,17 +128,20 @@ class StorageExecutor:
         """Archive these rows with `outcome` (its key "outcome" says what became of them), free
         them.
 
-        Rows that hold nothing, never written or retired before, leave no line. Of rows that are
-        lost the next attempt begins. OSError if the archive cannot be written.
+        Rows that hold nothing, never written or retired before, leave no line. OSError if the
+        archive cannot be written.
         """
         self._retire(row_ids, outcome)
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
-        """Free these cells, if there are any; what attempts before `attempt` write is skipped."""
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        """Free these cells, if there are any."""
         self._table.erase(row_ids, names)
-        self._again.update(names)
-        for cell in ((row_id, name) for row_id in row_ids for name in names):
-            self._attempts[cell] = max(self._attempts[cell], attempt)
+
+    async def fence(self, writer: str) -> None:
+        """Skip whatever this writer sends from now on."""
+        if not writer:
+            raise ValueError("writer must have a name to be fenced, got none")
+        self._fenced.add(writer)
 
     async def usage(self) -> dict[str, int]:
         """How many rows and bytes the unit holds: `num_rows`, `memory_bytes`, `spilled_bytes`; and
@@ -189,10 +189,12 @@ class StorageExecutor:
 
     def _write(self, written: Written) -> None:
         row_ids = written.row_ids
-        stale = self._find_stale(row_ids, written.dtypes.keys(), written.attempts)
-        self._table.check(row_ids, written.dtypes, stale)
+        if written.writer in self._fenced:
+            log.info("skipped %d rows of %s, which was lost", len(row_ids), written.writer)
+            return
+        self._table.check(row_ids, written.dtypes)
         slab, cells = written.keep(self._slabs)
-        self._table.add(row_ids, slab, cells, written.finish_codes(), stale)
+        self._table.add(row_ids, slab, cells, written.finish_codes())
 
     async def _relieved(self) -> Answer:
         await self._spill.relieve()
@@ -216,19 +218,6 @@ class StorageExecutor:
                 found[row_id] = Row(dict(zip(names, lengths[place], strict=True)), row_cells)
         return {row_id: found[row_id] for row_id in row_ids if row_id in found}
 
-    def _find_stale(
-        self, row_ids: list[int], names: Set[str], attempts: list[int] | None
-    ) -> set[int]:
-        stale = set[int]()
-        if attempts is None:
-            return stale
-        for name in self._again & names:
-            pairs = zip(row_ids, attempts, strict=True)
-            stale |= {row_id for row_id, number in pairs if number < self._attempts[row_id, name]}
-        if stale:
-            log.info("skipped %d rows, which others begin again with", len(stale))
-        return stale
-
     def _retire(self, row_ids: list[int], outcome: Outcome) -> None:
         if "outcome" not in outcome:
             raise ValueError(f'an outcome must have the key "outcome", got {sorted(outcome)}')
@@ -236,6 +225,3 @@ class StorageExecutor:
             if self._archive is not None:
                 self._archive.append(self._rows(self._archive, row_ids), outcome)
             self._table.retire(row_ids)
-            if outcome["outcome"] == "lost":
-                self._attempts.update((row_id, TOKEN_VERSIONS) for row_id in row_ids)
-                self._again.add(TOKEN_VERSIONS)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from llamarl.metrics.span import Spans
-from llamarl.protocols import Storage
+from llamarl.protocols import ColumnStore, Storage
 from llamarl.types import Columns, Outcome, RolloutInfo
 
 T = TypeVar("T")
@@ -21,15 +21,18 @@ T = TypeVar("T")
 class Store:
     """Spreads rows over storage units: row i lives in unit i mod their number.
 
-    Satisfies `protocols.Storage`, and travels to executors if its units do.
+    Satisfies `protocols.Storage`, and travels to executors if its units do. What goes through it is
+    signed by `writer`.
     """
 
-    def __init__(self, units: Sequence[Storage]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[Storage], writer: str = "") -> None:
+        self._units, self.writer = units, writer
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    def signed(self, writer: str) -> "Store":
+        """A client of the same units for the processes of one start of an executor."""
+        return Store(self._units, writer)
+
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Write whole cells. ValueError if a column does not have one array per row."""
         for name, cells in columns.items():
             if len(cells) != len(row_ids):
@@ -41,7 +44,7 @@ class Store:
                 self._units[unit].write(
                     _choose(row_ids, places),
                     {name: _choose(cells, places) for name, cells in columns.items()},
-                    None if attempts is None else _choose(attempts, places),
+                    writer or self.writer,
                 )
                 for unit, places in self._places(row_ids).items()
             )
@@ -81,14 +84,18 @@ class Store:
             )
         )
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
-        """Free these cells, for `attempt` of the stage that writes them."""
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        """Free these cells."""
         await asyncio.gather(
             *(
-                self._units[unit].erase(_choose(row_ids, places), names, attempt)
+                self._units[unit].erase(_choose(row_ids, places), names)
                 for unit, places in self._places(row_ids).items()
             )
         )
+
+    async def fence(self, writer: str) -> None:
+        """Let every unit take nothing more from this writer."""
+        await asyncio.gather(*(unit.fence(writer) for unit in self._units))
 
     async def usage(self) -> dict[str, int]:
         """Sums over all units; `is_full` is the number of units that are."""
@@ -107,47 +114,26 @@ class Store:
 
 
 class RecordingStore:
-    """Any Storage; what goes through it is recorded as the marks "put" and "get".
+    """Any ColumnStore; what goes through it is recorded as the marks "put" and "get".
 
-    They have the number of `rows` and, in `bytes`, those of each column. What a stage writes is of
-    this `attempt`.
+    They have the number of `rows` and, in `bytes`, those of each column.
     """
 
-    def __init__(self, storage: Storage, spans: Spans, attempt: int | None = None) -> None:
-        self._storage, self._spans, self._attempt = storage, spans, attempt
+    def __init__(self, storage: ColumnStore, spans: Spans) -> None:
+        self._storage, self._spans = storage, spans
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
-        """See `protocols.Storage`."""
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
+        """See `protocols.ColumnStore`."""
         start_ns = time.monotonic_ns()
-        if self._attempt is not None:
-            attempts = [self._attempt] * len(row_ids)
-        await self._storage.write(row_ids, columns, attempts)
+        await self._storage.write(row_ids, columns, writer)
         self._record("put", start_ns, len(row_ids), columns)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """See `protocols.Storage`."""
+        """See `protocols.ColumnStore`."""
         start_ns = time.monotonic_ns()
         columns = await self._storage.read(row_ids, names)
         self._record("get", start_ns, len(row_ids), columns)
         return columns
-
-    async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
-        """See `protocols.Storage`."""
-        return await self._storage.find(row_ids)
-
-    async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """See `protocols.Storage`."""
-        await self._storage.retire(row_ids, outcome)
-
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
-        """See `protocols.Storage`."""
-        await self._storage.erase(row_ids, names, attempt)
-
-    async def usage(self) -> dict[str, int]:
-        """See `protocols.Storage`."""
-        return await self._storage.usage()
 
     def _record(self, name: str, start_ns: int, num_rows: int, columns: Columns) -> None:
         sizes = {
@@ -159,7 +145,7 @@ class RecordingStore:
         self._spans.record(name, start_ns, now_ns, "mark", rows=num_rows, bytes=sizes)
 
 
-async def _read_all(unit: Storage, row_ids: list[int], names: list[str]) -> Columns:
+async def _read_all(unit: ColumnStore, row_ids: list[int], names: list[str]) -> Columns:
     """A unit gives as many of the first rows as fit into one message."""
     columns = await unit.read(row_ids, names)
     while names and 0 < (num_rows := len(columns[names[0]])) < len(row_ids):

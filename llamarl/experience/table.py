@@ -41,14 +41,14 @@ class Table:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def check(self, row_ids: list[int], dtypes: Mapping[str, np.dtype], stale: set[int]) -> None:
+    def check(self, row_ids: list[int], dtypes: Mapping[str, np.dtype]) -> None:
         """ValueError or RuntimeError unless these columns of these rows may be written."""
         if len(set(row_ids)) != len(row_ids):
             raise ValueError(f"row ids of one write must differ, got {row_ids}")
         for name, dtype in dtypes.items():
             if dtype != self._dtypes.setdefault(name, dtype):
                 raise ValueError(f"column {name} must be 1-D {self._dtypes[name]}, got {dtype}")
-        known = [row_id for row_id in row_ids if row_id in self._slots and row_id not in stale]
+        known = [row_id for row_id in row_ids if row_id in self._slots]
         slots = np.array([self._slots[row_id] for row_id in known], np.int64)
         columns = self._places(dtypes)
         names = sorted(dtypes, key=self._index.__getitem__)
@@ -58,32 +58,22 @@ class Table:
             name = names[column]
             raise RuntimeError(f"row {known[row]} already has column {name} and is not partial")
 
-    def add(
-        self,
-        row_ids: list[int],
-        slab: Slab,
-        cells: Cells,
-        codes: np.ndarray | None,
-        stale: set[int],
-    ) -> None:
-        """Make checked rows, but for the stale ones, visible. `codes` are finish codes [rows]; None
-        if SAMPLING is not among the columns."""
-        kept = [place for place, row_id in enumerate(row_ids) if row_id not in stale]
-        slots = self._take_slots([row_ids[place] for place in kept])
-        columns = self._places(cells.dtypes)
-        sizes = cells.sizes[:, kept]
+    def add(self, row_ids: list[int], slab: Slab, cells: Cells, codes: np.ndarray | None) -> None:
+        """Make checked rows visible. `codes` are finish codes [rows]; None if SAMPLING is not among
+        the columns."""
+        slots, columns, sizes = self._take_slots(row_ids), self._places(cells.dtypes), cells.sizes
         # Counted before the cells that they replace are released, which may lie in the same slab:
         # it would be joined again, or given back, without them.
         slab.num_cells += sizes.size
         slab.live_bytes += int(sizes.sum())
-        if not sizes.size:  # all rows were stale
+        if not sizes.size:
             self._slabs.free_if_empty(slab)
         replaced, replaced_sizes = self._cells(columns, slots)
         self._which[columns, slots] = slab.number
-        self._starts[columns, slots] = cells.starts[:, kept]
-        self._lengths[columns, slots] = cells.lengths[:, kept]
+        self._starts[columns, slots] = cells.starts
+        self._lengths[columns, slots] = cells.lengths
         if codes is not None:
-            self._is_partial[slots] = codes[kept] == PARTIAL
+            self._is_partial[slots] = codes == PARTIAL
         self._release(replaced, replaced_sizes)
 
     def locate(self, row_ids: list[int], names: Sequence[str]) -> Cells:

@@ -45,12 +45,10 @@ class Unit:
         make = partial(Unit, is_far=self._is_far)
         return make, (self.name, self._calls, self._path)
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """See `protocols.Storage`."""
         if self._is_near():
-            connection, packet = await self._ask(write_message(row_ids, columns, attempts))
+            connection, packet = await self._ask(write_message(row_ids, columns, writer))
             connection.keep(packet)
         else:
             for rows in _pieces(columns, len(row_ids)):
@@ -59,7 +57,7 @@ class Unit:
                     some = await asyncio.to_thread(CompressedColumns, some)
                 else:
                     some = PackedColumns(some)
-                await self._calls.write(row_ids[rows], some, attempts and attempts[rows])
+                await self._calls.write(row_ids[rows], some, writer)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         """The named columns of the first of these rows, as many as came in one piece."""
@@ -81,9 +79,13 @@ class Unit:
         else:
             await self._calls.retire(row_ids, outcome)
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
         """See `protocols.Storage`."""
-        await self._calls.erase(row_ids, names, attempt)
+        await self._calls.erase(row_ids, names)
+
+    async def fence(self, writer: str) -> None:
+        """See `protocols.Storage`. Writes that wait at the socket are served later, so refused."""
+        await self._calls.fence(writer)
 
     async def usage(self) -> dict[str, int]:
         """See `protocols.Storage`."""

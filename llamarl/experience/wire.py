@@ -4,7 +4,7 @@ Owns: their form. Does not own: sockets (`channel.py`), rows (`table.py`). Invar
 at a multiple of 8 bytes of its packet's body, and no cell is copied on its way to a reader unless
 that is cheaper than mapping its slab.
 
-    write   row ids, attempts, lengths [columns, rows], then the cells as `cells.pack` orders them
+    write   row ids, lengths [columns, rows], then the cells as `cells.pack` orders them
     read    row ids
     found   which memory [columns, rows], starts [columns, rows], lengths [columns, rows], then the
             cells that were copied; memory 0 is the body, the others are the files beside it
@@ -33,20 +33,20 @@ Message = tuple[dict[str, Any], list[Buffer]]
 
 
 def ints(values: list[int]) -> np.ndarray:
-    """Row ids or attempts as a body has them."""
+    """Row ids as a body has them."""
     return np.array(values, INT)
 
 
-def write_message(row_ids: list[int], columns: Columns, attempts: list[int] | None) -> Message:
+def write_message(row_ids: list[int], columns: Columns, writer: str) -> Message:
     """ValueError as of `cells.pack`."""
     dtypes, lengths, cells = pack(columns)
     header = {
         "ask": "write",
         "rows": len(row_ids),
         "columns": [[name, dtype.str] for name, dtype in dtypes.items()],
-        "attempts": attempts is not None,
+        "writer": writer,
     }
-    return header, [ints(row_ids), ints(attempts or []), lengths, *cells]
+    return header, [ints(row_ids), lengths, *cells]
 
 
 def read_ids(packet: Packet) -> list[int]:
@@ -85,13 +85,12 @@ class Written:
     ) -> None:
         num_rows, columns = header["rows"], header["columns"]
         self.dtypes = {name: np.dtype(dtype) for name, dtype in columns}
-        num_ids = num_rows * (2 if header["attempts"] else 1)
-        self._start = INT.itemsize * (num_ids + num_rows * len(columns))  # of the cells
+        self.writer: str = header["writer"]
+        self._start = INT.itemsize * num_rows * (1 + len(columns))  # of the cells
         self._body, self._file = body, file
         numbers = np.frombuffer(body[: self._start], INT)
         self.row_ids: list[int] = numbers[:num_rows].tolist()
-        self.attempts = numbers[num_rows:num_ids].tolist() if header["attempts"] else None
-        self._lengths = numbers[num_ids:].reshape(len(columns), num_rows)
+        self._lengths = numbers[num_rows:].reshape(len(columns), num_rows)
 
     def finish_codes(self) -> np.ndarray | None:
         """The last entries of SAMPLING, float64 [rows]; None without that column."""

@@ -22,7 +22,7 @@ from llamarl.lengths.split import Limits
 from llamarl.loop.placement import Neighbours
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
-from llamarl.protocols import Generator
+from llamarl.protocols import GeneratorReplica
 from llamarl.types import Purpose, Request, RolloutInfo
 
 IDLE_SHARE = 0.1  # of a step's rollouts, which idle replicas hold at most when it begins
@@ -31,16 +31,18 @@ BEHIND_SHARE = 0.25  # by which a replica that has yet to commit counts as more 
 
 @dataclass(slots=True)
 class Replica:
-    """One engine: its handle, the version it serves, and the requests it holds.
+    """One engine: its handle, the version it serves, and the requests it holds. `received` is the
+    number of the next row that it reports.
 
     `load` is the number of tokens it will probably write, or may write where nothing is expected: a
     replica is late with long rollouts more than with many.
     """
 
-    generator: Generator
+    generator: GeneratorReplica
     version: int = 0
     running: dict[int, Request] = field(default_factory=dict)
     load: int = 0
+    received: int = 0
 
     def hold(self, request: Request) -> None:
         self.running[request.row_id] = request

@@ -9,9 +9,7 @@ gate; an exception in any of them ends all.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.engines import Engines
@@ -34,7 +32,6 @@ class Controller:
     evaluator: Evaluator
     colocation: Colocation
     saver: Saver
-    watches: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     _evaluating: list[asyncio.Task[Evaluation | None]] = field(default_factory=list)  # one at most
 
     async def run(self) -> None:
@@ -43,7 +40,7 @@ class Controller:
         async with self.colocation.phase(Phase.SYNC):
             await self.engines.sync_weights()  # all start with one policy
         async with self.saver.saving(), asyncio.TaskGroup() as tasks:
-            serving = [tasks.create_task(each()) for each in (self.engines.serve, *self.watches)]
+            serving = tasks.create_task(self.engines.serve())
             self._evaluate_if_due(self.engines.version, tasks)
             rolling = tasks.create_task(self._roll_out())
             await self._train(tasks)
@@ -52,8 +49,7 @@ class Controller:
             await self.engines.abort()
             await asyncio.gather(*self._evaluating)
             await self.saver.end_whole()
-            for task in serving:
-                task.cancel()
+            serving.cancel()
             await self.engines.retire_rest()
         await self.saver.export()
 

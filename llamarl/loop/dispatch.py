@@ -2,10 +2,9 @@
 
 Owns: the calls to replicas, and what becomes of a lost one's work. Does not own: which replica gets
 which request (`balance.py`), the bound (`gate.py`) or the weights. Invariant: every request
-submitted comes out of `collect` exactly once, or `collect` raises. Once a lost replica's processes
-have ended, what it had stored counts and the rest starts again elsewhere. If they do not end within
-STOP_S all of it starts again, and what they still send to storage is refused, because a request
-that starts again has a higher `Request.attempt`.
+submitted comes out of `collect` exactly once, or `collect` raises. Storage takes nothing more from
+a lost replica, whether its processes end or not. What it had stored by then counts, and the rest
+starts again elsewhere.
 
 The dispatcher asks each replica which rollouts stopped; where there are hundreds, collectors do.
 It is itself a Generator, so the controller sees one however many replicas there are.
@@ -13,7 +12,6 @@ It is itself a Generator, so the controller sees one however many replicas there
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
@@ -24,19 +22,20 @@ from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.placement import Neighbours
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
-from llamarl.protocols import Collector, Generator, Storage
+from llamarl.protocols import Collector, GeneratorReplica, Report, Storage
 from llamarl.types import FinishReason, Purpose, Request, RolloutInfo
 
 log = logging.getLogger(__name__)
 
-STOP_S = 10.0  # longest wait for the processes of a lost replica to end
 DRAIN_POLL_S = 0.1
 
 
 class ReplicaGroup(Protocol):
     """The processes of one replica."""
 
-    call_one: Generator
+    call_one: GeneratorReplica
+    writer: str
+    """How what they write into storage is signed."""
 
     async def watch(self) -> None:
         """Wait until the replica is lost and raise GroupLost; return once it was stopped."""
@@ -77,7 +76,6 @@ class Dispatch:
         self._waiting: dict[int, Request] = {}  # for a replica
         self._joining: dict[int, tuple[ReplicaGroup, Callable[[int], None]]] = {}
         self._may_hold_more = False
-        self._attempts: Counter[int] = Counter()  # by row: replicas that were lost with it
         self._last_loss: Exception | None = None
 
     async def submit(self, requests: list[Request]) -> None:
@@ -87,7 +85,7 @@ class Dispatch:
         Those of an evaluation go to replicas that keep their version; once those are lost, nowhere:
         they come out of `collect` marked ABORTED, as do those of a `Request.replica` that is lost.
         NoGenerator if no replica is left and none may come."""
-        free = [self._renewed(request) for request in requests if request.replica is None]
+        free = [request for request in requests if request.replica is None]
         shares, left = self.balance.spread(free)
         for request in requests:
             if request.replica is not None and request.replica not in self.replicas:
@@ -103,11 +101,6 @@ class Dispatch:
         self._waiting |= waiting
         for index, share in shares.items():
             self._start(self._send(self.replicas[index], index, share))
-
-    def _renewed(self, request: Request) -> Request:
-        """The request under its present attempt."""
-        attempt = self._attempts.get(request.row_id, 0)
-        return request if request.attempt == attempt else replace(request, attempt=attempt)
 
     async def _send(self, replica: Replica, index: int, requests: list[Request]) -> None:
         """One call for all that goes to a replica. If it is lost first, they go elsewhere."""
@@ -191,8 +184,8 @@ class Dispatch:
         self.balance.keepers, self._may_hold_more = replicas, may_be_more
 
     def lost(self, index: int, why: Exception) -> None:
-        """`index` is given up, by a publish or because it died: once its processes have ended its
-        requests start again elsewhere. Without effect if it is lost already; where `why` names what
+        """`index` is given up, by a publish or because it died: its requests start again
+        elsewhere. Without effect if it is lost already; where `why` names what
         every replica needs, such as a storage unit, `collect` raises it."""
         if isinstance(why, GroupLost) and not why.group.startswith("generator"):
             self._rows.put_nowait(why)
@@ -204,6 +197,10 @@ class Dispatch:
             log.warning("generator %d: its %d rollouts %s: %s", index, num_running, now, why)
         if self.on_lost is not None:
             self.on_lost(index, why)
+
+    def fail(self, error: Exception) -> None:
+        """`collect` raises this."""
+        self._rows.put_nowait(error)
 
     async def close(self) -> None:
         """Stop collecting."""
@@ -220,16 +217,18 @@ class Dispatch:
             if self._collectors:
                 await self._groups[index].watch()
             while not self._collectors:
-                self._release(index, await replica.generator.collect())
+                self._release(index, await replica.generator.collect(replica.received))
         except GroupLost as error:
             self.lost(index, error)
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
     async def _read_collector(self, collector: Collector) -> None:
+        received = 0
         try:
             while True:
-                for index, report in await collector.collect():
+                received, reports = await collector.collect(received)
+                for index, report in reports:
                     if isinstance(report, GroupLost) and report.group.startswith("generator"):
                         continue  # `_follow` finds it too, and belongs to the processes of now
                     if not isinstance(report, Exception):
@@ -239,9 +238,15 @@ class Dispatch:
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
 
-    def _release(self, index: int, rows: list[RolloutInfo]) -> None:
-        """Pass on rows that stopped on a replica. Those that a collector reports late, after the
-        replica was given up, are left out: they have started again."""
+    def _release(self, index: int, report: Report) -> None:
+        """Pass on rows that stopped on a replica, but for those that it has reported before. Those
+        that a collector reports late, after the replica was given up, are left out too: they have
+        started again."""
+        first, rows = report
+        if (replica := self.replicas.get(index)) is None:
+            return
+        rows = rows[max(0, replica.received - first) :]
+        replica.received = max(replica.received, first + len(rows))
         known = [row for row in rows if self.balance.release(index, row)]
         if known:
             self._rows.put_nowait(known)
@@ -256,7 +261,9 @@ class Dispatch:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         self._unplaced |= replica.running
-        self._start(self._restart(index, self._groups.pop(index), list(replica.running)))
+        group = self._groups.pop(index)
+        self._start(group.stop())
+        self._start(self._restart(index, group.writer, list(replica.running)))
         return len(replica.running)
 
     async def _join(self, index: int) -> None:
@@ -279,18 +286,13 @@ class Dispatch:
         except Exception as failure:  # noqa: BLE001 - raised again in `collect`
             self._rows.put_nowait(failure)
 
-    async def _restart(self, index: int, group: ReplicaGroup, row_ids: list[int]) -> None:
+    async def _restart(self, index: int, writer: str, row_ids: list[int]) -> None:
         """Start again what a lost replica held, but for what is in storage."""
-        stopping = asyncio.ensure_future(group.stop())
-        await asyncio.wait({stopping}, timeout=STOP_S)
-        if stopping.done():
-            await self._find(index, row_ids)
-        else:
-            log.warning("generator %d does not end: storage takes nothing from it", index)
+        await self._storage.fence(writer)
+        await self._find(index, row_ids)
         lost = [row_id for row_id in row_ids if row_id in self._unplaced]
         # What a replica that goes on has stored must not meet the new arrays.
         await self._storage.retire(lost, {"outcome": "lost", "replica": index})
-        self._attempts.update(lost)
         requests = [self._unplaced.pop(i) for i in lost if i in self._unplaced]
         await self.submit([replace(request, resume=False) for request in requests])
 

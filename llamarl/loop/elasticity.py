@@ -1,7 +1,7 @@
 """Automatic scaling: as many replicas as generation needs to keep up with training.
 
 Owns: the measurement of both sides and the decision. Does not own: starting and stopping replicas
-(`replica_set.py`). Invariant: the number of replicas stays within `generator.elastic`, and changes
+(`fleet.py`). Invariant: the number of replicas stays within `generator.elastic`, and changes
 by one at a time, only after several steps in a row have asked for it.
 
 Per step, T_gen is the time in which the replicas had rollouts that they could write, on average
@@ -23,10 +23,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from llamarl.loop.dispatch import Dispatch
 from llamarl.loop.gate import Gate
-from llamarl.loop.replica_set import ReplicaSet
 
 log = logging.getLogger(__name__)
 
@@ -46,24 +46,33 @@ def wanted_change(num_replicas: int, gen_s: float, train_s: float, limits: Seque
     return 0
 
 
+class Scalable(Protocol):
+    """Replicas, which may become more or fewer."""
+
+    def replica_states(self) -> list[str]:
+        """What each does; "serving" if it takes requests."""
+
+    async def scale(self, num_replicas: int) -> None:
+        """Start or stop some until there are so many."""
+
+
 @dataclass(kw_only=True)
 class Elasticity:
-    """Watches the loop, and scales `replica_set` within `limits`, the fewest and the most."""
+    """Watches the loop, and scales its replicas within `limits`, the fewest and the most."""
 
     limits: Sequence[int]
     gate: Gate
     dispatch: Dispatch
-    replica_set: ReplicaSet
     _in_row: list[int] = field(default_factory=list)
     """What the last steps asked for."""
 
-    async def watch(self) -> None:
+    async def watch(self, replicas: Scalable) -> None:
         """Measure and decide, step after step; never returns."""
         period_s = FIRST_PERIOD_S
         while True:
             gen_s, train_s, step_s = await self._measure(period_s)
             period_s = step_s / SAMPLES_PER_STEP
-            await self._decide(gen_s, train_s)
+            await self._decide(replicas, gen_s, train_s)
 
     async def _measure(self, period_s: float) -> tuple[float, float, float]:
         """T_gen, T_train and the duration of the step under way, until its version is made."""
@@ -78,10 +87,10 @@ class Elasticity:
             before_s = now_s
         return gen_s, train_s, before_s - start_s
 
-    async def _decide(self, gen_s: float, train_s: float) -> None:
-        statuses = self.replica_set.status()
-        num_replicas = len(statuses)
-        if any(each.state != "serving" for each in statuses):
+    async def _decide(self, replicas: Scalable, gen_s: float, train_s: float) -> None:
+        states = replicas.replica_states()
+        num_replicas = len(states)
+        if any(state != "serving" for state in states):
             return self._in_row.clear()  # what was measured is of another number of replicas
         change = wanted_change(num_replicas, gen_s, train_s, self.limits)
         self._in_row = [*self._in_row, change][-NUM_STEPS:]
@@ -98,4 +107,4 @@ class Elasticity:
             gen_s * num_replicas / (num_replicas + change),
         )
         self._in_row.clear()
-        await self.replica_set.scale(num_replicas + change)
+        await replicas.scale(num_replicas + change)

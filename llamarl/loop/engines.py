@@ -80,6 +80,17 @@ class Engines:
     _trained: list[tuple[Sequence[Group], int]] = field(default_factory=list)
     """What the step under way was accumulated from, and the oldest version that it learns from."""
 
+    async def connect(self) -> None:
+        """Connect generators to the trainer: every route fits, or it raises."""
+        assert self.publisher is not None
+        await self.publisher.connect()
+
+    async def close(self) -> None:
+        """Ask and publish no more."""
+        await self.dispatch.close()
+        if self.publisher is not None:
+            await self.publisher.close()
+
     async def serve(self) -> None:
         """What the other verbs rely on; raises the first error of whatever goes on by itself."""
         await self.rollouts.serve()

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import math
 
-from llamarl.errors import GroupLost
 from llamarl.protocols import Storage
 
 log = logging.getLogger(__name__)
@@ -29,10 +28,7 @@ class Room:
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._next_s:
             self._next_s = now_s + ASK_S
-            try:
-                usage = await self._storage.usage()
-            except GroupLost:  # who must have the unit finds that out
-                return True
+            usage = await self._storage.usage()
             if usage["is_full"] and not self._is_full:
                 log.warning(
                     "storage is full (%.1f GiB in memory, %.1f GiB on disk): no more than the "

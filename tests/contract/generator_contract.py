@@ -35,6 +35,7 @@ from tests.contract.generator_replica import (
     MemoryStorage,
     Replica,
     assert_same,
+    collect,
     connect,
     drive,
     gather,
@@ -44,6 +45,7 @@ from tests.contract.generator_replica import (
     request,
     send,
 )
+from tests.contract.generator_reports import *  # noqa: F403 - more of them
 
 
 def test_columns_of_a_row_are_stored_when_collect_returns_it(
@@ -53,7 +55,7 @@ def test_columns_of_a_row_are_stored_when_collect_returns_it(
         await generator.submit([request(i, max_tokens=5 + i) for i in range(9)])
         rows: list[RolloutInfo] = []
         while len(rows) < 9:
-            for row in await generator.collect():
+            for row in await collect(generator):
                 rows.append(row)
                 assert all((row.row_id, name) in storage.cells for name in COLUMNS)
         for row in rows:
@@ -80,20 +82,10 @@ def test_a_group_is_not_held_up_by_a_later_one_of_the_same_prompt(
         await publish(source, generator, 1)
         later = [request(2, min_version=2), request(3, min_version=2)]
         await generator.submit([request(0), request(1), *later])
-        rows = await asyncio.wait_for(generator.collect(), 20)  # long before the heartbeat
+        rows = await asyncio.wait_for(collect(generator), 20)  # long before the heartbeat
         assert [row.row_id for row in rows] == [0, 1]
 
     drive(engine_case, run_dir, scenario, load_weights=False, config={"heartbeat_s": 60.0})
-
-
-def test_collect_returns_nothing_within_the_heartbeat_when_idle(
-    engine_case: EngineCase, run_dir: str
-) -> None:
-    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
-        assert await asyncio.wait_for(generator.collect(), 5) == []
-        assert storage.num_writes == 0
-
-    drive(engine_case, run_dir, scenario)
 
 
 def test_rows_that_finished_together_are_written_together(
@@ -178,7 +170,7 @@ def test_prefill_decode_and_waiting_have_spans_of_their_own(
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(i, max_tokens=7) for i in range(3)])
         await gather(generator, 3)
-        await generator.collect()
+        await collect(generator)
 
     drive(engine_case, run_dir, scenario, spans=spans)
     spans.close()
@@ -210,7 +202,7 @@ def test_a_replica_without_weights_starts_at_its_first_commit(
 
     async def scenario(generator: Replica, storage: MemoryStorage) -> None:
         await generator.submit([request(0)])
-        assert await generator.collect() == []
+        assert await collect(generator) == []
         source = make_source(engine_case)
         await connect(source, generator)
         assert await publish(source, generator, 4) == [0]
@@ -268,11 +260,11 @@ def test_a_replica_of_two_versions_is_dead(engine_case: EngineCase, run_dir: str
         await generator.submit([request(i, max_tokens=110) for i in range(4)])
         await send(source, generator, 1, 0)
         await generator.commit(1, 0)
-        assert await generator.collect() == []  # nothing is decoded between two parts
+        assert await collect(generator) == []  # nothing is decoded between two parts
         await send(source, generator, 1, 1)
         for call in (
             generator.abort(1),
-            generator.collect(),
+            collect(generator),
             generator.submit([request(9)]),
             generator.prepare(2, 0),
         ):
@@ -331,17 +323,17 @@ def test_offloading_in_the_middle_of_rollouts_changes_nothing(
         await generator.offload(both)
         await generator.offload(["kv"])  # has left: no effect
         await generator.submit([request(5, max_tokens=100)])
-        await generator.collect()
+        await collect(generator)
         num_stored = len(storage.cells)
-        assert await generator.collect() == []
+        assert await collect(generator) == []
         assert len(storage.cells) == num_stored
         await generator.prefetch(both)
         await generator.onload(["weights"])
-        assert await generator.collect() == []
+        assert await collect(generator) == []
         await generator.onload(["kv"])
         rows: list[RolloutInfo] = []
         while len(storage.cells) < 6 * len(COLUMNS):
-            rows += await asyncio.wait_for(generator.collect(), 20)
+            rows += await asyncio.wait_for(collect(generator), 20)
         await generator.offload(both)
         await generator.onload(both)
         await generator.submit([request(6), request(7)])
@@ -377,7 +369,7 @@ def test_a_version_published_while_the_cache_is_away_decodes_after_it_is_back(
         await generator.onload(["weights"])
         await early
         await generator.submit([request(4)])
-        assert await generator.collect() == []
+        assert await collect(generator) == []
         await generator.onload(["kv"])
         rows = {row.row_id: row for row in await gather(generator, 5)}
         assert rows[4].spans[0].version == 1

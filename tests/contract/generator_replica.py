@@ -65,9 +65,7 @@ class MemoryStorage:
         self.cells: dict[tuple[int, str], np.ndarray] = {}
         self.num_writes = 0
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         self.num_writes += 1
         for name, arrays in columns.items():
             for row_id, array in zip(row_ids, arrays, strict=True):
@@ -87,6 +85,7 @@ class Replica:
 
     def __init__(self, ranks: list[GeneratorExecutor]) -> None:
         self.ranks = ranks
+        self.received = 0  # as `collect` below has it
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[None, None, Any]]:
         is_listed = name in LISTED
@@ -143,10 +142,17 @@ def request(row_id: int, **kwargs) -> Request:
     )
 
 
+async def collect(generator: Replica) -> list[RolloutInfo]:
+    """The rows that come next; the replica learns with the next call that they have arrived."""
+    first, rows = await generator.collect(generator.received)
+    generator.received = first + len(rows)
+    return rows
+
+
 async def gather(generator: Replica, num_rows: int) -> list[RolloutInfo]:
     rows: list[RolloutInfo] = []
     while len(rows) < num_rows:
-        rows += await asyncio.wait_for(generator.collect(), 20)
+        rows += await asyncio.wait_for(collect(generator), 20)
     return rows
 
 

@@ -12,6 +12,7 @@ from tests.contract.generator_replica import (
     MemoryStorage,
     Replica,
     assert_same,
+    collect,
     connect,
     drive,
     gather,
@@ -47,7 +48,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         """A session that begins at version 1, with weights of its own."""
         source = make_source(case, 0.5)
         await generator.submit([request(i, max_tokens=20) for i in range(6)])
-        assert await generator.collect() == [], "nothing starts before the first commit"
+        assert await collect(generator) == [], "nothing starts before the first commit"
         await connect(source, generator)
         await publish(source, generator, 1)
         rows = await gather(generator, 6)
@@ -60,7 +61,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
         await publish(source, generator, 1)
         await generator.submit([request(i, max_tokens=100) for i in range(6)])
         await asyncio.sleep(0.02)
-        collecting = asyncio.create_task(generator.collect())
+        collecting = asyncio.create_task(collect(generator))
         source.tensors.label(7)
         if is_offloaded:
             await generator.offload(["weights", "kv"])
@@ -68,6 +69,7 @@ def test_after_a_reset_a_generator_is_like_a_new_one_with_another_storage(
             await generator.prepare(7, 0)
         await generator.reset()
         await generator.use(kept)
+        generator.received = 0
         before = dict(storage.cells)
         await train_on(generator, kept)
         await collecting

@@ -70,7 +70,7 @@ class MemoryStorage:
     def __init__(self, cells):
         self.cells = {row_id: dict(cell) for row_id, cell in cells.items()}
 
-    async def write(self, row_ids, columns, attempts=None):
+    async def write(self, row_ids, columns, writer=""):
         for name, arrays in columns.items():
             for row_id, array in zip(row_ids, arrays, strict=True):
                 self.cells[row_id][name] = array

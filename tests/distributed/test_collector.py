@@ -11,7 +11,9 @@ from typing import Any
 from llamarl.cluster import GroupLost, make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.collector import CollectorExecutor
+from llamarl.executors.kept_rows import KeptRows
 from llamarl.executors.specs import CollectorSpec
+from llamarl.protocols import Report
 from llamarl.types import FinishReason, RolloutInfo
 
 
@@ -19,22 +21,26 @@ class Writing:
     """A replica that stops a rollout every 20 ms, and fails after the last of `row_ids`."""
 
     def __init__(self, row_ids: range, *, rank: int, num_ranks: int, spans: Any) -> None:
-        self._rows = iter(row_ids)
+        self._row_ids, self._kept = row_ids, KeptRows()
+        self._writing: asyncio.Task[None] | None = None
 
-    async def collect(self) -> list[RolloutInfo]:
-        await asyncio.sleep(0.02)
-        try:
-            row_id = next(self._rows)
-        except StopIteration:
-            raise ArithmeticError("the engine broke") from None
-        row = RolloutInfo(
-            row_id=row_id,
-            num_prompt_tokens=1,
-            num_tokens=1,
-            spans=(),
-            finish_reason=FinishReason.STOP,
-        )
-        return [row]
+    async def collect(self, received: int) -> Report:
+        self._writing = self._writing or asyncio.create_task(self._write())
+        self._kept.forget(received)
+        while not (self._kept or self._writing.done()):
+            await asyncio.sleep(0.01)
+        if not self._kept:
+            raise ArithmeticError("the engine broke")
+        return self._kept.report()
+
+    async def _write(self) -> None:
+        for row_id in self._row_ids:
+            await asyncio.sleep(0.02)
+            reason = FinishReason.STOP
+            row = RolloutInfo(
+                row_id=row_id, num_prompt_tokens=1, num_tokens=1, spans=(), finish_reason=reason
+            )
+            self._kept.add([row])
 
 
 def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(
@@ -63,14 +69,15 @@ def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(
         )
         rows: dict[int, list[int]] = {i: [] for i in first}
         errors: dict[int, Exception] = {}
-        num_answers, is_killed = 0, False
+        num_answers, is_killed, received = 0, False, 0
         while len(errors) < 2 or len(rows[1]) < 60:
-            for index, answer in await collector.call_one.collect():
-                if isinstance(answer, Exception):
+            received, answer = await collector.call_one.collect(received)
+            for index, report in answer:
+                if isinstance(report, Exception):
                     assert index not in errors
-                    errors[index] = answer
+                    errors[index] = report
                 else:
-                    rows[index] += [row.row_id for row in answer]
+                    rows[index] += [row.row_id for row in report[1]]
             num_answers += 1
             if len(rows[0]) >= 10 and not is_killed:
                 is_killed = True

@@ -65,6 +65,7 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
     for memory in engine.movable("kv"):
         memory.fill_(1.0)  # as after many rollouts: its pages are there
     seen = {"shrunk": [], "running": [], "addresses": [addresses(engine, weight_buffer)]}
+    received = 0
     for row_id, num_absences in ((0, 0), (1, 2)):
         sampling = Sampling(max_tokens=60)
         await rollouts.submit(
@@ -80,7 +81,8 @@ async def leave_twice(rank, num_ranks, checkpoint, folder, staging):
             seen["shrunk"].append(before - resident_bytes())
             await offload.onload(BOTH)
         while RESPONSE_IDS not in storage.cells[row_id]:
-            await rollouts.collect()
+            first, rows = await rollouts.collect(received)
+            received = first + len(rows)
     seen["addresses"].append(addresses(engine, weight_buffer))
     seen["tokens"] = [storage.cells[row_id][RESPONSE_IDS].tolist() for row_id in (0, 1)]
     await generator.close()

@@ -42,7 +42,7 @@ class DictStorage:
     def __init__(self):
         self.rows = {}
 
-    async def write(self, row_ids, columns, attempts=None):
+    async def write(self, row_ids, columns, writer=""):
         for name, arrays in columns.items():
             for row_id, array in zip(row_ids, arrays, strict=True):
                 self.rows.setdefault(row_id, {})[name] = array

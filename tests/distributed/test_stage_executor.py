@@ -81,7 +81,7 @@ class DictStorage:
         self.rows = {}
         self.writes = []
 
-    async def write(self, row_ids, columns, attempts=None):
+    async def write(self, row_ids, columns, writer=""):
         self.writes.append((row_ids, sorted(columns)))
         for name, cells in columns.items():
             for row_id, cell in zip(row_ids, cells, strict=True):

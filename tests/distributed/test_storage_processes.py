@@ -97,7 +97,7 @@ def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(tmp_path: Pat
     num_rows, num_tokens = 50, 2000  # 250 cells and 2 vectors: 63 pieces of 4
 
     async def scenario() -> None:
-        num_pieces = (0, 1, 20, 63)  # after the last one it has not yet sent anything
+        num_pieces = (0, 1, 20, 62)  # it sends the write after the last one
         async with processes(tmp_path, num_writers=len(num_pieces)) as (_, *writers, reader, store):
             row_ids = list(range(num_rows))
             for written, (writer, pieces) in enumerate(zip(writers, num_pieces, strict=True), 1):

@@ -15,6 +15,7 @@ from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.columns import Column
 from llamarl.experience.graph import Stage
 from llamarl.experience.store import Store
+from llamarl.protocols import Report
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
@@ -67,9 +68,8 @@ class Writer:
             for request in requests
         ]
 
-    async def collect(self) -> list[RolloutInfo]:
-        rows, self.rows = self.rows, []
-        return rows
+    async def collect(self, received: int) -> Report:
+        return received, self.rows
 
 
 class Reader:
@@ -142,7 +142,7 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
             for row_id in row_ids
         ]
         await executors[0].submit(requests)
-        rows = await executors[0].collect()
+        _, rows = await executors[0].collect(0)
         assert [row.row_id for row in rows] == row_ids
         alone = [((row_id,), None) for row_id in row_ids]
         groups = [(tuple(row_ids[i : i + 8]), None) for i in range(0, NUM_ROLLOUTS, 8)]

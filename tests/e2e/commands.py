@@ -109,6 +109,16 @@ def wait_for_restart(command: Command, run_dir: Path, name: str, limit_s: float 
     raise AssertionError(f"{name} does not work again: {row}")
 
 
+def wait_for_other(command: Command, role: str, pids: list[int]) -> list[int]:
+    """The pids of the processes that take the place of these, as soon as there are any."""
+    end_s = time.monotonic() + 90.0
+    while time.monotonic() < end_s:
+        if found := [pid for pid in executors(command, role) if pid not in pids]:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{role} is not started again")
+
+
 KEEPING = ["checkpoint.every_steps=2", "experience.archive_tokens=true"]
 
 

@@ -1,10 +1,13 @@
-"""A replica and a scorer that are killed while the run goes on; real processes."""
+"""A replica, a scorer and a collector that are killed while the run goes on; real processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from tests.e2e.commands import (
     finish,
     read_archive,
     train,
+    wait_for_other,
     wait_for_restart,
     wait_for_step,
 )
@@ -69,3 +73,31 @@ def test_a_frozen_model_that_is_lost_is_started_again_alone(
     assert command.wait_until_gone(5.0) == []
     rows = [row["row_id"] for row in read_archive(tmp_path) if row["outcome"] == "trained"]
     assert len(rows) == len(set(rows))
+
+
+def test_a_collector_that_is_killed_at_random_moments_costs_no_rollout(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    options = ["generator.num_collectors=1", "generator.num_replicas=2", "cluster.max_restarts=100"]
+    command = train(tmp_path, *options, "num_steps=200", "checkpoint.export=false")
+    wait_for_step(command, tmp_path, 2)
+    others = {name: executors(command, name) for name in ("trainer", r"generator-\d", "scorer")}
+    victims = executors(command, "collector-0")
+    for _ in range(6):
+        os.kill(victims[-1], signal.SIGKILL)
+        victims += wait_for_other(command, "collector-0", victims)
+        time.sleep(rng.uniform(0.0, 3.0))  # while it starts, or asks
+    version = ask(str(tmp_path), {"ask": "status"})["version"]
+    wait_for_step(command, tmp_path, version + 3)
+    assert {name: executors(command, name) for name in others} == others
+    command.process.send_signal(signal.SIGTERM)
+    code, out, err = finish(command)
+    assert code == 75, err
+    assert "the run goes on from" not in out
+    assert command.wait_until_gone(5.0) == []
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    last = max(line["step"] for line in steps)
+    rows = read_archive(tmp_path)
+    outcomes = Counter(row["row_id"] for row in rows)
+    assert set(outcomes.values()) == {1}
+    assert sum(row["outcome"] == "trained" for row in rows) == last * 8 * 8
+    assert "lost" not in {row["outcome"] for row in rows}, "none was written twice"

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from llamarl.control import ask
-from tests.e2e.commands import Command, executors, finish, read_archive, train, wait_for_step
+from tests.e2e.commands import (
+    executors,
+    finish,
+    read_archive,
+    train,
+    wait_for_other,
+    wait_for_step,
+)
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 12
@@ -25,7 +32,6 @@ NUM_STEPS = 12
         ("trainer", signal.SIGSTOP, ["trainer.num_ranks=2", "weights.staging=bucket"]),
         ("storage-1", signal.SIGKILL, ["experience.units_per_host=2", "generator.num_ranks=2"]),
         ("trainer", signal.SIGKILL, ["placement=colocated", "weights.staging=host"]),
-        ("collector-0", signal.SIGKILL, ["generator.num_collectors=1"]),
         ("generator-0", signal.SIGKILL, ["placement=colocated", "generator.num_replicas=2"]),
     ],
 )
@@ -60,16 +66,6 @@ def test_what_is_lost_beside_the_generators_is_started_again(
     assert (summary["steps"], summary["staleness_max"] <= 1) == (NUM_STEPS, True)
     assert (tmp_path / "export" / "model.safetensors").is_file()
     assert command.wait_until_gone(5.0) == []
-
-
-def wait_for_other(command: Command, role: str, pids: list[int]) -> list[int]:
-    """The pids of the processes that take the place of these, as soon as there are any."""
-    end_s = time.monotonic() + 90.0
-    while time.monotonic() < end_s:
-        if found := [pid for pid in executors(command, role) if pid not in pids]:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"{role} is not started again")
 
 
 @pytest.mark.parametrize(("role", "after_s"), [("trainer", 0.0), ("trainer", 2.5), ("scorer", 1.0)])

@@ -181,13 +181,16 @@ def _ranker(rng: random.Random, length: Callable[[Request], int]) -> Ranker | No
 
 
 def _faults(rng: random.Random, options: dict[str, Any]) -> dict[str, Faults]:
-    """Replicas, executors of stages, and those that take their places, die, fall silent, pause or
-    are slow; storage takes its time."""
+    """Replicas, collectors and executors of stages die, fall silent, pause or are slow, and so do
+    those that take their places; storage takes its time."""
     found: dict[str, Faults] = {}
     if not options["is_colocated"] and rng.random() < 0.6:
         methods = ["submit", "collect", "commit", "prepare"]
         for replica in range(options["num_replicas"]):
             found |= _deaths(rng, f"generator-{replica}", methods)
+    if rng.random() < 0.4:
+        for number in range(options["num_collectors"]):
+            found |= _deaths(rng, f"collector-{number}", ["collect", "follow"])
     if rng.random() < 0.3:
         for name in ("scorer", *(stage.name for stage in options["stages"])):
             found |= _deaths(rng, name, ["process"])
@@ -212,7 +215,7 @@ def _deaths(rng: random.Random, name: str, methods: list[str]) -> dict[str, Faul
                 Faults(dies_at_s=at_s),
                 Faults(silent_s=(at_s, at_s + 100.0)),
                 Faults(silent_s=(at_s, at_s + rng.uniform(0.1, 4.0))),
-                Faults(silent_s=(at_s, at_s + 36.5), ignores_stop=is_stage),
+                Faults(silent_s=(at_s, at_s + 37.0), ignores_stop=is_stage),
                 Faults(dies_after={method: rng.randint(1, 4)}),
                 Faults(delays_s={method: (0.0, rng.choice([0.1, 2.0]))}, dies_at_s=at_s + 9),
                 replace(slower(**slow), dies_at_s=at_s),

@@ -90,6 +90,7 @@ class FaultyCluster(SimulatedCluster):
             name, make(faults.costs or costs or self.costs, cores), faults, cores
         )
         self.spawned[name + again] = process
+        process.writer = process.executor.writer = name + again
         return process
 
 
@@ -253,7 +254,7 @@ class StoredRollouts(Rollouts):
         super().__init__()
         self._faults = faults
 
-    async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]]) -> None:
+    async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]], writer: str) -> None:
         finished = []
         for request, row in stopped:
             wrong_from = self._faults.get(f"generator-{row.replica}", Faults()).wrong_from
@@ -263,7 +264,7 @@ class StoredRollouts(Rollouts):
                 RequestOutput(request=request, written=written, reason=row.finish_reason)
             )
         if finished:
-            await write_finished(self.storage, finished)
+            await write_finished(self.storage, finished, writer)
 
     async def get(self, row_ids: list[int]) -> list[Rollout]:
         names = [PROMPT_IDS, TOKEN_VERSIONS, GENERATOR_LOGPROBS]
@@ -276,11 +277,11 @@ class StoredRollouts(Rollouts):
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         return await read_written(self.storage, requests)
 
-    async def add_rewards(self, scores: list[Score], attempt: int) -> None:
+    async def add_rewards(self, scores: list[Score], writer: str) -> None:
         """The completions are read, as by reward code."""
         await self.storage.read([score.row_id for score in scores], [RESPONSE_IDS])
         good = {score.row_id: np.array([score.reward]) for score in scores if not score.error}
-        await self.storage.write(list(good), {REWARD: list(good.values())}, [attempt] * len(good))
+        await self.storage.write(list(good), {REWARD: list(good.values())}, writer)
 
     def forget(self, row_ids: Iterable[int]) -> None:
         """Storage does."""

@@ -25,11 +25,11 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.executor_groups import name_executor
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.experience.graph import Stage, make_graph
 from llamarl.experience.samplers import Sampler, admission
+from llamarl.fleet import Fleet
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cluster import make_executors
@@ -39,7 +39,6 @@ from llamarl.planner.simulation.run import make_inputs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
-from llamarl.sessions import Restarts
 from llamarl.types import (
     TOKEN_VERSIONS,
     Batch,
@@ -85,12 +84,10 @@ class WatchedStorage(StorageExecutor):
         self.versions: dict[int, list[int]] = {}
         self.num_writes: Counter[int] = Counter()
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         if TOKEN_VERSIONS in columns:
             self.num_writes.update(row_ids)
-        await super().write(row_ids, columns, attempts)
+        await super().write(row_ids, columns, writer)
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         for row_id in row_ids:
@@ -279,7 +276,7 @@ class Loop:
                 warmup_steps=0,
             ),
             placement=PlacementConfig(colocated=self.is_colocated),
-            cluster=ClusterConfig(num_hosts=self.num_hosts),
+            cluster=ClusterConfig(num_hosts=self.num_hosts, max_restarts=self.max_stage_restarts),
             weights=WeightsConfig(
                 transport="shared_memory" if self.num_hosts == 1 else "collective"
             ),
@@ -302,23 +299,19 @@ class Loop:
 
     def process(self, name: str) -> FaultyProcess:
         """The process of this name: "generator-1", "trainer", "scorer"."""
-        kind, _, number = name.partition("-")
-        stages = {name_executor(stage): group for stage, group in self.executors.stages.items()}
-        others = {"trainer": self.executors.trainer} | stages
-        found = self.executors.generators[int(number)] if kind == "generator" else others[name]
-        return cast(FaultyProcess, found)
+        return cast(FaultyProcess, self.executors.groups[name])
 
     async def run(self, run_dir: Path) -> None:
-        controller, self.replica_set, _ = build_controller(
+        self.fleet = Fleet(self.config, self.executors)
+        controller = build_controller(
             self.config,
             self.inputs,
-            self.executors,
+            self.fleet,
             run_dir=str(run_dir),
             state=self.state,
             run_logger=self.run_logger,
             spans=Spans("controller", None),
             skew=self.skew,
-            may_restart=Restarts(self.max_stage_restarts).take if self.max_stage_restarts else None,
         )
         self.gate, self.saver = controller.gate, controller.saver
         engines = controller.engines
@@ -340,16 +333,15 @@ class Loop:
             return batch
 
         engines.rules = replace(engines.rules, make_requests=note_requests, make_batch=note_batch)
-        assert engines.publisher is not None
-        await engines.publisher.connect()
+        await engines.connect()
         try:
-            await controller.run()
+            await self.fleet.guard(controller.run())
         except BaseException:
             await controller.saver.rescue()
             raise
         finally:
-            for each in (self.replica_set, engines.dispatch, engines.publisher):
-                await each.close()
+            await self.fleet.close()
+            await engines.close()
 
     def trained_rows(self) -> list[int]:
         """Row ids in the order of training."""

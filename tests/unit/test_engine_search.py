@@ -326,7 +326,7 @@ class Search:
             assert is_aborted == (row_id in self.aborted)
             self.aborted.pop(row_id, None)
             if item.reason is FinishReason.SEGMENT or (is_aborted and self.rng.random() < 0.5):
-                request = replace(item.request, resume=True, attempt=item.request.attempt + 1)
+                request = replace(item.request, resume=True)
                 self.partial[row_id] = Open(request, item.written)
         assert not self.aborted, "what was aborted comes out of the next step"
 

@@ -21,8 +21,8 @@ class Calls:
         self.unit = new_unit(folder)
         self.sizes: list[int] = []
 
-    async def write(self, row_ids, columns, attempts=None):
-        message = pickle.dumps((row_ids, columns, attempts))
+    async def write(self, row_ids, columns, writer=""):
+        message = pickle.dumps((row_ids, columns, writer))
         self.sizes.append(len(message))
         await self.unit.write(*pickle.loads(message))
 
@@ -37,7 +37,7 @@ def test_clients_elsewhere_call_in_messages_of_a_limited_size(tmp_path: Path) ->
         calls = Calls(tmp_path)
         store = Store([Unit("storage-0", calls, str(tmp_path / "nowhere" / "0"))])
         row_ids = list(range(50))
-        await store.write(row_ids, rows(row_ids, 100_000), [0] * 50)
+        await store.write(row_ids, rows(row_ids, 100_000))
         assert_same(await store.read(row_ids, NAMES), rows(row_ids, 100_000))
         assert len(calls.sizes) == 18  # six rows in each
         assert max(calls.sizes) < 1.01 * MESSAGE_BYTES
@@ -66,7 +66,7 @@ def test_clients_behind_a_slow_link_write_what_they_write_in_half_the_bytes(tmp_
             calls = Calls(tmp_path)
             client = pickle.loads(pickle.dumps(Unit("storage-0", None, "nowhere", is_far=is_far)))
             client._calls = calls
-            await client.write([0, 1, 2], sent, [0] * 3)
+            await client.write([0, 1, 2], sent)
             assert_same(await calls.unit.read([0, 1, 2], NAMES), sent)
             sizes += calls.sizes
         assert sizes[1] <= 0.55 * sizes[0]

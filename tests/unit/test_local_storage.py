@@ -22,7 +22,7 @@ from llamarl.experience.slabs import FULL_BYTES
 from llamarl.experience.store import RecordingStore, Store
 from llamarl.experience.unit import Unit
 from llamarl.metrics.span import Spans
-from llamarl.types import REF_LOGPROBS, RESPONSE_IDS, REWARD, SAMPLING, Columns, FinishReason
+from llamarl.types import REF_LOGPROBS, RESPONSE_IDS, REWARD, Columns, FinishReason
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 
 DTYPES = st.sampled_from([np.int32, np.float32, np.float64, np.int64])
@@ -226,21 +226,6 @@ def test_partial_rollouts_are_written_again_and_give_their_memory_back(tmp_path:
     asyncio.run(scenario())
 
 
-def test_an_earlier_attempt_writes_nothing_of_what_was_lost(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, store):
-            await store.retire([1, 2], {"outcome": "lost", "replica": 0})
-            for num_tokens in (4, 30_000):
-                await store.write([1, 2], rows([1, 2], num_tokens), [0, 0])
-            assert (await store.usage())["num_rows"] == 0
-            await store.write([1, 2, 3], rows([1, 2, 3]), [1, 0, 0])
-            assert_same(await store.read([3, 1], NAMES), rows([3, 1]))
-            with pytest.raises(KeyError, match="row 2 is not stored"):
-                await store.read([2], [SAMPLING])
-
-    asyncio.run(scenario())
-
-
 def test_many_calls_at_once_get_their_own_answers(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as (_, store):
@@ -357,14 +342,12 @@ def test_what_goes_through_a_recording_store_is_marked_with_rows_and_bytes(tmp_p
     async def scenario() -> None:
         async with serving(tmp_path) as (_, store):
             recording = RecordingStore(store, spans)
-            await recording.write([3, 6], rows([3, 6], 10), [0, 0])
+            await recording.write([3, 6], rows([3, 6], 10))
             assert_same(
                 await recording.read([6, 3], NAMES[1:]),
                 {name: cells for name, cells in rows([6, 3], 10).items() if name in NAMES[1:]},
             )
             await recording.read([], [REWARD])
-            await recording.retire([3], TRAINED)
-            assert (await recording.usage())["num_rows"] == 1
 
     asyncio.run(scenario())
     spans.close()

@@ -1,27 +1,7 @@
-"""How often a run goes on without executors that it lost, and what it says then."""
-
-import logging
-import time
+"""What a run says when it goes on without executors that it lost."""
 
 from llamarl.errors import GroupLost
-from llamarl.sessions import WINDOW_S, Restarts, SessionLost, describe
-
-
-def test_a_run_goes_on_so_often_within_an_hour_and_a_warning_names_the_key(monkeypatch, caplog):
-    now_s = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    restarts = Restarts(2)
-    assert [restarts.take() for _ in range(2)] == [True, True]
-    with caplog.at_level(logging.WARNING):
-        assert not restarts.take()
-    assert "more often than cluster.max_restarts=2" in caplog.text
-    now_s = WINDOW_S + 1
-    assert restarts.take()
-
-
-def test_without_restarts_nothing_is_said(caplog):
-    assert not Restarts(0).take()
-    assert not caplog.text
+from llamarl.sessions import SessionLost, describe
 
 
 def test_one_line_names_what_was_lost_where_the_run_goes_on_and_how_many_steps_that_costs():

@@ -13,9 +13,9 @@ import pytest
 from llamarl.build import build_evaluator
 from llamarl.checkpoints import checkpoint, manifest
 from llamarl.config import Config
-from llamarl.executor_groups import Executors
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
+from llamarl.starter import Executors
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -157,9 +157,7 @@ def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
     inputs: Inputs,
 ) -> None:
     nothing: Any = None
-    executors = Executors(
-        vital=[], storage=nothing, generators={}, stages={}, trainer=None, start_generator=nothing
-    )
+    executors = Executors(storage=nothing, groups={}, stage_of={}, start=nothing)
     parts: Any = (resume(), inputs, executors, nothing, nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
         evaluator = build_evaluator(*parts, evaluated)

@@ -34,19 +34,20 @@ Row = dict[str, np.ndarray]
 
 
 class Search:
-    """One unit and what it should hold: rows, those that are partial, and the attempt of each."""
+    """One unit and what it should hold: rows and those that are partial. The writer `number` is at
+    work, all before it are fenced."""
 
     def __init__(self, unit: StorageExecutor, rng: random.Random) -> None:
         self.unit, self.rng = unit, rng
         self.rows: dict[int, Row] = {}
         self.partial: set[int] = set()
-        self.attempts: dict[int, int] = {}
+        self.number = 0
         self.next_id = 0
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def run(self) -> None:
         operations = [self.write, self.write, self.go_on, self.add_column, self.erase]
-        operations += [self.retire, self.lose, self.write_stale, self.read, self.find]
+        operations += [self.retire, self.lose, self.write_fenced, self.read, self.find]
         for _ in range(NUM_OPERATIONS):
             await self.rng.choice(operations)()
             if self.rng.random() < 0.3:
@@ -71,15 +72,15 @@ class Search:
         self.tasks.append(asyncio.create_task(call))
         await asyncio.sleep(0)
 
-    async def put(self, row_ids: list[int], number: int | None = None) -> None:
+    async def put(self, row_ids: list[int], is_fenced: bool = False) -> None:
         """Write the columns of a generator."""
         if not row_ids:
             return
         finish = self.rng.choice([FinishReason.SEGMENT, FinishReason.STOP])
         columns = rows(row_ids, self.rng.randint(0, 40), finish)
-        attempts = [self.attempts.get(i, 0) if number is None else number for i in row_ids]
-        await self.ask(self.unit.write(row_ids, columns, attempts))
-        if number is None:
+        number = self.rng.randrange(self.number) if is_fenced else self.number
+        await self.ask(self.unit.write(row_ids, columns, f"generator-0/{number}"))
+        if not is_fenced:
             self.keep(row_ids, columns)
             change = self.partial.update if finish is FinishReason.SEGMENT else None
             (change or self.partial.difference_update)(row_ids)
@@ -111,7 +112,7 @@ class Search:
     async def erase(self) -> None:
         name = self.rng.choice([REF_LOGPROBS, REWARD])
         row_ids = self.some()
-        await self.ask(self.unit.erase(row_ids, [name], 0))
+        await self.ask(self.unit.erase(row_ids, [name]))
         for row_id in row_ids:
             self.rows[row_id].pop(name, None)
 
@@ -121,18 +122,21 @@ class Search:
         self.forget(row_ids)
 
     async def lose(self) -> None:
+        """Some of what the writer has written is written again by the next one."""
+        await self.unit.fence(f"generator-0/{self.number}")
+        self.number += 1
         row_ids = self.some()
         await self.ask(self.unit.retire(row_ids, {"outcome": "lost"}))
         self.forget(row_ids)
-        for row_id in row_ids:
-            self.attempts[row_id] = self.attempts.get(row_id, 0) + 1
         if self.rng.random() < 0.5:
             await self.put(row_ids)
 
-    async def write_stale(self) -> None:
-        """A replica that was given up writes; with it may come rows that it still holds."""
-        if row_ids := self.some({i for i, number in self.attempts.items() if number}):
-            await self.put(row_ids, number=0)
+    async def write_fenced(self) -> None:
+        """A replica that was given up writes: rows that are there, partial, retired, or new."""
+        if self.number:
+            most = self.next_id + 3
+            row_ids = self.rng.sample(range(most), min(most, self.rng.randint(1, 5)))
+            await self.put(row_ids, is_fenced=True)
 
     def forget(self, row_ids: list[int]) -> None:
         self.partial.difference_update(row_ids)

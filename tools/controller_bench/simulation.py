@@ -40,7 +40,6 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
-from llamarl.executor_groups import Executors, name_executor
 from llamarl.experience.graph import make_graph
 from llamarl.experience.store import Store
 from llamarl.metrics.console import Progress
@@ -55,6 +54,7 @@ from llamarl.planner.simulation.run import drive, make_inputs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.workload import USUAL_PROMPT_TOKENS, make_workload
 from llamarl.sessions import GC_THRESHOLDS
+from llamarl.starter import Executors
 from llamarl.weights.integrity.comparison import Fingerprints
 
 NUM_STORAGE_UNITS = 4
@@ -373,9 +373,16 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
     max_num_seqs = config.generator.max_num_seqs
 
     def charged(name: str, group: Any, idle: Idle, costs: MessageCosts) -> SimulatedProcess:
-        return SimulatedProcess(name, Charged(name, group.call_one, costs, load, idle))
+        kind = name.partition("-")[0]
+        return SimulatedProcess(name, Charged(kind, group.call_one, costs, load, idle))
 
-    assert simulated.trainer is not None
+    kinds: dict[str, tuple[Idle, MessageCosts]] = {
+        f"generator-{index}": (IdleReplica(load, group.call_one, max_num_seqs), on_ranks)
+        for index, group in simulated.generators.items()
+    }
+    kinds |= {group.name: (Idle(load), costs) for group in simulated.collectors}
+    kinds |= {name: (IdleScorer(load, scored_s), costs) for name in simulated.stage_of}
+    kinds["trainer"] = IdleTrainer(load, scored_s), on_ranks
     unit = cast(Any, simulated.storage)._units[0]
     return replace(
         simulated,
@@ -385,16 +392,9 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
                 for _ in range(NUM_STORAGE_UNITS)
             ]
         ),
-        generators={
-            index: charged(
-                "generator", group, IdleReplica(load, group.call_one, max_num_seqs), on_ranks
-            )
-            for index, group in simulated.generators.items()
+        groups=simulated.groups
+        | {
+            name: charged(name, simulated.groups[name], idle, its_costs)
+            for name, (idle, its_costs) in kinds.items()
         },
-        collectors=[charged("collector", each, Idle(load), costs) for each in simulated.collectors],
-        stages={
-            stage: charged(name_executor(stage), group, IdleScorer(load, scored_s), costs)
-            for stage, group in simulated.stages.items()
-        },
-        trainer=charged("trainer", simulated.trainer, IdleTrainer(load, scored_s), on_ranks),
     )

@@ -56,9 +56,7 @@ class MemoryStorage:
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
         return {name: [self._cells[name]] * len(row_ids) for name in names}
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         """Nothing reads it."""
 
 

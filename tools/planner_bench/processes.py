@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from llamarl.cluster import make_cluster
 from llamarl.config import Config
-from llamarl.executor_groups import Executors
 from llamarl.experience.graph import SCORE, make_graph
 from llamarl.experience.store import Store
 from llamarl.loop.logprob_check import NUM_TOKENS
@@ -37,6 +35,7 @@ from llamarl.planner.simulation.run import drive, make_inputs
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
+from llamarl.starter import Executors
 
 HOST = "host 0"
 NUM_CALLS = 200  # timed for `message_s`
@@ -121,16 +120,19 @@ async def replay(
 
     try:
         storage = await spawn("storage-0", SleepingStorage)
-        replicas = range(config.generator.num_replicas)
+        names = [f"generator-{i}" for i in range(config.generator.num_replicas)]
+        groups = {n: await spawn(n, SleepingReplica, i) for i, n in enumerate(names)}
+        groups["scorer"] = await spawn("scorer", SleepingScorer)
+        groups["trainer"] = await spawn("trainer", SleepingTrainer)
+
+        async def start(name: str) -> SimulatedProcess:
+            raise RuntimeError(f"{name} must not be lost here")
+
         executors = Executors(
-            vital=[],
             storage=Store([storage.call_one]),
-            generators={
-                i: await spawn(f"generator-{i}", SleepingReplica, index=i) for i in replicas
-            },
-            stages={graph.stages[SCORE]: await spawn("scorer", SleepingScorer)},
-            trainer=await spawn("trainer", SleepingTrainer),
-            start_generator=partial(spawn, "generator", SleepingReplica),
+            groups={**groups},
+            stage_of={"scorer": graph.stages[SCORE]},
+            start=start,
         )
         message_s = await _time_call(storage.call_one)
         timeline = SimulatedTimeline()

@@ -26,9 +26,7 @@ PROMPT_TOKENS = 16
 class NoStorage:
     """Takes rollouts and keeps nothing."""
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None: ...
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None: ...
 
 
 class DecodingGenerator:

@@ -6,16 +6,16 @@ simulation pays nothing for messages that cost nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from llamarl.config import Config, rank_assignment
 from llamarl.config.pools import number_of, pools_of
-from llamarl.executor_groups import Executors, name_executor
-from llamarl.executor_specs import collector_specs
+from llamarl.executor_specs import collector_spec
 from llamarl.executors.collector import CollectorExecutor
-from llamarl.experience.graph import SCORE, Graph, Stage
+from llamarl.executors.specs import CollectorSpec
+from llamarl.experience.graph import SCORE, Graph
 from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cores import Cores
@@ -29,6 +29,7 @@ from llamarl.planner.simulation.executors import (
 )
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting
+from llamarl.starter import Executors, name_executor
 
 
 class SimulatedProcess:
@@ -37,6 +38,7 @@ class SimulatedProcess:
 
     def __init__(self, name: str, executor: Any) -> None:
         self.name, self.executor = name, executor
+        self.writer = name
         self.call_one = self.call_all = executor
 
     async def watch(self) -> None:
@@ -93,47 +95,42 @@ def make_executors(
     def spawn(name: str, kind: Callable[..., Any], **options: Any) -> SimulatedProcess:
         return cluster.spawn(name, partial(kind, setting, **options))
 
-    def spawn_generator(index: int) -> SimulatedProcess:
-        make = partial(SimulatedReplica, setting, index=index, hosts=cluster.hosts_of(index))
-        return cluster.spawn(f"generator-{index}", make, cluster.costs_of(index))
-
-    def spawn_stage(stage: Stage, num_losses: int = 0) -> SimulatedProcess:
+    def spawn_named(name: str) -> SimulatedProcess:
+        kind, _, number = name.partition("-")
+        if kind == "generator":
+            index = int(number)
+            make = partial(SimulatedReplica, setting, index=index, hosts=cluster.hosts_of(index))
+            return cluster.spawn(name, make, cluster.costs_of(index))
+        if kind == "collector":
+            spec = collector_spec(config, found.generators, int(number))
+            return cluster.spawn(name, lambda costs, cores: _collector(spec))
+        stage = found.stage_of[name]
         if stage.name == SCORE:
-            return spawn(name_executor(stage), SimulatedScorer, attempt=num_losses)
+            return spawn(name, SimulatedScorer)
         if stage.is_model:
-            return spawn(name_executor(stage), SimulatedModel, device=device)
-        return spawn(name_executor(stage), SimulatedStage, stage=stage)
+            return spawn(name, SimulatedModel, device=device)
+        return spawn(name, SimulatedStage, stage=stage)
+
+    async def start(name: str) -> SimulatedProcess:
+        await asyncio.sleep(cluster.costs.start_s)
+        return spawn_named(name)
 
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
-
-    async def start_generator(index: int) -> SimulatedProcess:
-        await asyncio.sleep(cluster.costs.start_s)
-        return spawn_generator(index)
-
-    async def start_stage(stage: Stage, num_losses: int) -> SimulatedProcess:
-        await asyncio.sleep(cluster.costs.start_s)
-        return spawn_stage(stage, num_losses)
-
-    generators = {i: spawn_generator(i) for i in range(config.generator.num_replicas)}
-    return Executors(
-        vital=[],
+    found = Executors(
         storage=Store([storage.call_one]),
-        generators={**generators},
-        collectors=[*_collectors(config, generators)],
-        stages={stage: spawn_stage(stage) for stage in graph.between},
-        start_generator=start_generator,
-        start_stage=start_stage,
-        trainer=spawn("trainer", SimulatedTrainer, hosts=hosts["trainer"][:1], device=device),
+        groups={storage.name: storage},
+        stage_of={name_executor(stage): stage for stage in graph.between},
+        start=start,
     )
+    replicas = map("generator-{}".format, range(config.generator.num_replicas))
+    collectors = map("collector-{}".format, range(config.generator.num_collectors))
+    for name in (*replicas, *collectors, *found.stage_of):
+        found.groups[name] = spawn_named(name)
+    trainer = partial(SimulatedTrainer, setting, hosts=hosts["trainer"][:1], device=device)
+    found.groups["trainer"] = cluster.spawn("trainer", trainer)
+    return found
 
 
-def _collectors(
-    config: Config, generators: Mapping[int, SimulatedProcess]
-) -> list[SimulatedProcess]:
-    """Real collectors, each with an equal share of the replicas."""
-    spans = Spans("collector", None)
-    collectors = [
-        CollectorExecutor(spec, rank=0, num_ranks=1, spans=spans)
-        for spec in collector_specs(config, {**generators})
-    ]
-    return [SimulatedProcess(f"collector-{i}", each) for i, each in enumerate(collectors)]
+def _collector(spec: CollectorSpec) -> CollectorExecutor:
+    """A real one."""
+    return CollectorExecutor(spec, rank=0, num_ranks=1, spans=Spans("collector", None))

@@ -36,9 +36,7 @@ from llamarl.weights.layout.boxes import StagingHandle
 class SimulatedStorage(SimulatedExecutor):
     """protocols.Storage that takes time and holds no arrays; retired rollouts leave `rollouts`."""
 
-    async def write(
-        self, row_ids: list[int], columns: Columns, attempts: list[int] | None = None
-    ) -> None:
+    async def write(self, row_ids: list[int], columns: Columns, writer: str = "") -> None:
         await self._serve("write_rows", row_ids)
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
@@ -53,7 +51,10 @@ class SimulatedStorage(SimulatedExecutor):
         await self._serve("retire_rows", row_ids)
         self._rollouts.forget(row_ids)
 
-    async def erase(self, row_ids: list[int], names: list[str], attempt: int) -> None:
+    async def erase(self, row_ids: list[int], names: list[str]) -> None:
+        await self._travel()
+
+    async def fence(self, writer: str) -> None:
         await self._travel()
 
     async def usage(self) -> dict[str, int]:
@@ -66,11 +67,7 @@ class SimulatedStorage(SimulatedExecutor):
 
 
 class SimulatedScorer(SimulatedExecutor):
-    """protocols.Processor with the workload's scores, after it was lost `attempt` times."""
-
-    def __init__(self, setting: Setting, costs: Costs, cores: Cores, attempt: int) -> None:
-        super().__init__(setting, costs, cores)
-        self._attempt = attempt
+    """protocols.Processor with the workload's scores."""
 
     async def process(self, items: list[StageItem]) -> list[Score]:
         await self._travel()
@@ -83,7 +80,7 @@ class SimulatedScorer(SimulatedExecutor):
             for (row_id,), prompt in items
             if prompt is not None
         ]
-        await self._rollouts.add_rewards(scores, self._attempt)
+        await self._rollouts.add_rewards(scores, self.writer)
         return scores
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 from llamarl.config.pools import generator_of
 from llamarl.errors import StaleVersion
 from llamarl.executors.engine_output import GATHER_S
+from llamarl.executors.kept_rows import KeptRows
 from llamarl.executors.standstill import Standstill
 from llamarl.generation.protocol import PartialOutput
 from llamarl.generation.scheduler import (
@@ -33,6 +34,7 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.layouts import Layouts
 from llamarl.planner.simulation.setting import Setting
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
+from llamarl.protocols import Report
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 
@@ -44,8 +46,8 @@ NOTHING = PartialOutput()
 
 
 class SimulatedReplica(Layouts):
-    """Generator, WeightTarget, WeightSource and Offloadable of `protocols.py` for replica `index`
-    on `hosts`.
+    """GeneratorReplica, WeightTarget, WeightSource and Offloadable of `protocols.py`, for replica
+    `index` on `hosts`.
 
     Its KV cache is taken to hold `generator.max_num_seqs` rollouts, whatever their length.
     """
@@ -81,6 +83,7 @@ class SimulatedReplica(Layouts):
         self._stopped: list[tuple[Request, RolloutInfo]] = []
         self._open = OpenGroups()
         self._has_news = asyncio.Event()
+        self._kept, self._taking = KeptRows(), asyncio.Lock()
 
     # Generator
 
@@ -103,16 +106,23 @@ class SimulatedReplica(Layouts):
             self._queue.add(QueuedRequest(request=request, written=before))
         self._interrupt()
 
-    async def collect(self) -> list[RolloutInfo]:
+    async def collect(self, received: int) -> Report:
         """As the real one, but it does not answer without rows: heartbeats take no time."""
         await self._travel()
+        self._kept.forget(received)
+        async with self._taking:
+            while not self._kept:
+                self._kept.add(await self._take())
+        return self._kept.report()
+
+    async def _take(self) -> list[RolloutInfo]:
         await self._has_news.wait()
         await self._cores.sleep(GATHER_S)
         self._catch_up()
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
         await self._cores.work(self._costs.store_row_s * len(stopped))
-        await self._rollouts.put(stopped)
+        await self._rollouts.put(stopped, self.writer)
         if stopped and self._costs.row_s:  # in other processes, for which no executor waits
             self._cores.start(self._costs.row_s * len(stopped), lambda: None)
         return [row for _, row in stopped]

@@ -31,7 +31,7 @@ class Rollouts:
     def __init__(self) -> None:
         self._rows: dict[int, RolloutInfo] = {}
 
-    async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]]) -> None:
+    async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]], writer: str) -> None:
         """Keep what these have written."""
         self._rows.update((row.row_id, row) for _, row in stopped)
 
@@ -48,7 +48,7 @@ class Rollouts:
         """What these resumed rollouts have written so far."""
         return {each.row_id: tokens_of(self._rows[each.row_id].spans) for each in requests}
 
-    async def add_rewards(self, scores: list[Score], attempt: int) -> None:
+    async def add_rewards(self, scores: list[Score], writer: str) -> None:
         """Rewards of scored rollouts, which are not kept here."""
 
     def forget(self, row_ids: Iterable[int]) -> None:

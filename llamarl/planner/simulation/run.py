@@ -15,9 +15,9 @@ from llamarl.build import build_controller
 from llamarl.config import Config, DispatchConfig
 from llamarl.config.pools import number_of, pools_of
 from llamarl.config.run import CheckpointConfig
-from llamarl.executor_groups import Executors
 from llamarl.experience.graph import Graph, make_graph
 from llamarl.experience.samplers import admission
+from llamarl.fleet import Fleet
 from llamarl.lengths.ranker import Ranker
 from llamarl.lengths.split import Limits
 from llamarl.loop.skew import Skew
@@ -33,6 +33,7 @@ from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.protocols import RunObserver
 from llamarl.recipe.inputs import Inputs
+from llamarl.starter import Executors
 from llamarl.types import REWARD, Prompt
 
 
@@ -116,25 +117,24 @@ async def drive(
         dispatch=DispatchConfig(ranker="none"),
         trainer=replace(config.trainer, warmup_steps=0, schedule="constant"),
     )
+    fleet = Fleet(config, executors)
     with tempfile.TemporaryDirectory() as run_dir:
-        controller, replica_set, _ = build_controller(
+        controller = build_controller(
             config,
             inputs,
-            executors,
+            fleet,
             run_dir=run_dir,
             state={},
             run_logger=run_logger,
             spans=spans or Spans("controller", None),
             skew=skew,
         )
-        engines = controller.engines
-        assert engines.publisher is not None
-        await engines.publisher.connect()
+        await controller.engines.connect()
         try:
-            await controller.run()
+            await fleet.guard(controller.run())
         finally:
-            for each in (replica_set, engines.dispatch, engines.publisher):
-                await each.close()
+            await fleet.close()
+            await controller.engines.close()
 
 
 def make_skew(config: Config, costs: Costs, ranker: Ranker, context: int) -> Skew:

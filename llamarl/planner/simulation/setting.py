@@ -32,6 +32,8 @@ class SimulatedExecutor:
         self._config, self._workload = setting.config, setting.workload
         self._rollouts, self._timeline = setting.rollouts, setting.timeline
         self._costs, self._cores = costs, cores
+        self.writer = ""
+        """How what it writes into storage is signed; set by what starts it."""
         self._lock = asyncio.Lock()  # of executors that compute for one call at a time
 
     async def _travel(self) -> None:

@@ -1,7 +1,8 @@
-"""The executors of a run: which there are, where they sit, and starting them all at once.
+"""The executors of a run: which there are, where they sit, and starting and ending all at once.
 
-Owns: their start and their places. Does not own: what each is constructed with
-(`executor_specs.py`), processes (`cluster/`), or what drives the executors (`build.py`). Invariant:
+Owns: their start, their places and their end. Does not own: what each is constructed with
+(`executor_specs.py`), processes (`cluster/`), what drives the executors (`build.py`), or
+what becomes of those that are lost (`fleet.py`). Invariant:
 one executor runs each stage of the graph, but for settle, which the controller runs.
 """
 
@@ -18,7 +19,8 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,11 @@ from llamarl.config.rank_assignment import (
 from llamarl.environments.rewards.pool import try_loading
 from llamarl.errors import GroupLost, unwrap
 from llamarl.executor_specs import (
-    collector_specs,
+    collector_spec,
     generator_spec,
-    make_specs,
     stage_spec,
     storage_specs,
+    trainer_spec,
 )
 from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
@@ -51,54 +53,52 @@ from llamarl.recipe.inputs import Inputs
 log = logging.getLogger(__name__)
 
 WARN_SHARE = 0.1  # of the limit of a start
+REASON_LIMIT_S = 3.0  # for a loss to be noticed after the error that it causes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Executors:
-    """The executors of a run, started; without one of the `vital` ones it cannot go on.
+    """The executors of a run, started.
 
-    `stages` are those between generate and settle, by the stage that each runs. `start_generator`
-    starts the generator of an index that has no processes, `start_stage` a stage's executor that
-    was lost so many times before.
+    `groups` has the present processes of each by its name, such as generator-0: those of another
+    take their place when it is lost. `stage_of` are the stages between generate and settle, by the
+    name of the executor that runs each. `start` starts new processes of the executor of a name.
     """
 
-    vital: list[ExecutorGroup]
     storage: Store
-    generators: dict[int, ExecutorGroup]
-    stages: dict[Stage, ExecutorGroup]
-    trainer: ExecutorGroup | None
-    start_generator: Callable[[int], Awaitable[ExecutorGroup]]
-    start_stage: Callable[[Stage, int], Awaitable[ExecutorGroup]] | None = None
-    """None: what is lost is not started again alone."""
+    groups: dict[str, ExecutorGroup]
+    stage_of: Mapping[str, Stage]
+    start: Callable[[str], Awaitable[ExecutorGroup]]
     places: dict[str, list[Device]] = field(default_factory=dict)
     """By executor name, the device of each rank; also of generators that are yet to be started."""
     add_host: Callable[[str], Awaitable[int]] | None = None
     """Attaches the host at an address; its index."""
-    collectors: list[ExecutorGroup] = field(default_factory=list)
 
     @property
-    def beside_generators(self) -> list[ExecutorGroup]:
-        """All the others, as they are now."""
-        groups = dict.fromkeys([*self.vital, *self.stages.values()])
-        return [group for group in groups if group not in self.generators.values()]
+    def generators(self) -> dict[int, ExecutorGroup]:
+        """By replica."""
+        prefix = "generator-"
+        groups = self.groups.items()
+        return {int(n.removeprefix(prefix)): g for n, g in groups if n.startswith(prefix)}
 
-    def heals(self, stage: Stage) -> bool:
-        """Whether the stage's executor is started again alone: not one with consumers outside,
-        whose connections end with it."""
-        return self.start_stage is not None and not stage.is_external
+    @property
+    def stages(self) -> dict[Stage, ExecutorGroup]:
+        """Those between generate and settle, by the stage that each runs."""
+        return {stage: self.groups[name] for name, stage in self.stage_of.items()}
+
+    @property
+    def collectors(self) -> list[ExecutorGroup]:
+        """In the order of their numbers."""
+        return [group for name, group in self.groups.items() if name.startswith("collector-")]
+
+    @property
+    def trainer(self) -> ExecutorGroup | None:
+        """Of a run that trains."""
+        return self.groups.get("trainer")
 
     def hosts_of(self, name: str) -> list[int]:
         """The host of each rank of an executor."""
         return [device.host for device in self.places.get(name, ())]
-
-
-@dataclass(frozen=True)
-class KeptGenerators:
-    """What a session leaves to the next one: the `places` of all replicas that it had, by executor
-    name, and those of their `groups` that go on."""
-
-    groups: Mapping[int, ExecutorGroup]
-    places: Mapping[str, list[Device]]
 
 
 def name_parts(graph: Graph) -> set[str]:
@@ -160,6 +160,7 @@ class Starter:
         places = self.places[name]
         group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
         self.started.append(group)
+        _sign(group, spec)
         return group
 
     async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
@@ -206,6 +207,7 @@ class Starter:
         if group is not None and isinstance(spec, GeneratorSpec):
             try:
                 await group.call_one.use(spec.storage)
+                _sign(group, spec)
                 return group
             except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
                 log.warning("%s is started again: %s", name, error)
@@ -218,6 +220,45 @@ def log_state(name: str, state: str) -> None:
     log.info("%s: %s", name, state)
 
 
+async def end_others(executors: Executors, replicas: Collection[int]) -> Executors:
+    """End all but these replicas, which forget their session, as far as they can: what is left.
+
+    They do so first, for a message to a process that is gone would end them.
+    """
+    asking = (collector.call_one.close() for collector in executors.collectors)
+    await asyncio.gather(*asking, return_exceptions=True)  # one that is lost asks nothing
+    wanted = {f"generator-{index}" for index in replicas}
+    groups = [group for name, group in executors.groups.items() if name in wanted]
+    is_reset = await asyncio.gather(*map(_reset, groups))
+    kept = {group.name: group for group in compress(groups, is_reset)}
+    others = (group for name, group in executors.groups.items() if name not in kept)
+    await asyncio.gather(*(group.stop() for group in others))
+    return replace(executors, groups=kept)
+
+
+async def _reset(group: ExecutorGroup) -> bool:
+    try:
+        await group.call_one.reset()
+        return True
+    except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
+        log.warning("%s is started again: %s", group.name, error)
+        return False
+
+
+async def find_losses(groups: Collection[ExecutorGroup]) -> list[GroupLost]:
+    """Those of these executors that are lost; what that causes may come before it is noticed."""
+    if not groups:
+        return []
+    watches = [asyncio.ensure_future(group.watch()) for group in groups]
+    done, pending = await asyncio.wait(
+        watches, timeout=REASON_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+    )
+    for watch in pending:
+        watch.cancel()
+    errors = [watch.exception() for watch in done]
+    return [error for error in errors if isinstance(error, GroupLost)]
+
+
 async def spawn_executors(
     config: Config,
     inputs: Inputs,
@@ -226,24 +267,28 @@ async def spawn_executors(
     *,
     parts: Collection[str],
     report: ReportState,
-    kept: KeptGenerators | None = None,
+    replicas: Collection[int] | None = None,
+    before: Executors | None = None,
 ) -> Executors:
     """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
     generators load the checkpoint's weights as version 0.
 
-    Generators of an earlier session that are `kept`, and were reset, go on. A task.py that does not
-    load ends this before any other executor starts. If an executor does not start, or is lost
-    meanwhile, none that was started here is left.
+    `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
+    left of the executors `before`, and were reset, go on. A task.py that does not load ends this
+    before any other executor starts. If an executor does not start, or is lost meanwhile, none that
+    was started here is left.
     """
     if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
         await try_loading(config.reward, inputs.task_source)
-    if kept is None:
+    if replicas is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
-        kept = KeptGenerators({}, {f"generator-{i}": place_generator(config, i) for i in replicas})
-    places = {**place_executors(config, inputs.graph), **kept.places}
+    earlier, kept = ({}, {}) if before is None else (before.places, before.generators)
+    places = place_executors(config, inputs.graph)
+    for name, index in ((f"generator-{index}", index) for index in replicas):
+        places[name] = earlier.get(name) or place_generator(config, index)
     starter = Starter(cluster, places, config.cluster.start_timeout_s)
     try:
-        return await _spawn(config, inputs, starter, run_dir, parts, report, kept)
+        return await _spawn(config, inputs, starter, run_dir, parts, report, replicas, kept)
     except BaseException:
         await asyncio.gather(*(group.stop() for group in starter.started))
         raise
@@ -256,53 +301,44 @@ async def _spawn(
     run_dir: str,
     parts: Collection[str],
     report: ReportState,
-    kept: KeptGenerators,
+    replicas: Collection[int],
+    kept: Mapping[int, ExecutorGroup],
 ) -> Executors:
-    async def start_generator(replica: int) -> ExecutorGroup:
-        name = f"generator-{replica}"
-        starter.places.setdefault(name, place_generator(config, replica))
-        spec = generator_spec(
-            config, inputs, storage, far_storage, run_dir, parts, replica, starter.places[name]
-        )
-        return await starter.start(name, spec, log_state)
-
-    async def start_stage(stage: Stage, num_losses: int) -> ExecutorGroup:
-        spec = stage_spec(stage, config, inputs, storage, run_dir, num_losses)
-        return await starter.start(name_executor(stage), spec, log_state)
-
     unit_specs = storage_specs(config, run_dir)
     units = await _all(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
     storage, far_storage = (_store(units, unit_specs, is_far) for is_far in (False, True))
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
-    specs = make_specs(config, inputs, storage, far_storage, run_dir, parts, kept.places)
-    for stage in stages:
-        specs[name_executor(stage)] = stage_spec(stage, config, inputs, storage, run_dir)
-    started = await _all(
-        starter.go_on(name, spec, report, kept.groups) for name, spec in specs.items()
-    )
-    groups = dict(zip(specs, started, strict=True))
-    generators = {
-        spec.replica: groups.pop(name)
-        for name, spec in specs.items()
-        if isinstance(spec, GeneratorSpec)
-    }
-    shares = collector_specs(config, generators) if EXECUTORS[TRAIN] in parts else []
-    collectors = await _all(starter.spawn(f"collector-{i}", s) for i, s in enumerate(shares))
-    has_restarts = EXECUTORS[TRAIN] in parts and config.cluster.max_restarts > 0
     found = Executors(
-        vital=[*units, *collectors, *_vital_generators(config, generators)],
         storage=storage,
-        generators=generators,
-        collectors=collectors,
-        stages={stage: groups[name_executor(stage)] for stage in stages},
-        trainer=groups.get("trainer"),
-        start_generator=start_generator,
-        start_stage=start_stage if has_restarts else None,
+        groups={unit.name: unit for unit in units},
+        stage_of={name_executor(stage): stage for stage in stages},
+        start=lambda name: starter.start(name, spec_of(name), log_state),
         places=starter.places,
         add_host=starter.cluster.add_host,
     )
-    found.vital.extend(group for stage, group in found.stages.items() if not found.heals(stage))
-    found.vital.extend([found.trainer] if found.trainer is not None else [])
+    common = config, inputs, storage, far_storage, run_dir, parts
+
+    def spec_of(name: str) -> Spec:
+        """Of an executor that may be started at any time, with the replicas that there are then."""
+        kind, _, number = name.partition("-")
+        if kind == "collector":
+            return collector_spec(config, found.generators, int(number))
+        if kind == "generator":
+            places = starter.places.setdefault(name, place_generator(config, int(number)))
+            return generator_spec(*common, int(number), places)
+        return stage_spec(found.stage_of[name], config, inputs, storage, run_dir)
+
+    specs = {
+        name: spec_of(name) for name in (*map("generator-{}".format, replicas), *found.stage_of)
+    }
+    if EXECUTORS[TRAIN] in parts:
+        specs["trainer"] = trainer_spec(config, inputs, storage, run_dir)
+    started = await _all(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
+    found.groups |= zip(specs, started, strict=True)
+    num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in parts else 0
+    names = [f"collector-{number}" for number in range(num_collectors)]
+    collectors = await _all(starter.start(name, spec_of(name), report) for name in names)
+    found.groups |= zip(names, collectors, strict=True)
     return found
 
 
@@ -319,13 +355,11 @@ async def _all(starts: Iterable[Coroutine[Any, Any, ExecutorGroup]]) -> list[Exe
     return [task.result() for task in started]
 
 
-def _vital_generators(
-    config: Config, generators: Mapping[int, ExecutorGroup]
-) -> list[ExecutorGroup]:
-    """Colocated, a generator that starts needs a device that the trainer may have, so it starts
-    with the trainer; disaggregated, it is started again alone."""
-    restarts = config.placement.colocated and config.cluster.max_restarts > 0
-    return list(generators.values()) if restarts else []
+def _sign(group: ExecutorGroup, spec: Spec) -> None:
+    """Note how what these processes write is signed."""
+    storage = getattr(spec, "storage", None)
+    if isinstance(storage, Store):
+        group.writer = storage.writer
 
 
 def _store(units: list[ExecutorGroup], specs: list[StorageSpec], is_far: bool) -> Store:

@@ -14,10 +14,10 @@ from llamarl.build import make_dispatch
 from llamarl.cluster import ExecutorGroup
 from llamarl.config.rank_assignment import Device
 from llamarl.errors import GroupLost, NoGenerator
-from llamarl.executor_groups import Starter, name_executor
 from llamarl.executors.specs import CollectorSpec
-from llamarl.loop.replica_set import ReplicaSet
+from llamarl.fleet import Fleet
 from llamarl.planner.simulation.clock import run
+from llamarl.starter import Starter
 from tests.loop.faults import Faults, FaultyProcess
 from tests.loop.loop import COSTS, Loop, slower
 from tests.loop.test_loop import first_error
@@ -125,12 +125,12 @@ def test_replicas_are_added_and_removed_while_the_loop_runs(tmp_path: Path, drai
 
         async def scale() -> None:
             await asyncio.sleep(2.0)
-            await loop.replica_set.scale(3)
-            found.append([each.state for each in loop.replica_set.status()])
+            await loop.fleet.scale(3)
+            found.append(loop.fleet.replica_states())
             await asyncio.sleep(4.0)
-            found.append([each.state for each in loop.replica_set.status()])
-            await loop.replica_set.scale(1, drains=drains)
-            found.append([each.state for each in loop.replica_set.status()])
+            found.append(loop.fleet.replica_states())
+            await loop.fleet.scale(1, drains=drains)
+            found.append(loop.fleet.replica_states())
 
         scaling = asyncio.create_task(scale())
         await loop.run(tmp_path)
@@ -172,11 +172,11 @@ def test_a_replica_that_is_taken_back_while_it_starts_leaves_no_process(tmp_path
 
         async def scale() -> None:
             await asyncio.sleep(2.0)
-            await loop.replica_set.scale(2)
-            await loop.replica_set.scale(1)
-            assert [each.replica for each in loop.replica_set.status()] == [0]
+            await loop.fleet.scale(2)
+            await loop.fleet.scale(1)
+            assert loop.fleet.wanted() == [0]
             assert loop.cluster.spawned["generator-1"].is_stopped
-            await loop.replica_set.scale(2)
+            await loop.fleet.scale(2)
 
         scaling = asyncio.create_task(scale())
         await loop.run(tmp_path)
@@ -200,12 +200,7 @@ class HangingCluster:
         hanging = self._hangs_in if self._num_spawned == 1 else ""
         if hanging == "spawn":
             await asyncio.Event().wait()
-        if name == "generator-0":
-            group = await self._executors.start_generator(0)
-        else:
-            (stage,) = (each for each in self._executors.stages if name_executor(each) == name)
-            assert self._executors.start_stage is not None
-            group = await self._executors.start_stage(stage, self._num_spawned)
+        group = await self._executors.start(name)
 
         async def start() -> None:
             if hanging == "start":
@@ -231,7 +226,7 @@ def test_a_start_that_hangs_is_warned_of_and_then_counts_as_one_more_loss(
     async def start(*which: object) -> ExecutorGroup:
         return await starter.start(role, CollectorSpec(generators={}), lambda name, state: None)
 
-    loop.executors = replace(loop.executors, start_generator=start, start_stage=start)
+    loop.executors = replace(loop.executors, start=start)
     run(loop.run(tmp_path))
     check_trained(loop)
     assert loop.timeline.step_ends_s[-1] > 600.0
@@ -254,17 +249,17 @@ def test_a_replica_whose_host_is_lost_is_given_up_and_the_others_go_on(
     loop = Loop(num_replicas=2, max_restarts=3, num_held_out=3, evaluate_every=10, faults=faults)
     num_starts = 0
 
-    async def fail(index: int) -> FaultyProcess:
+    async def fail(name: str) -> FaultyProcess:
         nonlocal num_starts
         num_starts += 1
-        raise GroupLost(f"generator-{index}", 0, HOST_LOST)
+        raise GroupLost(name, 0, HOST_LOST)
 
-    loop.executors = replace(loop.executors, start_generator=fail)
+    loop.executors = replace(loop.executors, start=fail)
     run(loop.run(tmp_path))
     check_trained(loop)
     assert num_starts == int(noticed_late)
-    assert loop.replica_set.wanted() == [1]
-    assert loop.replica_set.missing(3) == [2, 3], "0 would be started on the lost host"
+    assert loop.fleet.wanted() == [1]
+    assert loop.fleet.missing(3) == [2, 3], "0 would be started on the lost host"
     assert f"generator 0 is not started again, the others go on: {HOST_LOST}" in caplog.text
 
 
@@ -289,11 +284,11 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
     async def main() -> None:
         loop = Loop(max_restarts=max_restarts)
         dispatch = make_dispatch(loop.config, loop.executors)
-        groups = {0: loop.process("generator-0")}
         started: list[FaultyProcess] = []
+        start_one = loop.executors.start
 
-        async def start(index: int) -> FaultyProcess:
-            started.append(await loop.executors.start_generator(index))
+        async def start(name: str) -> FaultyProcess:
+            started.append(cast(FaultyProcess, await start_one(name)))
             return started[-1]
 
         class LosesTheFirst:
@@ -305,14 +300,15 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
 
             async def drop(self, replica: int) -> None: ...
 
-        replica_set = ReplicaSet(
-            groups, start, LosesTheFirst(), dispatch, max_restarts=max_restarts
-        )
-        await replica_set.scale(2)
+            async def watch(self) -> None: ...
+
+        fleet = Fleet(loop.config, replace(loop.executors, start=start))
+        fleet.connect(dispatch, LosesTheFirst())
+        await fleet.scale(2)
         await asyncio.sleep(5.0)
         assert len(started) == 1 + max_restarts
         assert started[0].is_stopped
-        assert [each.replica for each in replica_set.status()] == [*range(1 + max_restarts)]
+        assert fleet.wanted() == [*range(1 + max_restarts)]
         await dispatch.close()
 
     run(main())
@@ -330,12 +326,12 @@ def test_a_replica_that_is_not_started_again_counts_no_more_as_one(tmp_path: Pat
 
     async def scale() -> None:
         await asyncio.sleep(2.0)
-        replica_set = loop.replica_set
-        states.append(replica_set.wanted())
-        await replica_set.scale(2)
-        states.append(replica_set.wanted())
-        await replica_set.scale(3)
-        states.append(replica_set.wanted())
+        fleet = loop.fleet
+        states.append(fleet.wanted())
+        await fleet.scale(2)
+        states.append(fleet.wanted())
+        await fleet.scale(3)
+        states.append(fleet.wanted())
 
     async def main() -> None:
         await asyncio.gather(loop.run(tmp_path), scale())

@@ -1,0 +1,399 @@
+"""The executors of a run: watched, mended, scaled and reported.
+
+Owns: what is done about each executor that is lost, and how many replicas there are. Does not own:
+how a loss is mended (the table of `mending.py`), how processes are started (`starter.py`) or end
+(`cluster/`), requests (`loop/dispatch.py`), weights (`weights/sync/`), or where a further session
+begins (`sessions.py`). Invariant: a replica that is started while the run goes on gets requests
+only after its first commit, so after the weights in its memory were compared with what the trainer
+sent; and what a call to a stage leaves, its results and its cells in storage, is of one process.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from llamarl.cluster import ExecutorGroup
+from llamarl.config import Config
+from llamarl.errors import GroupLost
+from llamarl.experience.graph import Stage
+from llamarl.loop.dispatch import Dispatch
+from llamarl.loop.elasticity import Elasticity
+from llamarl.mending import (
+    MENDING,
+    ExecutorStatus,
+    Member,
+    MendedCollector,
+    MendedStage,
+    Mending,
+    Restarts,
+    Versions,
+    role_of,
+    status_of,
+)
+from llamarl.metrics.startup import ReportState
+from llamarl.starter import Executors, end_others, find_losses
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STOP_LIMIT_S = 30.0  # for lost processes to end, before others take their place
+
+
+class Fleet:
+    """The `executors` of a run, through all its sessions; those that are lost in the present one
+    are replaced there. `spawn` starts those of a further session."""
+
+    def __init__(
+        self,
+        config: Config,
+        executors: Executors,
+        spawn: Callable[..., Awaitable[Executors]] | None = None,
+    ) -> None:
+        self._config, self.executors, self._spawn = config, executors, spawn
+        has_session = executors.trainer is not None  # else nothing is started again
+        self._restarts = Restarts(config.cluster.max_restarts * has_session)  # of all others
+        most = config.generator.max_restarts * self.restarts_replicas
+        self._replica_restarts = defaultdict[int, Restarts](lambda: Restarts(most))
+        self._given_up: set[int] = set()  # replicas, with their hosts
+        self._begin_session()
+
+    def _begin_session(self) -> None:
+        self._members: dict[str, Member] = {}
+        for name in self.executors.groups:
+            self._member(name).serves.set()
+        self._dispatch: Dispatch | None = None
+        self._publisher: Versions | None = None
+        self._elasticity: Elasticity | None = None
+        self._has_learnt = lambda: False
+        self._watching: list[asyncio.Task[None]] = []
+        self._is_over = asyncio.Event()
+        self._error: Exception | None = None
+        self._wanted = sorted(self.executors.generators)
+
+    @property
+    def restarts_replicas(self) -> bool:
+        """Whether a replica that is lost is started again alone."""
+        can = self._config.generator.max_restarts > 0 and self.executors.trainer is not None
+        return can and not self._config.placement.colocated
+
+    def connect(
+        self,
+        dispatch: Dispatch,
+        publisher: Versions,
+        elasticity: Elasticity | None = None,
+        has_learnt: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Work with these in this session. Once it `has_learnt`, so has made the last version, only
+        the trainer's loss ends it; a call to anything else that is lost for good raises."""
+        self._dispatch, self._publisher = dispatch, publisher
+        self._elasticity, self._has_learnt = elasticity, has_learnt
+        if self.restarts_replicas:
+            dispatch.on_lost = lambda index, why: self._lost(self._replica(index), why)
+
+    async def watch(self) -> None:
+        """Mend what is lost, until something is lost that ends the session, and raise that; or what
+        ends its publishes."""
+        for name, group in self.executors.groups.items():
+            if self._is_vital(name) or not name.startswith("generator"):
+                self._watch(self._member(name), group)
+        async with asyncio.TaskGroup() as tasks:
+            if self._publisher is not None:
+                tasks.create_task(self._publisher.watch())
+            if self._elasticity is not None:
+                tasks.create_task(self._elasticity.watch(self))
+            await self._is_over.wait()
+            assert self._error is not None
+            raise self._error
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which `watch` may end meanwhile."""
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self.watch())
+            result = await tasks.create_task(work)
+            watching.cancel()
+        return result
+
+    def processors(self) -> dict[Stage, MendedStage]:
+        """By stage, of its executor and those that take its place."""
+        storage, stages = self.executors.storage, self.executors.stage_of.items()
+        return {stage: MendedStage(name, stage, storage, self.ask) for name, stage in stages}
+
+    def collectors(self) -> list[MendedCollector]:
+        """Of each collector and those that take its place."""
+        return [MendedCollector(group.name, self.ask) for group in self.executors.collectors]
+
+    async def ask(
+        self,
+        name: str,
+        call: Callable[[Any], Awaitable[T]],
+        before_again: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """What `call` of this executor's methods returns. It is repeated if the executor is lost
+        meanwhile, once others have its place, and after `before_again`; that must do no harm."""
+        member = self._member(name)
+        while True:
+            group = await self._serving(member)
+            try:
+                return await call(group.call_one)
+            except GroupLost as loss:
+                if loss.group != name:  # what it needs, such as a storage unit
+                    raise
+                if group is self.executors.groups[name]:
+                    self._lost(member, loss)
+            await self._serving(member)
+            if before_again is not None:
+                await before_again()
+
+    # How many there are, and what they do
+
+    def status(self) -> list[ExecutorStatus]:
+        """Of all replicas, then of all others."""
+        replicas = (f"generator-{index}" for index in self._all_replicas())
+        others = (name for name in self.executors.groups if not name.startswith("generator"))
+        return [self._status(name) for name in (*replicas, *others)]
+
+    def wanted(self) -> list[int]:
+        """The indices of all replicas but those that are being removed."""
+        return [i for i in self._all_replicas() if self._replica(i).leaving is None]
+
+    def missing(self, num_replicas: int) -> list[int]:
+        """The indices that `scale` starts to have so many: the lowest that are free, but none whose
+        host was lost."""
+        taken = {*self._all_replicas(), *self._given_up}
+        free = (index for index in itertools.count() if index not in taken)
+        return list(itertools.islice(free, max(0, num_replicas - len(self.wanted()))))
+
+    def replica_states(self) -> list[str]:
+        """What each replica does: starting, joining, serving or draining."""
+        return [self._status(f"generator-{index}").state for index in self._all_replicas()]
+
+    async def scale(self, num_replicas: int, *, drains: bool = True) -> None:
+        """Start or stop replicas until there are so many: `missing` ones are started, the highest
+        ones stopped. Returns once those that are to be stopped have ended; others may still start.
+
+        With `drains` a replica writes what it holds first; else that goes on elsewhere.
+        """
+        for index in self.missing(num_replicas):
+            log.info("generator %d is started", index)
+            self._begin(self._replica(index), 0.0)
+        extra = [self._replica(index) for index in self.wanted()[num_replicas:]]
+        leaving = [asyncio.create_task(self._remove(each, drains=drains)) for each in extra]
+        for member, task in zip(extra, leaving, strict=True):
+            member.leaving = task
+        await asyncio.gather(*leaving)
+
+    def _all_replicas(self) -> list[int]:
+        """Those that were started or are, but for lost ones that nothing takes the place of."""
+        dispatch, stays = self._dispatch, self.restarts_replicas
+        known = (
+            i for i in self.executors.generators if stays or not dispatch or dispatch.expects(i)
+        )
+        changing = (each for each in self._members.values() if each.starting or each.leaving)
+        return sorted({*known, *(each.replica for each in changing if each.replica is not None)})
+
+    def _status(self, name: str) -> ExecutorStatus:
+        member, dispatch = self._member(name), self._dispatch
+        serving = None
+        if dispatch is not None and member.replica is not None:
+            serving = dispatch.replicas.get(member.replica)
+        return status_of(member, serving)
+
+    # What is lost in a session
+
+    def _member(self, name: str) -> Member:
+        if name not in self._members:
+            role = role_of(name, self._config, self.executors.stage_of.get(name))
+            replica = int(name.partition("-")[2]) if name.startswith("generator-") else None
+            restarts = self._restarts if replica is None else self._replica_restarts[replica]
+            self._members[name] = Member(name, replica, *MENDING[role], restarts)
+        return self._members[name]
+
+    def _replica(self, index: int) -> Member:
+        return self._member(f"generator-{index}")
+
+    @property
+    def _connected(self) -> tuple[Dispatch, Versions]:
+        assert self._dispatch is not None
+        assert self._publisher is not None
+        return self._dispatch, self._publisher
+
+    def _is_vital(self, name: str) -> bool:
+        """Whether its loss ends the session. Without restarts a colocated replica's does not."""
+        can_spare = name.startswith("generator") and self._restarts.limit == 0
+        return self._member(name).mending is not Mending.ALONE and not can_spare
+
+    def _watch(self, member: Member, group: ExecutorGroup) -> None:
+        self._watching.append(asyncio.create_task(self._wait_lost(member, group)))
+
+    async def _wait_lost(self, member: Member, group: ExecutorGroup) -> None:
+        try:
+            await group.watch()
+        except GroupLost as loss:
+            if group is self.executors.groups.get(member.name):
+                self._lost(member, loss)
+
+    def _lost(self, member: Member, why: Exception) -> None:
+        """Mend the loss as the table says. The same loss may be found in several ways."""
+        if member.leaving or member.failure or member.replica in self._given_up:
+            return
+        if member.starting is not None:
+            member.lost_early = why
+            return
+        member.serves.clear()
+        is_host_lost = isinstance(why, GroupLost) and not why.has_host
+        mending = member.if_host_lost if is_host_lost else member.mending
+        if mending is Mending.GIVEN_UP:
+            return self._give_up(member, why)
+        if mending is not Mending.ALONE:
+            return self._fail(member, why)
+        if (pause_s := member.restarts.take()) is None:
+            return self._fail(member, member.lost_too_often(why))
+        if member.replica is None:  # else the dispatcher has said so
+            reason = str(why).splitlines()[0]
+            log.warning("%s is started again, and nothing else: %s", member.name, reason)
+        member.num_losses += 1
+        self._begin(member, pause_s)
+
+    def _give_up(self, member: Member, why: Exception) -> None:
+        """A replica's host is lost, so nothing can be started there."""
+        assert member.replica is not None
+        assert isinstance(why, GroupLost)
+        self._given_up.add(member.replica)
+        if self.wanted() == [member.replica]:
+            return self._fail(member, why)
+        reason = why.reason.splitlines()[0]
+        words = "generator %d is not started again, the others go on: %s"
+        log.warning(words, member.replica, reason)
+        member.leaving = asyncio.create_task(self._remove(member, drains=False))
+
+    def _begin(self, member: Member, pause_s: float) -> None:
+        member.starting = asyncio.create_task(self._start(member, pause_s))
+
+    async def _start(self, member: Member, pause_s: float) -> None:
+        """Start new processes in the place of those that are lost, if there were any."""
+        groups, name = self.executors.groups, member.name
+        try:
+            if (lost := groups.get(name)) is not None:
+                await asyncio.wait({asyncio.ensure_future(lost.stop())}, timeout=STOP_LIMIT_S)
+                if lost.writer:  # it may go on writing
+                    await self.executors.storage.fence(lost.writer)
+            await asyncio.sleep(pause_s)
+            groups[name] = group = await self.executors.start(name)
+            member.lost_early = None  # that of the processes before
+            await self._join(member, group)
+        except Exception as why:  # noqa: BLE001 - counts as one more loss, whatever it is
+            log.warning("%s did not start: %s", name.replace("-", " "), why)
+            member.lost_early = why
+        member.starting = None
+        if (lost_by := member.lost_early) is not None:
+            member.lost_early = None
+            if member.restarts.limit:
+                return self._lost(member, lost_by)
+            if (failed := groups.pop(name, None)) is not None:
+                await failed.stop()
+
+    async def _join(self, member: Member, group: ExecutorGroup) -> None:
+        if member.replica is not None:
+            dispatch, publisher = self._connected
+            dispatch.expect(member.replica, group, self._served)
+            return await publisher.connect_replica(member.replica, group.call_all)
+        self._watch(member, group)
+        member.restarts.succeeded()
+        member.serves.set()
+
+    def _served(self, index: int) -> None:
+        """The replica has its first version."""
+        log.info("generator %d takes requests", index)
+        self._replica(index).restarts.succeeded()
+
+    async def _remove(self, member: Member, *, drains: bool) -> None:
+        index, (dispatch, publisher) = member.replica, self._connected
+        assert index is not None
+        try:
+            if member.starting is not None:
+                await asyncio.wait({member.starting})  # a start that is cut short leaves processes
+            if drains:
+                await dispatch.drain(index)
+            await publisher.drop(index)
+            dispatch.remove(index)
+            if (group := self.executors.groups.pop(member.name, None)) is not None:
+                await group.stop()
+            log.info("generator %d is stopped", index)
+        except Exception as error:  # noqa: BLE001 - raised again in `watch`
+            self._fail(member, error)
+        finally:
+            del self._members[member.name]
+
+    async def _serving(self, member: Member) -> ExecutorGroup:
+        await member.serves.wait()
+        if member.failure is not None:
+            raise member.failure
+        return self.executors.groups[member.name]
+
+    def _fail(self, member: Member, error: Exception) -> None:
+        """It is lost for good."""
+        member.failure = error
+        member.serves.set()
+        if not self._has_learnt() or member.name == "trainer":
+            self._error = self._error or error
+            self._is_over.set()
+        elif member.replica is not None and self._dispatch is not None:
+            self._dispatch.fail(error)
+
+    # From one session to the next
+
+    async def find_losses(self, *, of_all: bool = False) -> list[GroupLost]:
+        """What is lost that the session cannot spare, or `of_all` executors; what a loss causes may
+        come before it is noticed."""
+        groups = self.executors.groups.items()
+        return await find_losses([g for name, g in groups if of_all or self._is_vital(name)])
+
+    def may_start_again(self, losses: Sequence[GroupLost]) -> bool:
+        """Whether a further session may take the place of one that ended with these losses, which
+        counts as one restart. Not where consumers outside hold rollouts, which would be repeated.
+        """
+        is_placed = bool(losses) and all(loss.has_host for loss in losses)
+        has_consumers = any(stage.is_external for stage in self.executors.stage_of.values())
+        if not is_placed or has_consumers:
+            return False
+        if (may := self._restarts.take() is not None) is False:
+            self._restarts.warn()
+        return may
+
+    async def close(self) -> None:
+        """Start and stop no more in this session."""
+        self._wanted = self.wanted()
+        members = self._members.values()
+        changing = [task for each in members for task in (each.starting, each.leaving) if task]
+        for task in (tasks := [*changing, *self._watching]):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def end_session(self) -> None:
+        """End all executors but the generators that are wanted, which forget the session."""
+        self.executors = await end_others(self.executors, self._wanted)
+
+    async def start_again(self, report: ReportState) -> GroupLost | None:
+        """Start the executors of a further session; the loss of one of them meanwhile, after which
+        only the generators that were kept are left."""
+        assert self._spawn is not None
+        try:
+            self.executors = await self._spawn(
+                report=report, replicas=self._wanted, before=self.executors
+            )
+        except GroupLost as loss:
+            return loss
+        self._restarts.succeeded()
+        self._begin_session()
+        return None
+
+
+async def unless_lost(call: Awaitable[T]) -> T | None:
+    """What `call` returns; None if an executor that it needs is lost."""
+    try:
+        return await call
+    except GroupLost:
+        return None

@@ -1,0 +1,49 @@
+"""What every generator executor promises of its reports; asked with `generator_contract.py`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.contract.generator_replica import (
+    EngineCase,
+    MemoryStorage,
+    Replica,
+    collect,
+    drive,
+    request,
+)
+
+
+def test_collect_returns_nothing_within_the_heartbeat_when_idle(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+        assert await asyncio.wait_for(collect(generator), 5) == []
+        assert storage.num_writes == 0
+
+    drive(engine_case, run_dir, scenario)
+
+
+def test_rows_are_reported_again_until_they_have_arrived(
+    engine_case: EngineCase, run_dir: str
+) -> None:
+    """Whether an answer was lost, or whoever asked, who then never gets it."""
+
+    async def scenario(generator: Replica, storage: MemoryStorage) -> None:
+        lost = asyncio.create_task(generator.collect(0))
+        await asyncio.sleep(0.01)
+        await generator.submit([request(0), request(1, max_tokens=20)])
+        first, rows = await generator.collect(0)
+        assert rows
+        assert (await lost)[1] == rows, "whatever came of the question before"
+        while len(rows) < 2:  # or both at once
+            again, more = await generator.collect(first + len(rows))
+            assert again == first + len(rows)
+            rows += more
+        again, kept = await asyncio.wait_for(generator.collect(0), 0.1)
+        assert kept == rows[again - first :], "at once, what was not said to have arrived"
+        assert kept
+        assert (await generator.collect(first + 2))[1] == []
+        assert storage.num_writes <= 2
+
+    drive(engine_case, run_dir, scenario)

@@ -1,0 +1,108 @@
+"""How a loss is mended by role, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import PlacementConfig
+from llamarl.experience.graph import External, FrozenModel, Stage, make_graph
+from llamarl.mending import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MENDING,
+    WINDOW_S,
+    Mending,
+    Restarts,
+    role_of,
+)
+from llamarl.planner.simulation.clock import run
+from llamarl.starter import name_executor
+from llamarl.types import RESPONSE_IDS
+from tests.unit.planner_recipes import make_recipe
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+OWN = (
+    Stage("judge", "judge", [RESPONSE_IDS], ["quality"]),
+    Stage("teacher", FrozenModel("checkpoint"), writes=["teacher_logprobs"]),
+    Stage("outside", External(), [RESPONSE_IDS], ["seen"]),
+)
+
+
+def test_the_table_has_a_row_for_every_executor_that_a_run_can_have_and_for_nothing_else() -> None:
+    config = make_recipe()
+    colocated = replace(config, placement=PlacementConfig(colocated=True))
+    between = [*make_graph(config).between, *OWN]
+    stages = {name_executor(stage): stage for stage in between}
+    assert stages.keys() == {"scorer", "judge", "teacher", "outside"}
+    names = ["generator-0", "generator-12", "storage-0", "collector-1", "trainer", *stages]
+    both = config, colocated
+    roles = {role_of(name, each, stages.get(name)) for name in names for each in both}
+    assert roles == MENDING.keys()
+
+
+def documented() -> dict[str, tuple[Mending, Mending]]:
+    """The table of docs/running.md, by role."""
+    found: dict[str, tuple[Mending, Mending]] = {}
+    text = (DOCS / "running.md").read_text().partition("## Lost executors")[2]
+    for line in text.partition("\n## ")[0].splitlines():
+        if line.startswith("| ") and not line.startswith("| what"):
+            roles, loss, with_host = (cell.strip() for cell in line.split("|")[1:4])
+            for role in roles.split(", "):
+                assert role not in found
+                found[role] = Mending(loss), Mending(with_host)
+    return found
+
+
+def test_the_docs_say_what_the_table_says() -> None:
+    assert documented() == MENDING
+    healing = (DOCS / "streams.md").read_text().partition("## Healing")[2].partition("\n## ")[0]
+    words = {"generator replica": "A replica that dies", "stage of the recipe's own": "own stages"}
+    for role, (loss, _) in MENDING.items():
+        says_so = words.get(role, role).lower() in healing.lower()
+        assert says_so or loss is not Mending.ALONE, role
+
+
+def test_there_are_so_many_restarts_within_an_hour_and_a_warning_names_the_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        restarts = Restarts(2)
+        assert restarts.take() is not None
+        await asyncio.sleep(WINDOW_S / 2)
+        assert restarts.take() is not None
+        assert (restarts.take(), restarts.num_recent) == (None, 2)
+        with caplog.at_level(logging.WARNING):
+            restarts.warn()
+        assert "more often than cluster.max_restarts=2 times in an hour" in caplog.text
+        await asyncio.sleep(WINDOW_S / 2 + 1)
+        assert restarts.num_recent == 1
+        assert restarts.take() is not None
+        assert restarts.take() is None
+
+    run(main())
+
+
+def test_without_restarts_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        restarts = Restarts(0)
+        assert restarts.take() is None
+        restarts.warn()
+
+    run(main())
+    assert not caplog.text
+
+
+def test_the_pause_doubles_up_to_a_limit_until_a_start_succeeds() -> None:
+    async def main() -> None:
+        restarts = Restarts(100)
+        pauses = [restarts.take() for _ in range(8)]
+        assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+        restarts.succeeded()
+        assert restarts.take() == FIRST_PAUSE_S
+
+    run(main())
