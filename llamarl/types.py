@@ -234,26 +234,34 @@ class RolloutInfo:
     replica: int = 0
 
 
-class ScoreStatus(StrEnum):
-    """What became of a reward; a failure is no zero, unless the recipe makes it one."""
+class StageStatus(StrEnum):
+    """How a stage's call ended for a rollout; a reward that failed is no zero, unless the recipe
+    makes it one."""
 
     OK = "ok"
     RAISED = "raised"
     HUNG = "hung"
-    INVALID = "invalid"  # NaN, infinite or not a number
+    INVALID = "invalid"  # it returned what it must not, such as NaN
 
 
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`. The
-    reward of a failed one is NaN, or 0 with `reward.on_failure: zero`."""
+class StageResult:
+    """What a stage found for one rollout; `error` says why its `status` is not OK.
+
+    `numbers` holds the columns it wrote that are one number, by name; a rollout with a `reason`, or
+    on which a stage of the recipe's own failed, is dropped. The stage `score` finds the `reward`,
+    weighted, and its `parts` by function: the reward of a failed call is NaN, or 0 with
+    `reward.on_failure: zero`.
+    """
 
     row_id: int
-    status: ScoreStatus
+    status: StageStatus = StageStatus.OK
+    numbers: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    error: str = ""
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
-    error: str = ""
     full_marks: float = 1.0
 
     @property
@@ -265,23 +273,7 @@ class Score:
     def correct(self) -> bool:
         """True if the first reward function gave full marks: what accuracy counts."""
         first = next(iter(self.parts.values()), -math.inf)
-        return self.status is ScoreStatus.OK and first >= self.full_marks
-
-
-@light
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
-    """What a stage of the recipe's own found for one rollout.
-
-    `numbers` holds the columns it wrote that are one number, by name. A rollout with a `reason` is
-    dropped, as is one whose `status` is not OK; `error` says why it is not.
-    """
-
-    row_id: int
-    status: ScoreStatus = ScoreStatus.OK
-    numbers: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-    error: str = ""
+        return self.status is StageStatus.OK and first >= self.full_marks
 
 
 StageItem = tuple[tuple[int, ...], Prompt | None]
@@ -307,7 +299,7 @@ class Group:
     min_version: int
     step: int = 0
     rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
-    scores: dict[int, Score] = field(default_factory=dict)
+    scores: dict[int, StageResult] = field(default_factory=dict)
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
@@ -340,7 +332,7 @@ class ScoredGroup:
 
     prompt: Prompt
     rollouts: tuple[RolloutInfo, ...]
-    scores: tuple[Score, ...]
+    scores: tuple[StageResult, ...]
     rewards: tuple[float, ...]
     advantages: tuple[float, ...]
 

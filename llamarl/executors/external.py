@@ -33,9 +33,9 @@ from llamarl.types import (
     RESPONSE_IDS,
     Columns,
     Prompt,
-    ScoreStatus,
     StageItem,
     StageResult,
+    StageStatus,
 )
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class ExternalExecutor:
             why = f"must be finished within {limit_s:g} s (timeout_s), was not {MAX_LEASES} times"
             error = f"a rollout of stage {name} {why}"
             failed = [
-                StageResult(row_id=row_id, status=ScoreStatus.HUNG, error=error)
+                StageResult(row_id=row_id, status=StageStatus.HUNG, error=error)
                 for row_id in work.row_ids
             ]
             self._deliver([work], failed)

@@ -2,7 +2,7 @@
 
 Owns: reading and decoding completions, and writing the reward and the texts that the archive shows.
 Does not own: reward code (the pool's processes run it) or what a missing reward means for its group
-(the controller). Invariant: a row has a REWARD cell exactly if its Score has a reward.
+(the controller). Invariant: a row has a REWARD cell exactly if its StageResult has a reward.
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ from llamarl.types import (
     REWARD,
     SAMPLING,
     FinishReason,
-    Score,
     StageItem,
+    StageResult,
     finish_reason,
 )
 
@@ -53,7 +53,7 @@ class ScorerExecutor:
         await self._pool.start()
         self._work.start()
 
-    async def process(self, items: list[StageItem]) -> list[Score]:
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
         """Score these rollouts, in order. Writes REWARD of those that have one, PROMPT_ID of all,
         and the texts of those whose prompts are held-out, or of all.
 
@@ -73,7 +73,7 @@ class ScorerExecutor:
         """End the reward processes."""
         self._pool.close()
 
-    async def _write(self, completions: list[Completion], scores: list[Score]) -> None:
+    async def _write(self, completions: list[Completion], scores: list[StageResult]) -> None:
         """What `process` says; in one message, unless some rows have other columns."""
         alike: dict[tuple[str, ...], list[tuple[int, dict[str, np.ndarray]]]] = {}
         for completion, score in zip(completions, scores, strict=True):

@@ -18,7 +18,7 @@ from llamarl.experience.columns import NUMBER, PROMPT_RECORD, Column
 from llamarl.experience.graph import GROUP, Drop, Stage
 from llamarl.experience.task_stages import from_data
 from llamarl.task_file import load_module
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.report import shown, user_traceback
 
 Serve = Callable[[Prompt | None, list[Any], list[int]], dict[str, Any]]
@@ -58,10 +58,10 @@ def answer(
             rows = [_row(_by_column(found, stage), stage, lengths[0])]
     except InvalidReturnError as error:
         why = f"what stage {stage.name} returns must {error}"
-        return {"status": ScoreStatus.INVALID, "error": why}
+        return {"status": StageStatus.INVALID, "error": why}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
         why = f"{stage.name}: {user_traceback(error, __file__)}"
-        return {"status": ScoreStatus.RAISED, "error": why}
+        return {"status": StageStatus.RAISED, "error": why}
     return {"rows": rows}
 
 

@@ -27,7 +27,7 @@ from llamarl.types import (
     Purpose,
     Request,
     Sampling,
-    ScoreStatus,
+    StageStatus,
 )
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Evaluator:
         foreign = {span.version for row in rows for span in row.spans} - {version}
         if foreign:
             raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
-        good = [score for score in scores if score.status is ScoreStatus.OK]
+        good = [score for score in scores if score.status is StageStatus.OK]
         if not good:
             raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
         num_prompts = len(scores)

@@ -18,7 +18,7 @@ from llamarl.cluster import ExecutorGroup
 from llamarl.errors import GroupLost
 from llamarl.experience.graph import Stage
 from llamarl.protocols import Storage
-from llamarl.types import Score, StageItem, StageResult
+from llamarl.types import StageItem, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class HealingStage:
         """Whether it can compute, as far as is known."""
         return self._serves.is_set()
 
-    async def process(self, items: list[StageItem]) -> Sequence[Score | StageResult]:
+    async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
         """See `protocols.Processor`. Without end if the executor is lost for good, which `watch`
         raises."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
@@ -66,7 +66,7 @@ class HealingStage:
             await self._serves.wait()
             group, num_losses = self._groups[self._stage], self.num_losses
             try:
-                results: Sequence[Score | StageResult] = await group.call_one.process(items)
+                results: Sequence[StageResult] = await group.call_one.process(items)
                 return results
             except GroupLost as loss:
                 if loss.group != group.name:  # what it needs, such as a storage unit

@@ -23,9 +23,8 @@ from llamarl.types import (
     Purpose,
     Request,
     RolloutInfo,
-    Score,
-    ScoreStatus,
     StageResult,
+    StageStatus,
 )
 
 EVALUATE = "evaluate"  # takes the scored rollouts of an evaluation
@@ -44,7 +43,7 @@ class LedgerEntry:
     prompt: Prompt
     group: Group | None = None
     rollout: RolloutInfo | None = None
-    score: Score | None = None
+    score: StageResult | None = None
     done: set[str] = field(default_factory=set)
     """Stages that have ended for it."""
     taken: set[str] = field(default_factory=set)
@@ -121,7 +120,7 @@ class Ledger:
                     entry.group.rollouts[row_id] = rollout
             elif entry.request.purpose is Purpose.EVALUATE:
                 error = "its generator was lost"
-                failed.append(Score(row_id=row_id, status=ScoreStatus.RAISED, error=error))
+                failed.append(StageResult(row_id=row_id, status=StageStatus.RAISED, error=error))
         self.finish(SCORE, [score.row_id for score in failed], failed)
         self.finish(GENERATE, written)
 
@@ -129,7 +128,7 @@ class Ledger:
         self,
         stage: str,
         row_ids: Iterable[int],
-        results: Sequence[Score | StageResult] = (),
+        results: Sequence[StageResult] = (),
     ) -> None:
         """`stage` is done with these rows, and found `results`. Rows that were forgotten are
         ignored.
@@ -141,13 +140,13 @@ class Ledger:
             entry = self.entries.get(result.row_id)
             if entry is None:
                 continue
-            if isinstance(result, Score):
+            if stage == SCORE:
                 entry.score = result
                 if entry.group is not None:
                     entry.group.scores[result.row_id] = result
             elif entry.group is not None:
                 entry.group.numbers.setdefault(result.row_id, {}).update(result.numbers)
-                if result.reason or result.status is not ScoreStatus.OK:
+                if result.reason or result.status is not StageStatus.OK:
                     self._drop(entry, entry.group, result.reason or f"{stage}_failed")
         for row_id in row_ids:
             self._mark(row_id, stage)

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.process import MAX_ANSWER_BYTES, WorkerError, WorkerProcess
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ TOKEN_BYTES = 8
 PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
 START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
 SHOWN_PROMPT_CHARS = 60
-FAILURES = {status.value: status for status in ScoreStatus if status is not ScoreStatus.OK}
+FAILURES = {status.value: status for status in StageStatus if status is not StageStatus.OK}
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Call:
 class Failure:
     """A call without a result: how it failed, and why, with the user's own stack."""
 
-    status: ScoreStatus
+    status: StageStatus
     error: str
 
 
@@ -175,7 +175,7 @@ class WorkerPool(Generic[T]):
                 if self._closed.is_set():
                     raise RuntimeError(f"the {label} pool was closed while it worked") from error
                 why = f"the {label} process could not be started again: {error}"
-                return results + [_failure(call, ScoreStatus.RAISED, why) for call in rest]
+                return results + [_failure(call, StageStatus.RAISED, why) for call in rest]
             tokens = [secrets.token_hex(TOKEN_BYTES) for _ in rest]
             process.send(_message(rest, tokens))
             for call, token in zip(rest, tokens, strict=True):
@@ -183,7 +183,7 @@ class WorkerPool(Generic[T]):
                 if self._closed.is_set():  # `close` killed the process: the result means nothing
                     raise RuntimeError(f"the {label} pool was closed while it worked")
                 results.append(result)
-                hung = isinstance(result, Failure) and result.status is ScoreStatus.HUNG
+                hung = isinstance(result, Failure) and result.status is StageStatus.HUNG
                 if hung or process.ended:
                     self._end_process(index)
                     break
@@ -201,14 +201,14 @@ class WorkerPool(Generic[T]):
                     return _failure(call, result.status, result.error)
                 return result
         except WorkerError as error:
-            return _failure(call, ScoreStatus.RAISED, str(error))
+            return _failure(call, StageStatus.RAISED, str(error))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             process.close()
             must = f"{code.label} code must leave the answers of its process alone"
-            return _failure(call, ScoreStatus.RAISED, f"{must}, got {error!r} from one")
+            return _failure(call, StageStatus.RAISED, f"{must}, got {error!r} from one")
         return _failure(
             call,
-            ScoreStatus.HUNG,
+            StageStatus.HUNG,
             f"{code.call} must end within {code.timeout_s:g} s ({code.timeout_key}), "
             f"got no answer; it was at\n{process.stack()}",
         )
@@ -281,7 +281,7 @@ def _set_up(process: WorkerProcess, code: UserCode) -> None:
     process.pid = int(answer["pid"])
 
 
-def _failure(call: Call, status: ScoreStatus, why: str) -> Failure:
+def _failure(call: Call, status: StageStatus, why: str) -> Failure:
     if call.prompt is None:
         return Failure(status, why)
     text = call.prompt.text

@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.pool import Completion, RewardPool
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.process import LOGGED_LINES
 from llamarl.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
 from tests.distributed.test_reward_pool import is_alive, wait_until
@@ -149,7 +149,7 @@ def reward(prompt, completion):
 """
 SLOW = pytest.mark.slow
 PROMPT = Prompt(prompt_id=7, text="what is it?", token_ids=(1, 2))
-OK, RAISED, HUNG = ScoreStatus.OK, ScoreStatus.RAISED, ScoreStatus.HUNG
+OK, RAISED, HUNG = StageStatus.OK, StageStatus.RAISED, StageStatus.HUNG
 FOUND_OUT = "among the answers of its process"
 ENDED = "the reward process ended by itself"
 # attack: what the failure of its own reward says, or "" if it stands (its function decides that)
@@ -224,7 +224,7 @@ def test_an_attack_decides_no_reward_but_its_own_and_never_ends_the_pool(attack,
     with caplog.at_level(logging.INFO):
         before, (first, own, *after), last = score(calls, pause_s=pause_s, timeout_s=limit_s)
     others = [*before, first, *after, *last]
-    failed = [scored for scored in others if scored.status is not ScoreStatus.OK]
+    failed = [scored for scored in others if scored.status is not StageStatus.OK]
     assert len(failed) <= (attack in STAY_BEHIND), failed
     assert {scored.reward for scored in others if scored not in failed} == {0.25}
     if error:
@@ -303,7 +303,7 @@ def test_what_a_reward_starts_ends_with_its_process_when_that_is_replaced():
 def test_a_bomb_of_processes_ends_with_the_pool():
     before = descendants(os.getpid())
     (scores,) = score([["bomb"]], source=ESCAPES)
-    assert scores[0].status is ScoreStatus.OK
+    assert scores[0].status is StageStatus.OK
     assert descendants(os.getpid()) <= before
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from llamarl.config import RewardConfig
 from llamarl.environments.rewards.pool import Completion, RewardPool, try_loading
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.supervisor import descendants
 
 TASK = """
@@ -103,7 +103,7 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     assert [score.row_id for score in scores] == [*range(100, 110)]
     ok, raised, invalid, exited, crashed, left, printed, read, hung, last = scores
     for score in (ok, printed, last):
-        assert (score.status, score.reward, score.parts) == (ScoreStatus.OK, 2.5, {"task": 2.5})
+        assert (score.status, score.reward, score.parts) == (StageStatus.OK, 2.5, {"task": 2.5})
     assert read.reward == 0
     for score, text in (
         (raised, "LookupError: no such word"),
@@ -111,16 +111,16 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
         (crashed, "SIGSEGV"),
         (left, "exit code 7"),
     ):
-        assert score.status is ScoreStatus.RAISED
+        assert score.status is StageStatus.RAISED
         assert text in score.error
     assert 'File "task.py", line 5, in inner\n    raise LookupError' in raised.error
-    assert invalid.status is ScoreStatus.INVALID
-    assert hung.status is ScoreStatus.HUNG
+    assert invalid.status is StageStatus.INVALID
+    assert hung.status is StageStatus.HUNG
     assert "within 1.5 s (reward.timeout_s)" in hung.error
     assert 'File "task.py", line 10 in reward' in hung.error
     assert "llamarl/rewards" not in hung.error
     for score in scores:
-        assert math.isnan(score.reward) == (score.status is not ScoreStatus.OK)
+        assert math.isnan(score.reward) == (score.status is not StageStatus.OK)
 
 
 def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
@@ -130,7 +130,7 @@ def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
             return await pool.score(completions("42", "9**9**9**9", prompt=prompt))
 
     first, hung = asyncio.run(run())
-    assert (first.reward, hung.status) == (1.0, ScoreStatus.HUNG)
+    assert (first.reward, hung.status) == (1.0, StageStatus.HUNG)
     assert "sympy" in hung.error
 
 
@@ -143,7 +143,7 @@ def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():
             return before, after, scores
 
     before, after, scores = asyncio.run(run())
-    assert [s.status for s in scores].index(ScoreStatus.HUNG) == 2
+    assert [s.status for s in scores].index(StageStatus.HUNG) == 2
     assert [scores[i].reward for i in (0, 3, 4)] == [before, after, after]
     assert not is_alive(before)
 
@@ -153,7 +153,7 @@ def test_slow_rewards_that_each_keep_the_limit_are_not_hung():
         async with running(config(timeout_s=1.0)) as pool:
             return await pool.score(completions(*["sleep"] * 4))
 
-    assert all(score.status is ScoreStatus.OK for score in asyncio.run(run()))
+    assert all(score.status is StageStatus.OK for score in asyncio.run(run()))
 
 
 def test_workers_share_the_work():
@@ -202,7 +202,7 @@ def test_a_weighted_sum_that_overflows_is_invalid():
             return await pool.score(completions("a", prompt=huge))
 
     (score,) = asyncio.run(run())
-    assert score.status is ScoreStatus.INVALID
+    assert score.status is StageStatus.INVALID
 
 
 def test_a_worker_loads_neither_torch_nor_transformers():
@@ -232,7 +232,7 @@ def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
             return await pool.score(completions("long " * 200_000, "a"))
 
     hung, ok = asyncio.run(asyncio.wait_for(run(), 30))
-    assert (hung.status, ok.status) == (ScoreStatus.HUNG, ScoreStatus.OK)
+    assert (hung.status, ok.status) == (StageStatus.HUNG, StageStatus.OK)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from llamarl.types import (
     SAMPLING,
     FinishReason,
     Prompt,
-    ScoreStatus,
+    StageStatus,
 )
 from tests.unit.tokenizer_files import write_tokenizer
 
@@ -120,7 +120,7 @@ def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder,
         (scores,) = run_scorer(
             folder, storage, RewardConfig(functions=["task"]), [range(5)], task_source=TASK
         )
-    raised, ok, invalid = ScoreStatus.RAISED, ScoreStatus.OK, ScoreStatus.INVALID
+    raised, ok, invalid = StageStatus.RAISED, StageStatus.OK, StageStatus.INVALID
     assert [score.status for score in scores] == [raised, ok, invalid, raised, raised]
     assert [REWARD in storage.rows[row] for row in range(5)] == [False, True, False, False, False]
     assert math.isnan(scores[0].reward)
@@ -205,9 +205,9 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
         (scores,) = run_scorer(folder, storage, config, [range(3)], task_source=TASK)
     assert [score.reward for score in scores] == [0.0, 0.0, 0.0]
     assert [score.status for score in scores] == [
-        ScoreStatus.RAISED,
-        ScoreStatus.OK,
-        ScoreStatus.INVALID,
+        StageStatus.RAISED,
+        StageStatus.OK,
+        StageStatus.INVALID,
     ]
     assert [storage.rows[row][REWARD][0] for row in range(3)] == [0.0, 0.0, 0.0]
     assert "LookupError: bad" in caplog.text

@@ -16,10 +16,10 @@ from llamarl.executors.stage import StageExecutor
 from llamarl.experience.columns import Column
 from llamarl.experience.graph import Stage
 from llamarl.metrics.span import Spans
-from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, ScoreStatus
+from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, StageStatus
 from tests.unit.tokenizer_files import write_tokenizer
 
-OK, RAISED, HUNG, INVALID = ScoreStatus
+OK, RAISED, HUNG, INVALID = StageStatus
 PROMPT = Prompt(prompt_id=7, text="what?", token_ids=(1, 2), fields={"word": "cat"})
 # What `judge` does is chosen by the completion, so that one text serves many tests.
 TASK = """

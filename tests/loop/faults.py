@@ -28,7 +28,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     Request,
     RolloutInfo,
-    Score,
+    StageResult,
     version_spans,
 )
 
@@ -276,7 +276,7 @@ class StoredRollouts(Rollouts):
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         return await read_written(self.storage, requests)
 
-    async def add_rewards(self, scores: list[Score], attempt: int) -> None:
+    async def add_rewards(self, scores: list[StageResult], attempt: int) -> None:
         """The completions are read, as by reward code."""
         await self.storage.read([score.row_id for score in scores], [RESPONSE_IDS])
         good = {score.row_id: np.array([score.reward]) for score in scores if not score.error}

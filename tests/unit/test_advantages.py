@@ -25,8 +25,8 @@ from llamarl.types import (
     Kept,
     Prompt,
     RolloutInfo,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
 )
 
 NONE = ReinforceConfig(advantage="none", filters=["equal_rewards"])
@@ -48,9 +48,9 @@ def decide(
         for i in range(len(rewards))
     }
     scores = {
-        i: Score(
+        i: StageResult(
             row_id=i,
-            status=ScoreStatus.RAISED if math.isnan(reward) else ScoreStatus.OK,
+            status=StageStatus.RAISED if math.isnan(reward) else StageStatus.OK,
             reward=reward,
             parts={"exact": first, "format": 0.0},
         )

@@ -18,8 +18,8 @@ from llamarl.types import (
     Request,
     RolloutInfo,
     Sampling,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
     VersionSpan,
 )
 from tests.unit.planner_recipes import make_recipe
@@ -32,8 +32,8 @@ class FakeGenerator:
         self.ledger = ledger
         self.version_of: Callable[[int], int] = lambda number: 3
         self.is_lost: Callable[[int], bool] = lambda number: False
-        self.score: Callable[[int], Score] = lambda number: Score(
-            row_id=number, status=ScoreStatus.OK, reward=1.0, parts={"exact": 1.0}
+        self.score: Callable[[int], StageResult] = lambda number: StageResult(
+            row_id=number, reward=1.0, parts={"exact": 1.0}
         )
 
     async def submit(self, requests: list[Request]) -> None:
@@ -101,8 +101,8 @@ def test_a_token_of_another_version_ends_the_run() -> None:
 
 def test_failed_rewards_alone_end_the_run() -> None:
     setting = Setting()
-    setting.generator.score = lambda row_id: Score(
-        row_id=row_id, status=ScoreStatus.RAISED, error="no sympy"
+    setting.generator.score = lambda row_id: StageResult(
+        row_id=row_id, status=StageStatus.RAISED, error="no sympy"
     )
     with pytest.raises(RuntimeError, match="every reward of the evaluation failed: no sympy"):
         setting.evaluate()
@@ -111,11 +111,11 @@ def test_failed_rewards_alone_end_the_run() -> None:
 def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
     rewards = {10: 1.0, 11: 1.0, 13: 0.5}
 
-    def score(row_id: int) -> Score:
+    def score(row_id: int) -> StageResult:
         if row_id not in rewards:
-            return Score(row_id=row_id, status=ScoreStatus.HUNG, error="too slow")
+            return StageResult(row_id=row_id, status=StageStatus.HUNG, error="too slow")
         reward = rewards[row_id]
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"exact": reward})
+        return StageResult(row_id=row_id, reward=reward, parts={"exact": reward})
 
     setting = Setting()
     setting.generator.score = score

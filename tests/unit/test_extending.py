@@ -38,8 +38,7 @@ from llamarl.types import (
     Kept,
     Prompt,
     RolloutInfo,
-    Score,
-    ScoreStatus,
+    StageResult,
 )
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
 from llamarl.weights.layout.reshard import plan
@@ -124,9 +123,7 @@ def group(rewards: list[float], num_cut: int) -> Group:
         i: RolloutInfo(row_id=i, num_prompt_tokens=1, num_tokens=4, spans=(), finish_reason=reason)
         for i, reason in enumerate(reasons)
     }
-    scores = {
-        i: Score(row_id=i, status=ScoreStatus.OK, reward=reward) for i, reward in enumerate(rewards)
-    }
+    scores = {i: StageResult(row_id=i, reward=reward) for i, reward in enumerate(rewards)}
     prompt = Prompt(prompt_id=0, text="", token_ids=())
     return Group(
         group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rollouts=rows, scores=scores

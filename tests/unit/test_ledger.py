@@ -21,9 +21,8 @@ from llamarl.types import (
     Request,
     RolloutInfo,
     Sampling,
-    Score,
-    ScoreStatus,
     StageResult,
+    StageStatus,
     VersionSpan,
 )
 from tests.unit.planner_recipes import make_recipe
@@ -190,7 +189,7 @@ def test_a_forgotten_row_reaches_no_stage_and_what_comes_later_of_it_is_ignored(
         ledger = filled()
         ledger.finish("generate", [1, 2])
         ledger.forget([1])
-        ledger.finish("score", [1], [Score(row_id=1, status=ScoreStatus.OK, reward=1.0)])
+        ledger.finish("score", [1], [StageResult(row_id=1, reward=1.0)])
         assert await take_all(ledger, "score") == [2]
         assert ledger.rows(Purpose.TRAIN) == [i for i in range(NUM_ROWS) if i != 1]
 
@@ -230,8 +229,8 @@ def test_what_is_learnt_reaches_entry_group_and_stages_a_failed_score_too() -> N
         ledger = filled(2, make_graph(make_recipe()), rows_per_group=2)
         group = ledger.entries[0].group
         assert group is not None
-        good = Score(row_id=0, status=ScoreStatus.OK, reward=1.0)
-        failed = Score(row_id=1, status=ScoreStatus.HUNG, error="too slow")
+        good = StageResult(row_id=0, reward=1.0)
+        failed = StageResult(row_id=1, status=StageStatus.HUNG, error="too slow")
         ledger.learn_rollouts([row(0), row(1)])
         ledger.finish("score", [1, 0], [failed, good])
         assert group.rollouts == {0: row(0), 1: row(1)}
@@ -287,7 +286,7 @@ def test_a_dropped_rollout_passes_no_further_stage_and_its_group_goes_on_without
         ledger.finish("score", [0, 2])
         ledger.finish("judge", [0, 2])
         assert await take_items(ledger, "rank") == [], "judge has the dropped one still"
-        failed = StageResult(row_id=1, status=ScoreStatus.HUNG, error="too slow")
+        failed = StageResult(row_id=1, status=StageStatus.HUNG, error="too slow")
         ledger.finish("judge", [1], [failed])
         assert await take_items(ledger, "rank") == [(0, 2)]
         ledger.finish("rank", [0, 2])
@@ -305,7 +304,7 @@ def test_a_group_whose_rollouts_were_all_dropped_still_settles() -> None:
     async def scenario() -> None:
         ledger = filled(2, OWN, rows_per_group=2)
         ledger.learn_rollouts([row(0), row(1)])
-        results = [StageResult(row_id=i, status=ScoreStatus.RAISED) for i in range(2)]
+        results = [StageResult(row_id=i, status=StageStatus.RAISED) for i in range(2)]
         await take_items(ledger, "short")
         ledger.finish("short", range(2), results)
         for stage in ("score", "judge", "rank"):

@@ -37,8 +37,8 @@ from llamarl.types import (
     Kept,
     Prompt,
     RolloutInfo,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
     StepStats,
     VersionSpan,
 )
@@ -60,10 +60,10 @@ def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | Non
     scores = {}
     for row, reward in zip(rows, rewards, strict=True):
         if reward is None:
-            score = Score(row_id=row.row_id, status=ScoreStatus.HUNG, error="too slow")
+            score = StageResult(row_id=row.row_id, status=StageStatus.HUNG, error="too slow")
         else:
             parts = {"exact": float(reward >= 1), "format": 1.0}
-            score = Score(row_id=row.row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
+            score = StageResult(row_id=row.row_id, reward=reward, parts=parts)
         scores[row.row_id] = score
     return Group(
         group_id=group_id,

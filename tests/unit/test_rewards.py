@@ -17,7 +17,7 @@ from llamarl.environments.rewards.functions import (
     load_functions,
 )
 from llamarl.environments.rewards.pool import Completion, RewardPool
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])
 
@@ -153,7 +153,7 @@ def test_any_real_number_is_a_reward(value, expected):
 )
 def test_what_is_no_finite_number_is_invalid_and_shown(value):
     answer = grade({"f": lambda *_: value}, prompt(), "", True, CONFIG)
-    assert answer["status"] is ScoreStatus.INVALID
+    assert answer["status"] is StageStatus.INVALID
     must = "f: a reward must be a finite number, at most 1e+09 either way"
     assert answer["error"] == f"{must}, got {value!r}"
 
@@ -165,7 +165,7 @@ def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
 
     functions = {"good": lambda *_: 1.0, "bad": fail}
     answer = grade(functions, prompt(), "", True, CONFIG)
-    assert answer["status"] is ScoreStatus.RAISED
+    assert answer["status"] is StageStatus.RAISED
     assert answer["error"].startswith("bad: Traceback")
     assert "raise error" in answer["error"]
     assert type(error).__name__ in answer["error"]
@@ -173,7 +173,7 @@ def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
 
 def test_a_number_too_large_for_a_float_is_raised():
     answer = grade({"f": lambda *_: 10**400}, prompt(), "", True, CONFIG)
-    assert answer["status"] is ScoreStatus.RAISED
+    assert answer["status"] is StageStatus.RAISED
     assert "OverflowError" in answer["error"]
 
 

@@ -13,7 +13,7 @@ import torch
 from llamarl.experience.columns import Column
 from llamarl.experience.graph import Drop, Stage
 from llamarl.experience.stage_function import answer
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 
 FLOATS, INTS = Column("floats", "float32", "response"), Column("ints", "int32", "response")
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=())
@@ -114,7 +114,7 @@ def test_what_else_is_returned_is_invalid_and_says_what_it_must_be(
     found: Any, writes: tuple[str | Column, ...], lengths: tuple[int, ...], must: str
 ) -> None:
     answered = returned(found, *writes, lengths=lengths)
-    assert answered["status"] == ScoreStatus.INVALID
+    assert answered["status"] == StageStatus.INVALID
     assert answered["error"].startswith("what stage one returns must ")
     assert must in answered["error"]
     assert len(answered["error"].splitlines()) == 1
@@ -126,6 +126,6 @@ def test_a_value_that_raises_when_it_is_read_is_a_failure_of_the_function() -> N
             raise OSError("no float")
 
     answered = returned(Liar(1), "a")
-    assert answered["status"] == ScoreStatus.RAISED
+    assert answered["status"] == StageStatus.RAISED
     assert answered["error"].endswith("OSError: no float")
     assert "OverflowError" in returned(10**400, "a")["error"]

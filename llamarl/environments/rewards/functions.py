@@ -19,7 +19,7 @@ from llamarl.config.check import require_choice
 from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
 from llamarl.task_file import execute
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.report import user_traceback
 
 Reward = Callable[[Prompt, str, bool, RewardConfig], float]
@@ -120,12 +120,12 @@ def grade(
             shown = repr(value)[:200]
         except BaseException as error:  # noqa: BLE001 - user reward code may raise anything
             return {
-                "status": ScoreStatus.RAISED,
+                "status": StageStatus.RAISED,
                 "error": f"{name}: {user_traceback(error, __file__)}",
             }
         if not abs(number) <= LARGEST:
             return {
-                "status": ScoreStatus.INVALID,
+                "status": StageStatus.INVALID,
                 "error": f"{name}: a reward must be a finite number, at most {LARGEST:g} either "
                 f"way, got {shown}",
             }

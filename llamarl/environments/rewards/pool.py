@@ -1,8 +1,8 @@
 """The pool of processes that runs reward code.
 
-Owns: what a completion sends to the pool and how an answer becomes a Score. Does not own: the
+Owns: what a completion sends to the pool and how an answer becomes a StageResult. Does not own: the
 processes (`user_code/pool.py`), reading completions (`executors/scorer.py`), or what failures mean
-for the run. Invariant: every completion gets exactly one Score; a failure carries its cause and no
+for the run. Invariant: every completion gets exactly one StageResult; a failure carries its cause and no
 reward.
 """
 
@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.types import Prompt, Score, ScoreStatus
+from llamarl.types import Prompt, StageResult, StageStatus
 from llamarl.user_code.pool import Call, Failure, UserCode, WorkerPool
 
 
@@ -50,8 +50,8 @@ class RewardPool:
         """Start the processes and wait until all are ready. ValueError if task.py does not load."""
         await self._pool.start()
 
-    async def score(self, completions: Sequence[Completion]) -> list[Score]:
-        """One Score per completion, in order. RuntimeError if the pool is closed."""
+    async def score(self, completions: Sequence[Completion]) -> list[StageResult]:
+        """One StageResult per completion, in order. RuntimeError if the pool is closed."""
         calls = [Call(item.prompt, (item.text, item.finished)) for item in completions]
         results = await self._pool.run(calls)
         return [
@@ -75,7 +75,7 @@ class RewardPool:
         reward = sum(weight * parts[name] for name, weight in pairs)
         if not isfinite(reward):
             why = f"the weighted sum of rewards must be finite, got {reward} from {parts}"
-            return Failure(ScoreStatus.INVALID, why)
+            return Failure(StageStatus.INVALID, why)
         return reward, parts
 
 
@@ -88,10 +88,8 @@ async def try_loading(config: RewardConfig, task_source: str | None) -> None:
 
 def _score(
     row_id: int, result: tuple[float, dict[str, float]] | Failure, full_marks: float
-) -> Score:
+) -> StageResult:
     if isinstance(result, Failure):
-        return Score(row_id=row_id, status=result.status, error=result.error)
+        return StageResult(row_id=row_id, status=result.status, error=result.error)
     reward, parts = result
-    return Score(
-        row_id=row_id, status=ScoreStatus.OK, reward=reward, parts=parts, full_marks=full_marks
-    )
+    return StageResult(row_id=row_id, reward=reward, parts=parts, full_marks=full_marks)

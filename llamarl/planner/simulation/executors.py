@@ -24,7 +24,6 @@ from llamarl.types import (
     Group,
     Outcome,
     RolloutInfo,
-    Score,
     StageItem,
     StageResult,
     StepStats,
@@ -72,7 +71,7 @@ class SimulatedScorer(SimulatedExecutor):
         super().__init__(setting, costs, cores)
         self._attempt = attempt
 
-    async def process(self, items: list[StageItem]) -> list[Score]:
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
         seconds = self._costs.score_row_s * len(items) / self._config.reward.num_workers
         async with self._lock:
