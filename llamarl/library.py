@@ -211,7 +211,7 @@ class Engines:
             await self._storage.erase(row_ids, [REWARD], 0)
             await self.put_experience(row_ids, {REWARD: [[reward] for reward in rewards]})
             for row_id, reward in zip(row_ids, rewards, strict=True):
-                score = StageResult(row_id=row_id, reward=float(reward))
+                score = StageResult(row_id=row_id, numbers={REWARD: float(reward)})
                 group.scores[row_id] = score
         if not group.scores.keys() >= group.rollouts.keys() - group.dropped.keys():
             raise RuntimeError("settle must come after score, or get rewards")

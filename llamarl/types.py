@@ -250,8 +250,8 @@ class StageResult:
     """What a stage found for one rollout; `error` says why its `status` is not OK.
 
     `numbers` holds the columns it wrote that are one number, by name; a rollout with a `reason`, or
-    on which a stage of the recipe's own failed, is dropped. The stage `score` finds the `reward`,
-    weighted, and its `parts` by function: the reward of a failed call is NaN, or 0 with
+    on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
+    weighted sum of the `parts` by function; if it failed there is none, or 0 with
     `reward.on_failure: zero`.
     """
 
@@ -260,9 +260,13 @@ class StageResult:
     numbers: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     error: str = ""
-    reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
     full_marks: float = 1.0
+
+    @property
+    def reward(self) -> float:
+        """NaN if there is none."""
+        return self.numbers.get(REWARD, math.nan)
 
     @property
     def has_reward(self) -> bool:

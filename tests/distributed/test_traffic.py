@@ -84,7 +84,7 @@ class Reader:
         rewards = [np.array([float(cell[-1] + 1)]) for cell in cells]
         await self.storage.write(row_ids, {REWARD: rewards})
         return [
-            StageResult(row_id=row_id, reward=float(reward[0]))
+            StageResult(row_id=row_id, numbers={REWARD: float(reward[0])})
             for row_id, reward in zip(row_ids, rewards, strict=True)
         ]
 

@@ -17,7 +17,7 @@ import pytest
 from llamarl.checkpoints import checkpoint
 from llamarl.environments.prompts import PromptStream
 from llamarl.planner.simulation.clock import run
-from llamarl.types import Prompt, StageResult
+from llamarl.types import REWARD, Prompt, StageResult
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage
 from tests.loop.test_loop import STAGES
@@ -37,7 +37,7 @@ class Learning(LoopWorkload):
     def score(self, row_id: int, prompt: Prompt) -> StageResult:
         is_right = self.version() >= self.solved_at or row_id % 2 == 1
         mark = float(is_right and prompt.prompt_id not in self.hopeless)
-        return StageResult(row_id=row_id, reward=mark, parts={"simulated": mark})
+        return StageResult(row_id=row_id, numbers={REWARD: mark}, parts={"simulated": mark})
 
 
 def solving(hopeless: frozenset[int] = frozenset(), solved_at: int = 7, **options: Any) -> Loop:

@@ -19,6 +19,7 @@ from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
 from llamarl.config import AlgorithmConfig
 from llamarl.types import (
+    REWARD,
     Dropped,
     FinishReason,
     Group,
@@ -51,7 +52,7 @@ def decide(
         i: StageResult(
             row_id=i,
             status=StageStatus.RAISED if math.isnan(reward) else StageStatus.OK,
-            reward=reward,
+            numbers={REWARD: reward},
             parts={"exact": first, "format": 0.0},
         )
         for i, (reward, first) in enumerate(zip(rewards, firsts or [0.0] * 9, strict=False))

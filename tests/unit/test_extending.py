@@ -32,6 +32,7 @@ from llamarl.models.parallelize import parameter_placements
 from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.task_file import load
 from llamarl.types import (
+    REWARD,
     Dropped,
     FinishReason,
     Group,
@@ -123,7 +124,9 @@ def group(rewards: list[float], num_cut: int) -> Group:
         i: RolloutInfo(row_id=i, num_prompt_tokens=1, num_tokens=4, spans=(), finish_reason=reason)
         for i, reason in enumerate(reasons)
     }
-    scores = {i: StageResult(row_id=i, reward=reward) for i, reward in enumerate(rewards)}
+    scores = {
+        i: StageResult(row_id=i, numbers={REWARD: reward}) for i, reward in enumerate(rewards)
+    }
     prompt = Prompt(prompt_id=0, text="", token_ids=())
     return Group(
         group_id=0, prompt=prompt, row_ids=tuple(rows), min_version=0, rollouts=rows, scores=scores

@@ -14,6 +14,7 @@ from llamarl.experience.graph import Graph, Stage, make_graph
 from llamarl.loop.ledger import Ledger
 from llamarl.planner.simulation import clock
 from llamarl.types import (
+    REWARD,
     FinishReason,
     Group,
     Prompt,
@@ -189,7 +190,7 @@ def test_a_forgotten_row_reaches_no_stage_and_what_comes_later_of_it_is_ignored(
         ledger = filled()
         ledger.finish("generate", [1, 2])
         ledger.forget([1])
-        ledger.finish("score", [1], [StageResult(row_id=1, reward=1.0)])
+        ledger.finish("score", [1], [StageResult(row_id=1, numbers={REWARD: 1.0})])
         assert await take_all(ledger, "score") == [2]
         assert ledger.rows(Purpose.TRAIN) == [i for i in range(NUM_ROWS) if i != 1]
 
@@ -229,7 +230,7 @@ def test_what_is_learnt_reaches_entry_group_and_stages_a_failed_score_too() -> N
         ledger = filled(2, make_graph(make_recipe()), rows_per_group=2)
         group = ledger.entries[0].group
         assert group is not None
-        good = StageResult(row_id=0, reward=1.0)
+        good = StageResult(row_id=0, numbers={REWARD: 1.0})
         failed = StageResult(row_id=1, status=StageStatus.HUNG, error="too slow")
         ledger.learn_rollouts([row(0), row(1)])
         ledger.finish("score", [1, 0], [failed, good])

@@ -31,6 +31,7 @@ from llamarl.metrics.step_metrics import (
 from llamarl.metrics.tensorboard import MOST_BUCKETS, _histogram
 from llamarl.metrics.trackers import open_trackers
 from llamarl.types import (
+    REWARD,
     Dropped,
     FinishReason,
     Group,
@@ -63,7 +64,7 @@ def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | Non
             score = StageResult(row_id=row.row_id, status=StageStatus.HUNG, error="too slow")
         else:
             parts = {"exact": float(reward >= 1), "format": 1.0}
-            score = StageResult(row_id=row.row_id, reward=reward, parts=parts)
+            score = StageResult(row_id=row.row_id, numbers={REWARD: reward}, parts=parts)
         scores[row.row_id] = score
     return Group(
         group_id=group_id,

@@ -2,7 +2,7 @@
 
 Owns: what a completion sends to the pool and how an answer becomes a StageResult. Does not own: the
 processes (`user_code/pool.py`), reading completions (`executors/scorer.py`), or what failures mean
-for the run. Invariant: every completion gets exactly one StageResult; a failure carries its cause and no
+for the run. Invariant: every completion gets exactly one result; a failure carries its cause and no
 reward.
 """
 
@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.types import Prompt, StageResult, StageStatus
+from llamarl.types import REWARD, Prompt, StageResult, StageStatus
 from llamarl.user_code.pool import Call, Failure, UserCode, WorkerPool
 
 
@@ -92,4 +92,4 @@ def _score(
     if isinstance(result, Failure):
         return StageResult(row_id=row_id, status=result.status, error=result.error)
     reward, parts = result
-    return StageResult(row_id=row_id, reward=reward, parts=parts, full_marks=full_marks)
+    return StageResult(row_id=row_id, numbers={REWARD: reward}, parts=parts, full_marks=full_marks)

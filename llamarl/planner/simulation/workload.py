@@ -15,7 +15,7 @@ from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.experience.columns import NUMBER
 from llamarl.experience.graph import Stage
-from llamarl.types import Prompt, Request, StageResult
+from llamarl.types import REWARD, Prompt, Request, StageResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
@@ -46,7 +46,7 @@ class Workload:
         `equal_share` of the groups."""
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
         reward = 0.0 if spread(number) < self.equal_share else float(row_id // self.row_step % 2)
-        return StageResult(row_id=row_id, reward=reward, parts={"made up": reward})
+        return StageResult(row_id=row_id, numbers={REWARD: reward}, parts={"made up": reward})
 
     def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
         """What a stage of the recipe's own finds for a rollout: 0 for all it writes."""
