@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
         offload,
         reference,
         rollouts,
-        scorer,
+        stage,
         storage,
         trainer,
     )
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Generator: type[protocols.Generator] = rollouts.RolloutPart
     Collector: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
-    Scorer: type[protocols.Processor] = scorer.ScorerExecutor
+    Stage: type[protocols.Processor] = stage.StageExecutor
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
     Storage: type[protocols.Storage] = storage.StorageExecutor
     Resettable: type[protocols.Resettable] = generator.GeneratorExecutor

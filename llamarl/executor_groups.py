@@ -31,7 +31,6 @@ from llamarl.config.rank_assignment import (
     home_hosts,
     place_generator,
 )
-from llamarl.environments.rewards.pool import try_loading
 from llamarl.errors import GroupLost, unwrap
 from llamarl.executor_specs import (
     collector_specs,
@@ -231,12 +230,9 @@ async def spawn_executors(
     """Start storage and these parts (see `name_parts`), all at once. Without the trainer the
     generators load the checkpoint's weights as version 0.
 
-    Generators of an earlier session that are `kept`, and were reset, go on. A task.py that does not
-    load ends this before any other executor starts. If an executor does not start, or is lost
-    meanwhile, none that was started here is left.
+    Generators of an earlier session that are `kept`, and were reset, go on. If an executor does not
+    start, or is lost meanwhile, none that was started here is left.
     """
-    if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
-        await try_loading(config.reward, inputs.task_source)
     if kept is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
         kept = KeptGenerators({}, {f"generator-{i}": place_generator(config, i) for i in replicas})

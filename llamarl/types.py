@@ -71,6 +71,7 @@ Glossary
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -122,7 +123,7 @@ class FinishReason(StrEnum):
 FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumerate(FinishReason)}
 
 
-def finish_reason(sampling: np.ndarray) -> FinishReason:
+def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
     """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
     return tuple(FinishReason)[int(sampling[-1])]
 

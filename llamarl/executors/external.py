@@ -99,12 +99,8 @@ class ExternalExecutor:
         self._server: UnitServer | None = None
         self._warning: asyncio.TimerHandle | None = None
         self._work = WorkSpans(spans, stage.name, "rows")
-        self._failures = FailureRate(
-            stage.max_failure_rate,
-            one=f"stage {stage.name}",
-            all_of_them=f"the rollouts of stage {stage.name}",
-            key="its max_failure_rate",
-        )
+        label, key = f"stage {stage.name}", "its max_failure_rate"
+        self._failures = FailureRate(stage.max_failure_rate, label, key)
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""

@@ -18,15 +18,11 @@ MINIMUM = 50  # results before it is judged
 
 
 class FailureRate:
-    """Ends the run when more than `limit` of the last results failed.
+    """Ends the run when more than `limit` of the last results failed. `label` is whose calls they
+    are, such as "stage judge", and `key` what the user sets the limit by."""
 
-    `one` names a result in the log ("reward"), `all_of_them` what is counted ("rewards"), `key`
-    what the user sets the limit by.
-    """
-
-    def __init__(self, limit: float, *, one: str, all_of_them: str, key: str) -> None:
-        self._limit = limit
-        self._one, self._all, self._key = one, all_of_them, key
+    def __init__(self, limit: float, label: str, key: str) -> None:
+        self._limit, self._label, self._key = limit, label, key
         self._statuses: deque[StageStatus] = deque(maxlen=WINDOW)
         self._logged_cause = ""
 
@@ -38,21 +34,17 @@ class FailureRate:
         for failure in failures:
             cause = failure.error.splitlines()[-1]
             if cause != self._logged_cause:  # the same one over and over says nothing new
-                logger.warning(
-                    "%s of row %d: %s: %s", self._one, failure.row_id, failure.status, failure.error
-                )
+                where = f"{self._label} of row {failure.row_id}"
+                logger.warning("%s: %s: %s", where, failure.status, failure.error)
                 self._logged_cause = cause
         counts = Counter(self._statuses)
         num_failed = len(self._statuses) - counts[StageStatus.OK]
         is_judged = failures and len(self._statuses) >= MINIMUM
         if is_judged and num_failed / len(self._statuses) > self._limit:
-            kinds = ", ".join(
-                f"{counts[status]} {status}"
-                for status in StageStatus
-                if status is not StageStatus.OK
-            )
+            bad = [status for status in StageStatus if status is not StageStatus.OK]
+            kinds = ", ".join(f"{counts[status]} {status}" for status in bad)
             raise UserCodeError(
-                f"at most {self._limit:.0%} of {self._all} may fail ({self._key}), got "
+                f"at most {self._limit:.0%} of {self._label} calls may fail ({self._key}), got "
                 f"{num_failed} of the last {len(self._statuses)} ({kinds}); the last one:\n"
                 f"{failures[-1].error}"
             )

@@ -92,38 +92,26 @@ class ReferenceSpec:
     sampling: SamplingConfig
     storage: Storage
     attempt: int = 0
-    """How often the stage's executor was lost before, in this session; so in the next two specs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScorerSpec:
-    """`tokenizer` is a folder with tokenizer files, `task_source` the text of the recipe's task.py
-    if it has one. With `has_text` the texts of all rollouts are written, not only of held-out
-    ones."""
-
-    executor: ClassVar[str] = "llamarl.executors.scorer:ScorerExecutor"
-
-    config: RewardConfig
-    tokenizer: str
-    task_source: str | None
-    storage: Storage
-    has_text: bool = False
-    attempt: int = 0
+    """How often the stage's executor was lost before, in this session; so in the next spec."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """Of a stage of the recipe's own: `stage.run` is the name of a function of `task_source`, the
-    text of task.py; `numbers` names the columns it reads that are one number per rollout;
-    `tokenizer` is a folder with tokenizer files."""
+    """Of a stage that runs functions: `stage.run` is the name of one of `task_source`, the text of
+    the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
+    names the columns it reads that are one number per rollout; `tokenizer` is a folder with
+    tokenizer files. With `has_text` `score` writes the texts of all rollouts, not only of held-out
+    ones."""
 
     executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
 
     stage: Stage
     numbers: frozenset[str]
     tokenizer: str
-    task_source: str
+    task_source: str | None
     storage: Storage
+    reward: RewardConfig | None = None
+    has_text: bool = False
     attempt: int = 0
 
 
@@ -171,7 +159,6 @@ Spec = (
     GeneratorSpec
     | TrainerSpec
     | ReferenceSpec
-    | ScorerSpec
     | StageSpec
     | ExternalSpec
     | StorageSpec

@@ -1,9 +1,10 @@
-"""The scorer executor with real reward processes, over a storage kept in a dict."""
+"""The stage `score` with real reward processes, over a storage kept in a dict."""
 
 import asyncio
 import json
 import logging
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,11 +13,15 @@ import pytest
 from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.errors import UserCodeError
-from llamarl.executors.scorer import ScorerExecutor
-from llamarl.executors.specs import ScorerSpec
+from llamarl.executors.specs import StageSpec
+from llamarl.executors.stage import StageExecutor
+from llamarl.experience.graph import SCORE, make_graph
 from llamarl.metrics.span import Spans
 from llamarl.types import (
+    COMPLETION_TEXT,
     FINISH_CODES,
+    PROMPT_ID,
+    PROMPT_TEXT,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
@@ -24,6 +29,7 @@ from llamarl.types import (
     Prompt,
     StageStatus,
 )
+from tests.unit.planner_recipes import make_recipe
 from tests.unit.tokenizer_files import write_tokenizer
 
 EOS = 1
@@ -69,16 +75,21 @@ def put(storage, folder, row_id, text, finish=FinishReason.STOP):
     }
 
 
-def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
+def run_scorer(
+    folder, storage, config, calls, *, task_source=None, spans=None, has_text=False, prompt=PROMPT
+):
     """Start, make the calls (lists of row ids) one after another, close."""
 
     async def run():
-        scorer = ScorerExecutor(
-            ScorerSpec(
-                config=config,
+        scorer = StageExecutor(
+            StageSpec(
+                stage=make_graph(make_recipe(reward=config)).stages[SCORE],
+                reward=config,
+                numbers=frozenset(),
                 tokenizer=folder,
                 task_source=task_source,
                 storage=storage,
+                has_text=has_text,
             ),
             rank=0,
             num_ranks=1,
@@ -86,7 +97,7 @@ def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
         )
         await scorer.start()
         try:
-            return [await scorer.process([((row,), PROMPT) for row in rows]) for rows in calls]
+            return [await scorer.process([((row,), prompt) for row in rows]) for rows in calls]
         finally:
             await scorer.close()
 
@@ -139,7 +150,7 @@ def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder
     storage = DictStorage()
     bad, good = make_rows(folder, storage, 6, 44)
     config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    with pytest.raises(UserCodeError, match="at most 10% of rewards may fail") as error:
+    with pytest.raises(UserCodeError, match="at most 10% of reward calls may fail") as error:
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
     assert "got 6 of the last 50 (6 raised, 0 hung, 0 invalid)" in str(error.value)
     assert "LookupError: bad" in str(error.value)
@@ -169,7 +180,7 @@ def test_the_failure_rate_forgets_what_is_long_past(folder):
 def test_a_missing_tokenizer_or_task_ends_the_start(folder, tmp_path):
     with pytest.raises(ValueError, match="folder must exist"):
         run_scorer(str(tmp_path / "none"), DictStorage(), RewardConfig(), [])
-    with pytest.raises(ValueError, match=r"task\.py must define"):
+    with pytest.raises(ValueError, match=r"reward must load, got .*task\.py must define"):
         run_scorer(folder, DictStorage(), RewardConfig(functions=["task"]), [], task_source="x = 1")
 
 
@@ -192,7 +203,7 @@ def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
         ("rollouts", "wait"),
         ("score", "busy"),
     ] * 2
-    assert [line.get("rollouts") for line in lines] == [None, 3, None, 3]
+    assert [line.get("rows") for line in lines] == [None, 3, None, 3]
     assert all(a["end_ns"] == b["start_ns"] for a, b in pairwise(lines))
 
 
@@ -215,3 +226,43 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
     bad, good = make_rows(folder, storage, 6, 44)
     with pytest.raises(RuntimeError, match=r"reward\.max_failure_rate"):
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
+
+
+@pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
+def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, correct):
+    storage = DictStorage()
+    for row_id, text in enumerate(["seven..", "ten letters"]):
+        put(storage, folder, row_id, text)
+    config = RewardConfig(functions=["task"], full_marks=full_marks)
+    source = "def reward(prompt, completion):\n    return len(completion)\n"
+    (scores,) = run_scorer(folder, storage, config, [range(2)], task_source=source)
+    assert [score.correct for score in scores] == correct
+
+
+@pytest.mark.parametrize(
+    ("has_text", "is_held_out", "is_written"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+)
+def test_the_texts_of_held_out_rollouts_or_of_all_are_written_beside_the_prompt_id(
+    folder, has_text, is_held_out, is_written
+):
+    storage = DictStorage()
+    for row_id, text in enumerate(["gr\u00fcn", "bad"]):
+        put(storage, folder, row_id, text)
+    prompt = replace(PROMPT, text="q\ud800", is_held_out=is_held_out)  # half of a pair
+    run_scorer(
+        folder,
+        storage,
+        RewardConfig(functions=["task"]),
+        [range(2)],
+        task_source=TASK,
+        has_text=has_text,
+        prompt=prompt,
+    )
+    for row_id, text in enumerate(["gr\u00fcn", "bad"]):
+        row = storage.rows[row_id]
+        assert row[PROMPT_ID].tolist() == [1.0]
+        assert ({PROMPT_TEXT, COMPLETION_TEXT} <= row.keys()) == is_written
+        if is_written:
+            assert bytes(row[PROMPT_TEXT]) == b"q?"
+            assert bytes(row[COMPLETION_TEXT]).decode() == text

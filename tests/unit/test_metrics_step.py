@@ -60,9 +60,8 @@ def make_row(
 def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | None]) -> Group:
     scores = {}
     for row, reward in zip(rows, rewards, strict=True):
-        if reward is None:
-            score = StageResult(row_id=row.row_id, status=StageStatus.HUNG, error="too slow")
-        else:
+        score = StageResult(row_id=row.row_id, status=StageStatus.HUNG, error="too slow")
+        if reward is not None:
             parts = {"exact": float(reward >= 1), "format": 1.0}
             score = StageResult(row_id=row.row_id, numbers={REWARD: reward}, parts=parts)
         scores[row.row_id] = score

@@ -12,7 +12,7 @@ import torch
 
 from llamarl.experience.columns import Column
 from llamarl.experience.graph import Drop, Stage
-from llamarl.experience.stage_function import answer
+from llamarl.experience.stage_function import answer, run_now
 from llamarl.types import Prompt, StageStatus
 
 FLOATS, INTS = Column("floats", "float32", "response"), Column("ints", "int32", "response")
@@ -23,7 +23,7 @@ def returned(found: Any, *writes: str | Column, lengths: tuple[int, ...] = (3,))
     """What is answered when a function returns `found`; several lengths make it a group's."""
     per = "rollout" if len(lengths) == 1 else "group"
     stage = Stage("one", "one", writes=list(writes), per=per)
-    answered = answer(lambda: found, stage, None, [], lengths)
+    answered = run_now(answer(lambda: found, stage, None, [], lengths))
     return json.loads(json.dumps(answered)).get("rows", answered)
 
 
@@ -32,7 +32,7 @@ def test_a_function_gets_its_reads_in_order_and_a_group_gets_lists() -> None:
     for per, columns in (("rollout", [None, 2.5]), ("group", [[None, None], [2.5, 3.5]])):
         stage = Stage("one", "one", reads=["prompt", "reward"], per=per)
         lengths = [1] if per == "rollout" else [1, 1]
-        answer(lambda *given: got.append(given), stage, PROMPT, columns, lengths)
+        run_now(answer(lambda *given: got.append(given), stage, PROMPT, columns, lengths))
     assert got == [(PROMPT, 2.5), ([PROMPT, PROMPT], [2.5, 3.5])]
 
 
