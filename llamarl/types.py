@@ -253,7 +253,7 @@ class StageResult:
     `numbers` holds the columns it wrote that are one number, by name; a rollout with a `reason`, or
     on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
     weighted sum of the `parts` by function; if it failed there is none, or 0 with
-    `reward.on_failure: zero`.
+    `reward.on_failure: zero`. `correct`: the first function gave full marks, which accuracy counts.
     """
 
     row_id: int
@@ -262,7 +262,7 @@ class StageResult:
     reason: str = ""
     error: str = ""
     parts: dict[str, float] = field(default_factory=dict)
-    full_marks: float = 1.0
+    correct: bool = False
 
     @property
     def reward(self) -> float:
@@ -273,12 +273,6 @@ class StageResult:
     def has_reward(self) -> bool:
         """True if advantages can be computed from it."""
         return not math.isnan(self.reward)
-
-    @property
-    def correct(self) -> bool:
-        """True if the first reward function gave full marks: what accuracy counts."""
-        first = next(iter(self.parts.values()), -math.inf)
-        return self.status is StageStatus.OK and first >= self.full_marks
 
 
 StageItem = tuple[tuple[int, ...], Prompt | None]

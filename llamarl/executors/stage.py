@@ -22,6 +22,7 @@ from llamarl.experience.graph import GROUP
 from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.metrics.span import Spans
+from llamarl.record import Records
 from llamarl.types import (
     COMPLETION_TEXT,
     PROMPT_ID,
@@ -86,7 +87,7 @@ class StageExecutor:
         after 50).
         """
         row_ids = [row_id for rows, _ in items for row_id in rows]
-        results: list[StageResult] = []
+        results = Records[StageResult]()
         with self._work.working(len(row_ids)):
             calls = await self._make_calls(items)
             found = await self._pool.run(calls)
@@ -125,7 +126,7 @@ class StageExecutor:
             row_id=row_id,
             numbers={name: float(found[name][0]) for name in self._numbers},
             parts=parts,
-            full_marks=1.0 if reward is None else reward.full_marks,
+            correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
         ), found
 
     def _texts(self, prompt: Prompt, completion: str) -> Cells:

@@ -222,7 +222,7 @@ def test_a_consumer_that_never_finishes_makes_its_rollouts_hung_and_then_ends_th
         assert {result.status for result in results} == {StageStatus.HUNG}
         assert "must be finished within 0.1 s (timeout_s), was not 3 times" in results[0].error
         await running.stage.process(alone(4, 40))
-        with pytest.raises(UserCodeError, match="of the rollouts of stage judge may fail"):
+        with pytest.raises(UserCodeError, match="of stage judge calls may fail"):
             await running.stage.process(alone())
 
     run(tmp_path, make(timeout_s=0.1, max_failure_rate=0.5), scenario)

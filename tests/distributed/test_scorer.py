@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -266,3 +267,25 @@ def test_the_texts_of_held_out_rollouts_or_of_all_are_written_beside_the_prompt_
         if is_written:
             assert bytes(row[PROMPT_TEXT]) == b"q?"
             assert bytes(row[COMPLETION_TEXT]).decode() == text
+
+
+def test_a_reward_may_be_a_coroutine_beside_functions(folder):
+    storage = DictStorage()
+    texts = ["6*7=42. Answer: 42", "Answer: 41", "bad"] * 20
+    for row_id, text in enumerate(texts):
+        put(storage, folder, row_id, text)
+    source = (
+        "import asyncio\n"
+        "async def reward(prompt, completion):\n"
+        "    await asyncio.sleep(0.2)\n"
+        "    return 1 / len(completion.removeprefix('bad'))\n"
+    )
+    config = RewardConfig(
+        functions=["exact", "task"], weights=[1.0, 9.0], timeout_s=2.0, max_failure_rate=1.0
+    )
+    start_s = time.monotonic()
+    (scores,) = run_scorer(folder, storage, config, [range(60)], task_source=source)
+    assert time.monotonic() - start_s < 6, "60 x 0.2 s one after another are 12 s"
+    assert [score.reward for score in scores[:2]] == [1.5, 0.9]
+    assert [score.correct for score in scores[:3]] == [True, False, False]
+    assert all("ZeroDivisionError" in score.error for score in scores[2::3])

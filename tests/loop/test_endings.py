@@ -37,7 +37,7 @@ class Learning(LoopWorkload):
     def score(self, row_id: int, prompt: Prompt) -> StageResult:
         is_right = self.version() >= self.solved_at or row_id % 2 == 1
         mark = float(is_right and prompt.prompt_id not in self.hopeless)
-        return StageResult(row_id=row_id, numbers={REWARD: mark}, parts={"simulated": mark})
+        return StageResult(row_id=row_id, numbers={REWARD: mark}, correct=mark == 1)
 
 
 def solving(hopeless: frozenset[int] = frozenset(), solved_at: int = 7, **options: Any) -> Loop:

@@ -66,7 +66,7 @@ class Fickle(LoopWorkload):
         chance = random.Random(f"{row_id} {self.num_calls[row_id]}").random()
         if chance < 0.02:
             return StageResult(row_id=row_id, status=StageStatus.RAISED, error="simulated")
-        return StageResult(row_id=row_id, numbers={REWARD: chance}, parts={"task": chance})
+        return StageResult(row_id=row_id, numbers={REWARD: chance})
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def decide(
             status=StageStatus.RAISED if math.isnan(reward) else StageStatus.OK,
             numbers={REWARD: reward},
             parts={"exact": first, "format": 0.0},
+            correct=first >= 1,
         )
         for i, (reward, first) in enumerate(zip(rewards, firsts or [0.0] * 9, strict=False))
     }

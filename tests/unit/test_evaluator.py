@@ -34,7 +34,7 @@ class FakeGenerator:
         self.version_of: Callable[[int], int] = lambda number: 3
         self.is_lost: Callable[[int], bool] = lambda number: False
         self.score: Callable[[int], StageResult] = lambda number: StageResult(
-            row_id=number, numbers={REWARD: 1.0}, parts={"exact": 1.0}
+            row_id=number, numbers={REWARD: 1.0}, parts={"exact": 1.0}, correct=True
         )
 
     async def submit(self, requests: list[Request]) -> None:
@@ -116,7 +116,7 @@ def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
         if row_id not in rewards:
             return StageResult(row_id=row_id, status=StageStatus.HUNG, error="too slow")
         reward = rewards[row_id]
-        return StageResult(row_id=row_id, numbers={REWARD: reward}, parts={"exact": reward})
+        return StageResult(row_id=row_id, numbers={REWARD: reward}, correct=reward == 1)
 
     setting = Setting()
     setting.generator.score = score

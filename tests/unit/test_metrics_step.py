@@ -59,12 +59,11 @@ def make_row(
 
 def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | None]) -> Group:
     scores = {}
-    for row, reward in zip(rows, rewards, strict=True):
-        score = StageResult(row_id=row.row_id, status=StageStatus.HUNG, error="too slow")
+    for row_id, reward in zip([row.row_id for row in rows], rewards, strict=True):
+        scores[row_id] = StageResult(row_id=row_id, status=StageStatus.HUNG, error="too slow")
         if reward is not None:
-            parts = {"exact": float(reward >= 1), "format": 1.0}
-            score = StageResult(row_id=row.row_id, numbers={REWARD: reward}, parts=parts)
-        scores[row.row_id] = score
+            marks = {"parts": {"exact": float(reward >= 1), "format": 1.0}, "correct": reward >= 1}
+            scores[row_id] = StageResult(row_id=row_id, numbers={REWARD: reward}, **marks)
     return Group(
         group_id=group_id,
         prompt=Prompt(

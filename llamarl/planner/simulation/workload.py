@@ -46,7 +46,8 @@ class Workload:
         `equal_share` of the groups."""
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
         reward = 0.0 if spread(number) < self.equal_share else float(row_id // self.row_step % 2)
-        return StageResult(row_id=row_id, numbers={REWARD: reward}, parts={"made up": reward})
+        numbers, parts = {REWARD: reward}, {"made up": reward}
+        return StageResult(row_id=row_id, numbers=numbers, parts=parts, correct=reward >= 1)
 
     def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
         """What a stage of the recipe's own finds for a rollout: 0 for all it writes."""
