@@ -86,54 +86,57 @@ class StageExecutor:
         Raises UserCodeError if more than `max_failure_rate` of the last 1000 calls failed (judged
         after 50).
         """
-        row_ids = [row_id for rows, _ in items for row_id in rows]
-        results = Records[StageResult]()
-        with self._work.working(len(row_ids)):
+        with self._work.working(sum(len(rows) for rows, _ in items)):
             calls = await self._make_calls(items)
             found = await self._pool.run(calls)
+            results: list[list[StageResult]] = []
             cells: dict[int, Cells] = {}
-            first = []
             for (rows, prompt), call, of_call in zip(items, calls, found, strict=True):
-                first.append(len(results))
-                for place, row_id in enumerate(rows):
-                    one = of_call if isinstance(of_call, Failure) else of_call[place]
-                    result, cells[row_id] = self._judge(row_id, one)
-                    results.append(result)
-                if self._spec.reward is not None and prompt is not None:
-                    given = dict(zip(self._stage.reads, call.arguments[0], strict=True))
-                    cells[rows[0]] |= self._texts(prompt, given[COMPLETION])
+                each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
+                pairs = zip(rows, each, strict=True)
+                results.append([self._result(row_id, of_row) for row_id, of_row in pairs])
+                cells |= {
+                    result.row_id: self._cells(result, of_row, prompt, call)
+                    for result, of_row in zip(results[-1], each, strict=True)
+                }
             await self._write(cells)
-        self._failures.add([results[place] for place in first])
-        return results
+        self._failures.add([of_call[0] for of_call in results])
+        return Records(result for of_call in results for result in of_call)
 
     async def close(self) -> None:
         """End the processes."""
         self._pool.close()
 
-    def _judge(self, row_id: int, found: Failure | str | Cells) -> tuple[StageResult, Cells]:
-        """What the controller gets, without arrays, and what storage gets."""
+    def _result(self, row_id: int, found: Failure | str | Cells) -> StageResult:
+        """What the controller gets: no arrays."""
         reward = self._spec.reward
         if isinstance(found, str):
-            return StageResult(row_id=row_id, reason=found), {}
+            return StageResult(row_id=row_id, reason=found)
         if isinstance(found, Failure):
             is_zero = reward is not None and reward.on_failure == "zero"
-            result = StageResult(row_id=row_id, status=found.status, error=found.error)
-            if not is_zero:
-                return result, {}
-            return replace(result, numbers={REWARD: 0.0}), {REWARD: np.zeros(1)}
-        parts = {name: float(found.pop(name)[0]) for name in self._parts}
+            numbers = {REWARD: 0.0} if is_zero else {}
+            status, error = found.status, found.error
+            return StageResult(row_id=row_id, status=status, error=error, numbers=numbers)
+        parts = {name: float(found[name][0]) for name in self._parts}
         return StageResult(
             row_id=row_id,
             numbers={name: float(found[name][0]) for name in self._numbers},
             parts=parts,
             correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
-        ), found
+        )
 
-    def _texts(self, prompt: Prompt, completion: str) -> Cells:
-        """What the archive shows of a rollout."""
-        cells = {PROMPT_ID: np.array([float(prompt.prompt_id)])}
-        if self._spec.has_text or prompt.is_held_out:
-            cells |= {PROMPT_TEXT: _utf8(prompt.text), COMPLETION_TEXT: _utf8(completion)}
+    def _cells(
+        self, result: StageResult, found: Failure | str | Cells, prompt: Prompt | None, call: Call
+    ) -> Cells:
+        """What storage gets: of the stage `score` also what the archive shows of the rollout."""
+        cells = {name: np.array([number]) for name, number in result.numbers.items()}
+        if isinstance(found, dict):
+            cells |= {name: cell for name, cell in found.items() if name not in self._parts}
+        if self._spec.reward is not None and prompt is not None:
+            cells[PROMPT_ID] = np.array([float(prompt.prompt_id)])
+            if self._spec.has_text or prompt.is_held_out:
+                completion = call.arguments[0][self._stage.reads.index(COMPLETION)]
+                cells |= {PROMPT_TEXT: _utf8(prompt.text), COMPLETION_TEXT: _utf8(completion)}
         return cells
 
     async def _write(self, cells: dict[int, Cells]) -> None:

@@ -35,7 +35,7 @@ class RewardPool:
     """Scores completions in `config.num_workers` processes."""
 
     def __init__(self, config: RewardConfig, task_source: str | None = None) -> None:
-        self._functions = config.functions
+        self._functions, self._full_marks = config.functions, config.full_marks
         reads, writes = ["prompt", "completion", "sampling"], [REWARD, *config.functions]
         stage = Stage(SCORE, "scorer", reads, writes, timeout_s=config.timeout_s)
         data = as_data(stage, "scorer")
@@ -63,7 +63,12 @@ class RewardPool:
                 continue
             reward, *parts = found
             named = dict(zip(self._functions, parts, strict=True))
-            results.append(StageResult(row_id=item.row_id, numbers={REWARD: reward}, parts=named))
+            is_correct = parts[0] >= self._full_marks
+            results.append(
+                StageResult(
+                    row_id=item.row_id, numbers={REWARD: reward}, parts=named, correct=is_correct
+                )
+            )
         return results
 
     def close(self) -> None:

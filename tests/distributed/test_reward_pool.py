@@ -341,15 +341,26 @@ def start_worker(parent_pid):
     )
 
 
-def test_a_worker_ends_when_its_input_ends_whatever_threads_user_code_left():
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
+        "judge = float\n",
+        "import asyncio\nasync def judge(completion): await asyncio.sleep(100)\n",
+    ],
+)
+def test_a_worker_ends_when_its_input_ends_whatever_user_code_left(source):
     worker = start_worker(os.getpid())
-    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
     stage = as_data(Stage("judge", "judge", ["completion"], ["value"]), "judge")
-    setup = {"stage": stage, "reward": None, "task_source": source + "judge = float\n"}
+    setup = {"stage": stage, "reward": None, "task_source": source}
     service = "llamarl.experience.stage_function"
-    first = json.dumps({"token": "abc", "service": service, "setup": setup, "timeout_s": 1.0})
-    out, _ = worker.communicate(first.encode() + b"\n", timeout=20)
-    assert json.loads(out)["token"] == "abc"
+    lines = (
+        {"token": "abc", "service": service, "setup": setup, "timeout_s": 100.0},
+        {"prompts": [], "calls": [[None, [["2.5"], [1]], "def"]]},
+    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    out, _ = worker.communicate(text.encode(), timeout=20)
+    assert json.loads(out.splitlines()[0])["token"] == "abc"
     assert worker.returncode == 0
 
 
