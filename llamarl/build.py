@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
         offload,
         reference,
         rollouts,
-        scorer,
+        stage,
         storage,
         trainer,
     )
@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     GeneratorReplica: type[protocols.GeneratorReplica] = rollouts.RolloutPart
     Collecting: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
-    Scorer: type[protocols.Processor] = scorer.ScorerExecutor
+    StageProcessor: type[protocols.Processor] = stage.StageExecutor
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
     StorageUnit: type[protocols.Storage] = storage.StorageExecutor
     Resettable: type[protocols.Resettable] = generator.GeneratorExecutor

@@ -20,7 +20,6 @@ from llamarl.executors.specs import (
     ExternalSpec,
     GeneratorSpec,
     ReferenceSpec,
-    ScorerSpec,
     Spec,
     StageSpec,
     StorageSpec,
@@ -135,21 +134,14 @@ def stage_spec(
             tokenizer=inputs.tokenizer_folder,
             storage=storage,
         )
-    if stage.name == SCORE:
-        return ScorerSpec(
-            config=config.reward,
-            tokenizer=inputs.tokenizer_folder,
-            task_source=inputs.task_source,
-            storage=storage,
-            has_text=config.experience.archive_text,
-        )
-    assert inputs.task_source is not None, "a stage of the recipe's own comes with a task.py"
     return StageSpec(
         stage=stage,
         numbers=inputs.graph.numbers & {*stage.reads},
         tokenizer=inputs.tokenizer_folder,
         task_source=inputs.task_source,
         storage=storage,
+        reward=config.reward if stage.name == SCORE else None,
+        has_text=config.experience.archive_text,
     )
 
 

@@ -19,7 +19,7 @@ from llamarl.errors import NoGenerator
 from llamarl.experience.graph import SCORE, Stage
 from llamarl.loop.balance import Replica
 from llamarl.protocols import GeneratorReplica, Report, Storage
-from llamarl.types import Score, StageItem, StageResult
+from llamarl.types import StageItem, StageResult
 from llamarl.weights.sync.replica_sync import PeerRelay
 
 log = logging.getLogger(__name__)
@@ -201,12 +201,12 @@ class MendedStage:
     storage: Storage
     ask: Ask
 
-    async def process(self, items: list[StageItem]) -> Sequence[Score | StageResult]:
+    async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
         """See `protocols.Processor`."""
         row_ids = [row_id for rows, _ in items for row_id in rows]
         columns = [column.name for column in self.stage.writes]
 
-        results: Sequence[Score | StageResult]
+        results: Sequence[StageResult]
         erase = partial(self.storage.erase, row_ids, columns)
         results = await self.ask(self.name, lambda calls: calls.process(items), erase)
         return results

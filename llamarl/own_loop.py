@@ -50,8 +50,7 @@ from llamarl.types import (
     Group,
     Prompt,
     Request,
-    Score,
-    ScoreStatus,
+    StageResult,
     StepStats,
 )
 from llamarl.weights.sync.replicas import PublishStats
@@ -187,7 +186,7 @@ class LibraryEngines(Engines):
             await self._storage.erase(row_ids, [REWARD])
             await self.put_experience(row_ids, {REWARD: [[reward] for reward in rewards]})
             for row_id, reward in zip(row_ids, rewards, strict=True):
-                score = Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward))
+                score = StageResult(row_id=row_id, numbers={REWARD: float(reward)})
                 group.scores[row_id] = score
         if not group.scores.keys() >= group.rollouts.keys() - group.dropped.keys():
             raise RuntimeError("settle must come after score, or get rewards")

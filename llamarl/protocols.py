@@ -24,7 +24,6 @@ from llamarl.types import (
     Outcome,
     Request,
     RolloutInfo,
-    Score,
     StageItem,
     StageResult,
     StepStats,
@@ -132,7 +131,7 @@ class Trainer(Checkpointed, Protocol):
 class Processor(Protocol):
     """Runs a stage between generate and settle: a scorer, a frozen model, a recipe's own code."""
 
-    async def process(self, items: list[StageItem]) -> Sequence[Score | StageResult]:
+    async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
         """Read the stage's columns of these rollouts, compute, write its columns.
 
         Returns what the controller must know: nothing, or one result per rollout. UserCodeError if

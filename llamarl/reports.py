@@ -32,7 +32,7 @@ def plan(
     """Say on `console`, and in the files `json` and `html`, what the recipe needs and does.
 
     Reads no weights and makes no run folder; of prompts and tokenizer only what their length needs.
-    Starts one short process if task.py has stages.
+    Starts one short process if it uses a task.py.
     """
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
@@ -72,7 +72,8 @@ def graph(
 ) -> None:
     """Print the recipe's stages and what goes between them; `run` is the folder of a run of it.
 
-    Reads no prompts, tokenizer or weights; starts one short process if task.py has stages.
+    Reads no prompts, tokenizer or weights; starts one short process if it uses a
+    task.py.
     """
     from llamarl.planner.report.dataflow import Dataflow
     from llamarl.planner.report.flows import read_flows

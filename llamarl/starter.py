@@ -33,7 +33,6 @@ from llamarl.config.rank_assignment import (
     home_hosts,
     place_generator,
 )
-from llamarl.environments.rewards.pool import try_loading
 from llamarl.errors import GroupLost, unwrap
 from llamarl.executor_specs import (
     collector_spec,
@@ -274,12 +273,9 @@ async def spawn_executors(
     generators load the checkpoint's weights as version 0.
 
     `replicas` are those to be there (None: the recipe's). Generators of an earlier session that are
-    left of the executors `before`, and were reset, go on. A task.py that does not load ends this
-    before any other executor starts. If an executor does not start, or is lost meanwhile, none that
-    was started here is left.
+    left of the executors `before`, and were reset, go on. If an executor does not start, or is lost
+    meanwhile, none that was started here is left.
     """
-    if "task" in config.reward.functions and EXECUTORS[SCORE] in parts:
-        await try_loading(config.reward, inputs.task_source)
     if replicas is None:
         replicas = range(config.generator.num_replicas if EXECUTORS[GENERATE] in parts else 0)
     earlier, kept = ({}, {}) if before is None else (before.places, before.generators)

@@ -1,33 +1,31 @@
-"""A recipe's own task.py: which functions it may define, their check, and loading it.
+"""A recipe's own task.py: which functions it may define, and loading it.
 
 Owns: what each function must look like; running the text as the module `task`. Does not own: where
-the text is read (`recipe/inputs.py`) or what the functions mean (`algorithms/`, `environments/`,
-`experience/`).
-Invariant: `check` runs nothing of the text; tracebacks show the user's own lines.
+the text is read (`recipe/inputs.py`), its check before a run (`experience/task_stages.py`), or what
+the functions mean (`algorithms/`, `environments/`, `experience/`). Invariant: what is wrong with
+the text is one line, with the user's own line.
 
-The text travels by content to every process that runs one of its functions: `reward` to those of
-the reward pool, `advantages`, `drop`, `sample` and trackers to the controller, `loss` to the
-trainer's, those of the list `stages` to processes of their own. It may import what is installed
-there, but not its neighbours in the recipe's folder. It is the user's own code: in each of these
-processes it may do whatever that process may.
+The text travels by content to every process that runs one of its functions: `reward` and those of
+the list `stages` to processes of their own, `advantages`, `drop`, `sample` and trackers to the
+controller, `loss` to the trainer's. It may import what is installed there, but not its neighbours
+in the recipe's folder. It is the user's own code: in each of these processes it may do whatever
+that process may.
 """
 
-import ast
 import inspect
 import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from llamarl.errors import TaskError
 
 FILE = "task.py"
 STAGES = "stages"  # its list of the dataflow's stages
-DYNAMIC = {"exec", "globals", "setattr", "vars"}  # with these, only a run shows what is defined
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,7 @@ class Form:
 
     parameters: Mapping[str, tuple[str, ...]]
     returns: tuple[str, ...]
+    may_be_async: bool = False
 
     def text(self, name: str) -> str:
         """Its head, as one would write it."""
@@ -46,8 +45,11 @@ class Form:
 
 NUMBERS = ("Sequence[float]", "list[float]", "tuple[float, ...]")
 FORMS = {
-    "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool")),
-    "loss": Form({"inputs": ("LossInputs",)}, ("Tensor", "tuple[Tensor, Tensor]", "LossTerms")),
+    "reward": Form({"prompt": ("Prompt",), "completion": ("str",)}, ("float", "int", "bool"), True),
+    "loss": Form(
+        {"inputs": ("LossInputs",)},
+        ("Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]", "LossTerms"),
+    ),
     "advantages": Form({"rewards": NUMBERS}, NUMBERS),
     "drop": Form({"group": ("ScoredGroup",)}, ("str | None", "None | str", "Optional[str]")),
     "sample": Form(
@@ -57,55 +59,19 @@ FORMS = {
 }
 
 
-def check(source: str, path: str, names: Collection[str]) -> None:
-    """Raise ValueError, one line with `path`, unless the text is Python and defines `names`, each
-    in its form as far as that can be told without running it. A name is one of FORMS, or STAGES.
-
-    What is bound in another way than by `def` is left to the process that loads it.
-    """
-    try:
-        tree = ast.parse(source, path)
-        compile(tree, path, "exec")
-    except SyntaxError as error:
-        line = f" in line {error.lineno}" if error.lineno else ""
-        shown = f": {error.text.strip()!r}" if error.text else ""
-        raise ValueError(f"{path} must be Python, got {error.msg}{line}{shown}") from error
-    except (ValueError, RecursionError, MemoryError) as error:  # null characters, deep nesting
-        raise ValueError(f"{path} must be Python, got {error or type(error).__name__}") from error
-    bound = dict(_bound(tree))
-    for name in names:
-        if bound.keys().isdisjoint({name, "*", *DYNAMIC}):
-            got = ", ".join(sorted(bound)) or "no name at all"
-            wanted = f"{STAGES}: list[Stage]" if name == STAGES else FORMS[name].text(name)
-            raise ValueError(f"{path} must define {wanted}, got {got}")
-        function = bound.get(name)
-        if name in FORMS and isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            _check_form(function, path)
-
-
 def load(source: str, names: Collection[str]) -> dict[str, Callable[..., Any]]:
     """Run the text as the module `task`; its functions `names`, each guarded.
 
-    ValueError, one line, for a text that raises or a function that is missing or takes other
-    arguments. A function that raises later raises TaskError, one line with the place.
+    ValueError, one line, for a text that raises or a function that is missing or has another form.
+    A function that raises later raises TaskError, one line with the place.
     """
     try:
-        functions = execute(source, names)
+        module = load_module(source)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
         got = where(error)
     else:
-        return {name: _guarded(name, function) for name, function in functions.items()}
+        return {name: _guarded(name, find(module, name)) for name in names}
     raise ValueError(f"{FILE} must load, got {got}")
-
-
-def execute(source: str, names: Collection[str]) -> dict[str, Callable[..., Any]]:
-    """Run the text as the module `task`; its functions `names` as they are.
-
-    Raises ValueError for one that is missing or takes other arguments, and whatever the text
-    raises.
-    """
-    module = load_module(source)
-    return {name: _require(name, getattr(module, name, None)) for name in names}
 
 
 def load_module(source: str) -> ModuleType:
@@ -118,10 +84,44 @@ def load_module(source: str) -> ModuleType:
     return module
 
 
-def line_of(source: str, name: str) -> int:
-    """The line that binds `name` last, as far as that can be told without running the text; else
-    1."""
-    return getattr(dict(_bound(ast.parse(source))).get(name), "lineno", 1)
+def find(module: ModuleType, name: str) -> Callable[..., Any]:
+    """The function `name` of task.py. ValueError, one line, unless it has its form."""
+    function, form = getattr(module, name, None), FORMS[name]
+    if not callable(function):
+        defined = ", ".join(key for key in vars(module) if not key.startswith("__"))
+        got = defined or "no name at all" if function is None else repr(function)
+        raise ValueError(f"{FILE} must define {form.text(name)}, got {' '.join(got.split())}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin that does not say what it takes
+        return function
+    is_async, why = inspect.iscoroutinefunction(function), ""
+    try:
+        signature.bind(*form.parameters)
+    except TypeError as error:
+        why = f": {error}"
+    if why or (is_async and not form.may_be_async) or not _has_words(function, signature, name):
+        must = f"{place_of(function)}: {name} must be {form.text(name)}"
+        raise ValueError(f"{must}, got {'async ' * is_async}{name}{signature}{why}")
+    return function
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """The line of task.py that defines it, if it is a function from there."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or code.co_filename != FILE:
+        return FILE
+    return f"{FILE}:{code.co_firstlineno}"
+
+
+def where(error: BaseException) -> str:
+    """The error on one line, with the line of task.py it came from."""
+    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError) and error.filename == FILE:
+        return f"{text} ({FILE}, line {error.lineno})"
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if frame.filename == FILE]
+    return f"{text} ({FILE}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,68 +135,21 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def where(error: BaseException) -> str:
-    """The error on one line, with the line of task.py it came from."""
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    if isinstance(error, SyntaxError) and error.filename == FILE:
-        return f"{text} ({FILE}, line {error.lineno})"
-    stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if frame.filename == FILE]
-    return f"{text} ({FILE}, line {frames[-1].lineno}: {frames[-1].line})" if frames else text
+def _has_words(function: Callable[..., Any], signature: inspect.Signature, name: str) -> bool:
+    """True if the parameters have the form's names and types, or it has another name."""
+    if not (isinstance(function, FunctionType) and function.__name__ == name):
+        return True
+    form = FORMS[name]
+    given = [*signature.parameters.values()][: len(form.parameters)]
+    notes = [*(parameter.annotation for parameter in given), signature.return_annotation]
+    return [parameter.name.lstrip("_") for parameter in given] == [*form.parameters] and all(
+        map(_fits, notes, [*form.parameters.values(), form.returns])
+    )
 
 
-def _check_form(function: ast.FunctionDef | ast.AsyncFunctionDef, path: str) -> None:
-    form, given = FORMS[function.name], function.args
-    parameters = [*given.posonlyargs, *given.args]
-    required = parameters[: len(parameters) - len(given.defaults)]
-    wanted = list(form.parameters)
-    has_names = [parameter.arg.lstrip("_") for parameter in parameters[: len(wanted)]] == wanted
-    is_callable = len(required) <= len(wanted) and None not in given.kw_defaults
-    types = [*form.parameters.values(), form.returns]
-    notes = [parameter.annotation for parameter in parameters[: len(wanted)]]
-    fits = all(map(_fits, [*notes, function.returns], types))
-    if isinstance(function, ast.AsyncFunctionDef) or not (has_names and is_callable and fits):
-        returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-        got = f"{function.name}({ast.unparse(given)}){returns}"
-        is_async = "async " * isinstance(function, ast.AsyncFunctionDef)
-        raise ValueError(
-            f"{path}:{function.lineno}: {function.name} must be {form.text(function.name)}, "
-            f"got {is_async}{got}"
-        )
-
-
-def _fits(annotation: ast.expr | None, types: tuple[str, ...]) -> bool:
+def _fits(annotation: Any, types: tuple[str, ...]) -> bool:
     """True without an annotation, or with one of `types`, whatever module it is named by."""
-    text = "" if annotation is None else re.sub(r"[\w.]*\.(?=\w)", "", ast.unparse(annotation))
-    return text.strip("'\"") in ("", "Any", *types)
-
-
-def _require(name: str, function: Any) -> Callable[..., Any]:
-    wanted = f"{FILE} must define {FORMS[name].text(name)}"
-    if not callable(function):
-        raise ValueError(f"{wanted}, got {'none' if function is None else repr(function)}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{wanted}, got an async one")
-    try:
-        inspect.signature(function).bind(*FORMS[name].parameters)
-    except TypeError as error:
-        raise ValueError(f"{wanted}, got {name}{inspect.signature(function)}: {error}") from error
-    except ValueError:  # of a builtin that does not say what it takes
-        pass
-    return function
-
-
-def _bound(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """What the module's own statements may bind, by name and in order, and names of DYNAMIC that
-    they use."""
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-            continue  # what it binds inside is its own
-        if isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id in DYNAMIC):
-            yield node.id, node
-        if isinstance(node, ast.alias):
-            yield node.asname or node.name, node
-        waiting += reversed(list(ast.iter_child_nodes(node)))
+    if annotation is inspect.Signature.empty:
+        return True
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"[\w.]*\.(?=\w)", "", text).strip("'\"") in ("Any", *types)

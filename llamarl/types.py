@@ -71,6 +71,7 @@ Glossary
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -122,7 +123,7 @@ class FinishReason(StrEnum):
 FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumerate(FinishReason)}
 
 
-def finish_reason(sampling: np.ndarray) -> FinishReason:
+def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
     """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
     return tuple(FinishReason)[int(sampling[-1])]
 
@@ -234,54 +235,44 @@ class RolloutInfo:
     replica: int = 0
 
 
-class ScoreStatus(StrEnum):
-    """What became of a reward; a failure is no zero, unless the recipe makes it one."""
+class StageStatus(StrEnum):
+    """How a stage's call ended for a rollout; a reward that failed is no zero, unless the recipe
+    makes it one."""
 
     OK = "ok"
     RAISED = "raised"
     HUNG = "hung"
-    INVALID = "invalid"  # NaN, infinite or not a number
-
-
-@light
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The verdict on one rollout: weighted `reward`, the `parts` by function, or the `error`. The
-    reward of a failed one is NaN, or 0 with `reward.on_failure: zero`."""
-
-    row_id: int
-    status: ScoreStatus
-    reward: float = float("nan")
-    parts: dict[str, float] = field(default_factory=dict)
-    error: str = ""
-    full_marks: float = 1.0
-
-    @property
-    def has_reward(self) -> bool:
-        """True if advantages can be computed from it."""
-        return not math.isnan(self.reward)
-
-    @property
-    def correct(self) -> bool:
-        """True if the first reward function gave full marks: what accuracy counts."""
-        first = next(iter(self.parts.values()), -math.inf)
-        return self.status is ScoreStatus.OK and first >= self.full_marks
+    INVALID = "invalid"  # it returned what it must not, such as NaN
 
 
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """What a stage of the recipe's own found for one rollout.
+    """What a stage found for one rollout; `error` says why its `status` is not OK.
 
-    `numbers` holds the columns it wrote that are one number, by name. A rollout with a `reason` is
-    dropped, as is one whose `status` is not OK; `error` says why it is not.
+    `numbers` holds the columns it wrote that are one number, by name; a rollout with a `reason`, or
+    on which a stage of the recipe's own failed, is dropped. The stage `score` writes REWARD, the
+    weighted sum of the `parts` by function; if it failed there is none, or 0 with
+    `reward.on_failure: zero`. `correct`: the first function gave full marks, which accuracy counts.
     """
 
     row_id: int
-    status: ScoreStatus = ScoreStatus.OK
+    status: StageStatus = StageStatus.OK
     numbers: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     error: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    correct: bool = False
+
+    @property
+    def reward(self) -> float:
+        """NaN if there is none."""
+        return self.numbers.get(REWARD, math.nan)
+
+    @property
+    def has_reward(self) -> bool:
+        """True if advantages can be computed from it."""
+        return not math.isnan(self.reward)
 
 
 StageItem = tuple[tuple[int, ...], Prompt | None]
@@ -307,7 +298,7 @@ class Group:
     min_version: int
     step: int = 0
     rollouts: dict[int, RolloutInfo] = field(default_factory=dict)
-    scores: dict[int, Score] = field(default_factory=dict)
+    scores: dict[int, StageResult] = field(default_factory=dict)
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
@@ -340,7 +331,7 @@ class ScoredGroup:
 
     prompt: Prompt
     rollouts: tuple[RolloutInfo, ...]
-    scores: tuple[Score, ...]
+    scores: tuple[StageResult, ...]
     rewards: tuple[float, ...]
     advantages: tuple[float, ...]
 

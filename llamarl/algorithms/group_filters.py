@@ -35,7 +35,7 @@ GroupFilter = Callable[[ScoredGroup], str | None]
 
 def equal_rewards(group: ScoredGroup) -> str | None:
     """Drops a group whose rewards are all equal and whose advantages are therefore all 0; as
-    "solved" if every rollout has full marks (`Score.correct`).
+    "solved" if every rollout has full marks (`StageResult.correct`).
 
     With `advantage: none` that means all rewards are 0.
     """

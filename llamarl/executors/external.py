@@ -33,9 +33,9 @@ from llamarl.types import (
     RESPONSE_IDS,
     Columns,
     Prompt,
-    ScoreStatus,
     StageItem,
     StageResult,
+    StageStatus,
 )
 
 log = logging.getLogger(__name__)
@@ -99,12 +99,8 @@ class ExternalExecutor:
         self._server: UnitServer | None = None
         self._warning: asyncio.TimerHandle | None = None
         self._work = WorkSpans(spans, stage.name, "rows")
-        self._failures = FailureRate(
-            stage.max_failure_rate,
-            one=f"stage {stage.name}",
-            all_of_them=f"the rollouts of stage {stage.name}",
-            key="its max_failure_rate",
-        )
+        label, key = f"stage {stage.name}", "its max_failure_rate"
+        self._failures = FailureRate(stage.max_failure_rate, label, key)
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""
@@ -263,7 +259,7 @@ class ExternalExecutor:
             why = f"must be finished within {limit_s:g} s (timeout_s), was not {MAX_LEASES} times"
             error = f"a rollout of stage {name} {why}"
             failed = [
-                StageResult(row_id=row_id, status=ScoreStatus.HUNG, error=error)
+                StageResult(row_id=row_id, status=StageStatus.HUNG, error=error)
                 for row_id in work.row_ids
             ]
             self._deliver([work], failed)

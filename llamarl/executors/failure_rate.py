@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from llamarl.errors import UserCodeError
-from llamarl.types import Score, ScoreStatus, StageResult
+from llamarl.types import StageResult, StageStatus
 
 logger = logging.getLogger(__name__)
 
@@ -18,41 +18,33 @@ MINIMUM = 50  # results before it is judged
 
 
 class FailureRate:
-    """Ends the run when more than `limit` of the last results failed.
+    """Ends the run when more than `limit` of the last results failed. `label` is whose calls they
+    are, such as "stage judge", and `key` what the user sets the limit by."""
 
-    `one` names a result in the log ("reward"), `all_of_them` what is counted ("rewards"), `key`
-    what the user sets the limit by.
-    """
-
-    def __init__(self, limit: float, *, one: str, all_of_them: str, key: str) -> None:
-        self._limit = limit
-        self._one, self._all, self._key = one, all_of_them, key
-        self._statuses: deque[ScoreStatus] = deque(maxlen=WINDOW)
+    def __init__(self, limit: float, label: str, key: str) -> None:
+        self._limit, self._label, self._key = limit, label, key
+        self._statuses: deque[StageStatus] = deque(maxlen=WINDOW)
         self._logged_cause = ""
 
-    def add(self, results: Sequence[Score | StageResult]) -> None:
+    def add(self, results: Sequence[StageResult]) -> None:
         """Count these. UserCodeError if more than `limit` of the last 1000 failed (judged after
         50)."""
         self._statuses.extend(result.status for result in results)
-        failures = [result for result in results if result.status is not ScoreStatus.OK]
+        failures = [result for result in results if result.status is not StageStatus.OK]
         for failure in failures:
             cause = failure.error.splitlines()[-1]
             if cause != self._logged_cause:  # the same one over and over says nothing new
-                logger.warning(
-                    "%s of row %d: %s: %s", self._one, failure.row_id, failure.status, failure.error
-                )
+                where = f"{self._label} of row {failure.row_id}"
+                logger.warning("%s: %s: %s", where, failure.status, failure.error)
                 self._logged_cause = cause
         counts = Counter(self._statuses)
-        num_failed = len(self._statuses) - counts[ScoreStatus.OK]
+        num_failed = len(self._statuses) - counts[StageStatus.OK]
         is_judged = failures and len(self._statuses) >= MINIMUM
         if is_judged and num_failed / len(self._statuses) > self._limit:
-            kinds = ", ".join(
-                f"{counts[status]} {status}"
-                for status in ScoreStatus
-                if status is not ScoreStatus.OK
-            )
+            bad = [status for status in StageStatus if status is not StageStatus.OK]
+            kinds = ", ".join(f"{counts[status]} {status}" for status in bad)
             raise UserCodeError(
-                f"at most {self._limit:.0%} of {self._all} may fail ({self._key}), got "
+                f"at most {self._limit:.0%} of {self._label} calls may fail ({self._key}), got "
                 f"{num_failed} of the last {len(self._statuses)} ({kinds}); the last one:\n"
                 f"{failures[-1].error}"
             )

@@ -94,33 +94,22 @@ class ReferenceSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorerSpec:
-    """`tokenizer` is a folder with tokenizer files, `task_source` the text of the recipe's task.py
-    if it has one. With `has_text` the texts of all rollouts are written, not only of held-out
-    ones."""
-
-    executor: ClassVar[str] = "llamarl.executors.scorer:ScorerExecutor"
-
-    config: RewardConfig
-    tokenizer: str
-    task_source: str | None
-    storage: ColumnStore
-    has_text: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """Of a stage of the recipe's own: `stage.run` is the name of a function of `task_source`, the
-    text of task.py; `numbers` names the columns it reads that are one number per rollout;
-    `tokenizer` is a folder with tokenizer files."""
+    """Of a stage that runs functions: `stage.run` is the name of one of `task_source`, the text of
+    the recipe's task.py if it has one, or `reward` says which the stage `score` runs. `numbers`
+    names the columns it reads that are one number per rollout; `tokenizer` is a folder with
+    tokenizer files. With `has_text` `score` writes the texts of all rollouts, not only of held-out
+    ones."""
 
     executor: ClassVar[str] = "llamarl.executors.stage:StageExecutor"
 
     stage: Stage
     numbers: frozenset[str]
     tokenizer: str
-    task_source: str
+    task_source: str | None
     storage: ColumnStore
+    reward: RewardConfig | None = None
+    has_text: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +156,6 @@ Spec = (
     GeneratorSpec
     | TrainerSpec
     | ReferenceSpec
-    | ScorerSpec
     | StageSpec
     | ExternalSpec
     | StorageSpec

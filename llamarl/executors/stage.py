@@ -1,11 +1,14 @@
-"""A stage of the recipe's own: a function of task.py computes columns of rollouts, or drops them.
+"""A stage that runs functions: it computes columns of rollouts, such as their rewards, or drops
+rollouts.
 
-Owns: reading what the function reads, writing what it returns. Does not own: running it (the pool's
-processes do) or what a dropped rollout means (the controller). Invariant: a rollout has either all
-columns of the stage or none, and those with a result that is OK and no reason have them.
+Owns: reading what the function reads, writing what it returns, and of the stage `score` the texts
+that the archive shows. Does not own: running the function (the pool's processes do), what a dropped
+rollout or a missing reward means (the controller). Invariant: a rollout has either all columns that
+the function computes or none, and those with a result that is OK and no reason have them.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,37 +17,61 @@ from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.work_spans import WorkSpans
-from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, Column
+from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
 from llamarl.experience.graph import GROUP
 from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.metrics.span import Spans
-from llamarl.types import RESPONSE_IDS, Columns, StageItem, StageResult
-from llamarl.user_code.pool import Call, Failure, UserCode, WorkerPool
+from llamarl.record import Records
+from llamarl.types import (
+    COMPLETION_TEXT,
+    PROMPT_ID,
+    PROMPT_TEXT,
+    RESPONSE_IDS,
+    REWARD,
+    Columns,
+    Prompt,
+    StageItem,
+    StageResult,
+)
+from llamarl.user_code.calls import Call, Failure, UserCode
+from llamarl.user_code.pool import WorkerPool
 from llamarl.user_code.process import MAX_ANSWER_BYTES
 
 ENTRY_BYTES = 32  # of a number in an answer, at most
 Cells = dict[str, np.ndarray]
 Found = list[str | Cells]
-"""Of one call, per rollout: the reason to drop it, or its columns."""
+"""Of one call, per rollout: the reason to drop it, or what was computed, by column."""
 
 
 class StageExecutor:
     """protocols.Processor for one stage; calls of `process` may overlap."""
 
     def __init__(self, spec: StageSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
-        stage = spec.stage
-        self._spec, self._stage = spec, stage
+        self._spec, stage, reward = spec, spec.stage, spec.reward
+        computed = [column for column in stage.writes if column.name not in RECORDED]
+        self._parts = dict.fromkeys(reward.functions if reward is not None else ())
+        # As its function sees it:
+        self._stage = replace(stage, writes=(*computed, *map(Column, self._parts)))
+        self._numbers = [column.name for column in computed if column.length == NUMBER]
         self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
-        self._pool = WorkerPool(_code(spec), stage.workers, self._read_answer)
         self._work = WorkSpans(spans, stage.name, "rows")
-        self._failures = FailureRate(
-            stage.max_failure_rate,
-            one=f"stage {stage.name}",
-            all_of_them=f"the calls of stage {stage.name}",
-            key="its max_failure_rate",
+        keys = "its " if reward is None else "reward."
+        code = UserCode(
+            service="llamarl.experience.stage_function",
+            setup={
+                "stage": as_data(self._stage, str(stage.run)),
+                "task_source": spec.task_source,
+                "reward": None if reward is None else asdict(reward),
+            },
+            timeout_s=stage.timeout_s,
+            label=f"stage {stage.name}" if reward is None else "reward",
+            keys=keys,
         )
+        self._pool = WorkerPool(code, stage.workers, self._read_answer)
+        key = f"{keys}max_failure_rate"
+        self._failures = FailureRate(stage.max_failure_rate, code.label, key)
 
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load."""
@@ -59,32 +86,68 @@ class StageExecutor:
         Raises UserCodeError if more than `max_failure_rate` of the last 1000 calls failed (judged
         after 50).
         """
-        row_ids = [row_id for rows, _ in items for row_id in rows]
-        with self._work.working(len(row_ids)):
+        with self._work.working(sum(len(rows) for rows, _ in items)):
             calls = await self._make_calls(items)
             found = await self._pool.run(calls)
-            await self._write(items, found)
-        pairs = zip(items, found, strict=True)
-        results = [_results(rows, of_call, self._stage.writes) for (rows, _), of_call in pairs]
+            results: list[list[StageResult]] = []
+            cells: dict[int, Cells] = {}
+            for (rows, prompt), call, of_call in zip(items, calls, found, strict=True):
+                each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
+                pairs = zip(rows, each, strict=True)
+                results.append([self._result(row_id, of_row) for row_id, of_row in pairs])
+                cells |= {
+                    result.row_id: self._cells(result, of_row, prompt, call)
+                    for result, of_row in zip(results[-1], each, strict=True)
+                }
+            await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
-        return [result for of_call in results for result in of_call]
+        return Records(result for of_call in results for result in of_call)
 
     async def close(self) -> None:
         """End the processes."""
         self._pool.close()
 
-    async def _write(self, items: list[StageItem], found: list[Found | Failure]) -> None:
-        written = {
-            row_id: cells
-            for (rows, _), of_call in zip(items, found, strict=True)
-            if not isinstance(of_call, Failure)
-            for row_id, cells in zip(rows, of_call, strict=True)
-            if not isinstance(cells, str)
-        }
-        names = [column.name for column in self._stage.writes]
-        if written and names:
-            columns = {name: [cells[name] for cells in written.values()] for name in names}
-            await self._storage.write([*written], columns)
+    def _result(self, row_id: int, found: Failure | str | Cells) -> StageResult:
+        """What the controller gets: no arrays."""
+        reward = self._spec.reward
+        if isinstance(found, str):
+            return StageResult(row_id=row_id, reason=found)
+        if isinstance(found, Failure):
+            is_zero = reward is not None and reward.on_failure == "zero"
+            numbers = {REWARD: 0.0} if is_zero else {}
+            status, error = found.status, found.error
+            return StageResult(row_id=row_id, status=status, error=error, numbers=numbers)
+        parts = {name: float(found[name][0]) for name in self._parts}
+        return StageResult(
+            row_id=row_id,
+            numbers={name: float(found[name][0]) for name in self._numbers},
+            parts=parts,
+            correct=reward is not None and parts[reward.functions[0]] >= reward.full_marks,
+        )
+
+    def _cells(
+        self, result: StageResult, found: Failure | str | Cells, prompt: Prompt | None, call: Call
+    ) -> Cells:
+        """What storage gets: of the stage `score` also what the archive shows of the rollout."""
+        cells = {name: np.array([number]) for name, number in result.numbers.items()}
+        if isinstance(found, dict):
+            cells |= {name: cell for name, cell in found.items() if name not in self._parts}
+        if self._spec.reward is not None and prompt is not None:
+            cells[PROMPT_ID] = np.array([float(prompt.prompt_id)])
+            if self._spec.has_text or prompt.is_held_out:
+                completion = call.arguments[0][self._stage.reads.index(COMPLETION)]
+                cells |= {PROMPT_TEXT: _utf8(prompt.text), COMPLETION_TEXT: _utf8(completion)}
+        return cells
+
+    async def _write(self, cells: dict[int, Cells]) -> None:
+        """In one message, unless some rows have other columns."""
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for row_id, of_row in cells.items():
+            alike.setdefault(tuple(of_row), []).append(row_id)
+        for names, row_ids in alike.items():
+            if names:
+                columns = {name: [cells[row_id][name] for row_id in row_ids] for name in names}
+                await self._storage.write(row_ids, columns)
 
     async def _make_calls(self, items: list[StageItem]) -> list[Call]:
         stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]
@@ -104,7 +167,7 @@ class StageExecutor:
             calls.append(Call(prompt, call, max_answer_bytes=MAX_ANSWER_BYTES + num_bytes))
         return calls
 
-    def _given(self, name: str, columns: Columns, num_rows: int) -> list[Any]:
+    def _given(self, name: str, columns: Columns, num_rows: int) -> Sequence[Any]:
         """What the function gets for `name`, one entry per row."""
         if name == PROMPT_RECORD:  # it travels beside the arguments
             return [None] * num_rows
@@ -132,32 +195,6 @@ class StageExecutor:
         return found
 
 
-def _code(spec: StageSpec) -> UserCode:
-    stage, label = spec.stage, f"stage {spec.stage.name}"
-    assert isinstance(stage.run, str), "a stage of the recipe's own runs a function of task.py"
-    return UserCode(
-        service="llamarl.experience.stage_function",
-        setup={"stage": as_data(stage, stage.run), "task_source": spec.task_source},
-        timeout_s=stage.timeout_s,
-        timeout_key="its timeout_s",
-        label=label,
-        call=label,
-        functions=label,
-    )
-
-
-def _results(
-    row_ids: Sequence[int], found: Found | Failure, columns: Sequence[Column]
-) -> list[StageResult]:
-    """What the controller gets of one call: no arrays."""
-    if isinstance(found, Failure):
-        return [
-            StageResult(row_id=row_id, status=found.status, error=found.error) for row_id in row_ids
-        ]
-    names = [column.name for column in columns if column.length == NUMBER]
-    return [
-        StageResult(row_id=row_id, reason=row)
-        if isinstance(row, str)
-        else StageResult(row_id=row_id, numbers={name: float(row[name][0]) for name in names})
-        for row_id, row in zip(row_ids, found, strict=True)
-    ]
+def _utf8(text: str) -> np.ndarray:
+    """uint8 [bytes]; half of a surrogate pair, which a prompt file may hold, as a question mark."""
+    return np.frombuffer(text.encode(errors="replace"), np.uint8)

@@ -87,3 +87,5 @@ PROMPT_RECORD = "prompt"  # the rollout's `types.Prompt`, which has the whole ro
 COMPLETION = "completion"  # the response as text, decoded from RESPONSE_IDS
 DERIVED = {PROMPT_RECORD: "", COMPLETION: RESPONSE_IDS}
 """Name -> the column it is made from, "" for none."""
+RECORDED = (PROMPT_ID, PROMPT_TEXT, COMPLETION_TEXT)
+"""What a stage writes of the rollout as it is, for the archive; no function computes it."""

@@ -103,8 +103,9 @@ class Stage:
     what it writes (several as a tuple), a FrozenModel, or External. It may return a `Drop` instead;
     one that writes nothing only drops. `per="group"`: it gets the rollouts of a whole group at
     once, a list per argument, and returns a list per column. It runs in `workers` processes of its
-    own; a call that takes longer than `timeout_s` is ended. Its rollout is then dropped, as when
-    the function raises; if more than `max_failure_rate` of the last 1000 calls fail, the run ends.
+    own, and may be a coroutine, many of which run at once in each; a call that takes longer than
+    `timeout_s` is ended. Its rollout is then dropped, as when the function raises; if more than
+    `max_failure_rate` of the last 1000 calls fail, the run ends.
 
     `reads` are columns, "prompt" (the `types.Prompt`) and "completion" (the response as text).
     `writes` names numbers, or has a `Column` for what is one entry per response token.

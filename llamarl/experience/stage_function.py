@@ -1,4 +1,5 @@
-"""What the processes of a stage serve: one function of task.py, and the check of what it returns.
+"""What the processes of a stage serve: a function of task.py, or the rewards, and the check of what
+it returns.
 
 Owns: the arguments that the function gets, what it may return. Does not own: the processes
 (`user_code/`), arrays, or what a dropped rollout means. Invariant: what leaves is finite numbers,
@@ -6,44 +7,68 @@ and for a column with an entry per response token as many as there are tokens, i
 dtype.
 """
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
 from llamarl.algorithms.group_filters import REASON
+from llamarl.config import RewardConfig
+from llamarl.environments.rewards import functions as rewards
 from llamarl.experience.columns import NUMBER, PROMPT_RECORD, Column
 from llamarl.experience.graph import GROUP, Drop, Stage
 from llamarl.experience.task_stages import from_data
 from llamarl.task_file import load_module
-from llamarl.types import Prompt, ScoreStatus
-from llamarl.user_code.report import shown, user_traceback
+from llamarl.types import Prompt, StageStatus
+from llamarl.user_code.report import InvalidReturnError, shown, user_traceback
 
-Serve = Callable[[Prompt | None, list[Any], list[int]], dict[str, Any]]
-
-
-class InvalidReturnError(ValueError):
-    """A stage's function returned what it must not."""
+Answer = dict[str, Any]
+OWN_FILES = (__file__, rewards.__file__)
 
 
-def load(setup: dict[str, Any]) -> Serve:
+def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, Answer]]:
     """The service of a worker: (prompt, an argument per name in `reads`, response tokens of each
-    rollout) -> `answer`. The argument of "prompt" is ignored."""
-    stage = from_data(setup["stage"])
-    assert isinstance(stage.run, str)
-    function = getattr(load_module(setup["task_source"]), stage.run)
-    return lambda prompt, columns, lengths: answer(function, stage, prompt, columns, lengths)
+    rollout) -> `answer`, at once unless one of the functions is a coroutine. The argument of
+    "prompt" is ignored. `setup["reward"]` has the reward section if the stage is `score`."""
+    stage, source = from_data(setup["stage"]), setup["task_source"]
+    function: Callable[..., Any]
+    if setup["reward"] is None:
+        assert isinstance(stage.run, str)
+        function = getattr(load_module(source), stage.run)
+        is_coroutine = inspect.iscoroutinefunction(function)
+    else:
+        config = RewardConfig(**setup["reward"])
+        functions = rewards.load_functions(config, source)
+        function = rewards.make_score(functions, config)
+        is_coroutine = any(map(inspect.iscoroutinefunction, functions.values()))
+
+    async def serve(prompt: Prompt | None, columns: list[Any], lengths: list[int]) -> Answer:
+        return await answer(function, stage, prompt, columns, lengths)
+
+    return serve if is_coroutine else lambda *arguments: run_now(serve(*arguments))
 
 
-def answer(
+def run_now(coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+    """What it returns, without an event loop, which functions may want to run themselves."""
+    try:
+        coroutine.send(None)
+        coroutine.throw(InvalidReturnError("be awaited in an `async def` of task.py"))
+    except StopIteration as end:
+        found: Answer = end.value
+        return found
+    raise AssertionError("it ends with what it is thrown")
+
+
+async def answer(
     function: Callable[..., Any],
     stage: Stage,
     prompt: Prompt | None,
     columns: Sequence[Any],
     lengths: Sequence[int],
-) -> dict[str, Any]:
+) -> Answer:
     """Call the function: {"rows": [...]} with, per rollout, the reason to drop it or a list of its
     values by written column. A failure is {"status": str, "error": str}."""
     is_group = stage.per == GROUP
@@ -52,16 +77,18 @@ def answer(
     arguments = [record if name == PROMPT_RECORD else column for name, column in pairs]
     try:
         found = function(*arguments)
+        if inspect.isawaitable(found):
+            found = await found
         if is_group:
             rows = _group_rows(found, stage, lengths)
         else:
             rows = [_row(_by_column(found, stage), stage, lengths[0])]
     except InvalidReturnError as error:
         why = f"what stage {stage.name} returns must {error}"
-        return {"status": ScoreStatus.INVALID, "error": why}
+        return {"status": StageStatus.INVALID, "error": why}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
-        why = f"{stage.name}: {user_traceback(error, __file__)}"
-        return {"status": ScoreStatus.RAISED, "error": why}
+        why = f"{stage.name}: {user_traceback(error, *OWN_FILES)}"
+        return {"status": StageStatus.RAISED, "error": why}
     return {"rows": rows}
 
 

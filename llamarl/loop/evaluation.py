@@ -23,8 +23,8 @@ from llamarl.types import (
     Purpose,
     Request,
     Sampling,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
 )
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Evaluator:
         self.version = version
 
 
-def _score(group: Group) -> Score:
+def _score(group: Group) -> StageResult:
     return group.scores[group.row_ids[0]]
 
 
@@ -130,7 +130,7 @@ def _result(version: int, groups: Sequence[Group]) -> Evaluation | None:
     foreign = {span.version for row in rows for span in row.spans} - {version}
     if foreign:
         raise RuntimeError(f"evaluation of version {version} met tokens of {sorted(foreign)}")
-    good = [score for score in scores if score.status is ScoreStatus.OK]
+    good = [score for score in scores if score.status is StageStatus.OK]
     if not good:
         raise RuntimeError(f"every reward of the evaluation failed: {scores[0].error}")
     num_prompts = len(scores)

@@ -33,10 +33,9 @@ from llamarl.types import (
     Purpose,
     Request,
     RolloutInfo,
-    Score,
-    ScoreStatus,
     StageItem,
     StageResult,
+    StageStatus,
 )
 
 PAUSE_S = 0.05  # between two calls of a stage, so that what many replicas send comes together
@@ -264,12 +263,12 @@ def _num_rows(asked: Asked) -> int:
     return len(asked[1])
 
 
-def _learn(stage: Stage, group: Group, result: Score | StageResult) -> None:
+def _learn(stage: Stage, group: Group, result: StageResult) -> None:
     """A failed score drops nothing here: the group's filter knows what it means."""
     row_id = result.row_id
-    if isinstance(result, Score):
+    if stage.name == SCORE:
         group.scores[row_id] = result
         return
     group.numbers.setdefault(row_id, {}).update(result.numbers)
-    if result.reason or result.status is not ScoreStatus.OK:
+    if result.reason or result.status is not StageStatus.OK:
         group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")

@@ -9,7 +9,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
-from llamarl.types import FinishReason, Group, ScoreStatus
+from llamarl.types import FinishReason, Group, StageStatus
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Drops:
 def explain(reason: str, group: Group) -> str:
     """What `reason` means, with an example from `group`, which was dropped for it."""
     words = MEANINGS.get(reason, f"the group filter said {reason}")
-    errors = [s.error for s in group.scores.values() if s.status is not ScoreStatus.OK]
+    errors = [s.error for s in group.scores.values() if s.status is not StageStatus.OK]
     if errors:
         lines = errors[-1].strip().splitlines() or ["no message"]
         return f"{words} (the last error: {lines[-1]})"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from llamarl.types import FinishReason, Group, RolloutInfo, Score, ScoreStatus, StepStats
+from llamarl.types import FinishReason, Group, RolloutInfo, StageResult, StageStatus, StepStats
 
 Scalars = dict[str, float]
 Histograms = dict[str, dict[float, int]]  # tag -> value -> how often
@@ -136,11 +136,11 @@ def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:
     return chosen
 
 
-def _scores(scores: list[Score]) -> Scalars:
+def _scores(scores: list[StageResult]) -> Scalars:
     scalars: Scalars = {
         f"reward_failures/{status.value}": sum(score.status is status for score in scores)
-        for status in ScoreStatus
-        if status is not ScoreStatus.OK
+        for status in StageStatus
+        if status is not StageStatus.OK
     }
     scored = [score for score in scores if score.has_reward]
     if scored:
@@ -211,7 +211,7 @@ def _samples(
     return "\n\n---\n\n".join(parts)
 
 
-def _describe(row: RolloutInfo, score: Score) -> str:
+def _describe(row: RolloutInfo, score: StageResult) -> str:
     """Such as `reward 1.25 (exact 1, format 0.25), stop after 34 tokens, versions 3, 4`."""
     parts = ", ".join(f"{name} {part:g}" for name, part in score.parts.items())
     reward = f"reward {score.reward:g}" + (f" ({parts})" if len(score.parts) > 1 else "")

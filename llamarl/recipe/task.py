@@ -13,15 +13,15 @@ from llamarl.algorithms.losses.task import TaskConfig
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.experience.graph import Graph, make_graph
-from llamarl.experience.task_stages import read_stages
+from llamarl.experience.task_stages import check_task
 from llamarl.metrics.trackers import TRACKERS
-from llamarl.task_file import FILE, STAGES, check, load
+from llamarl.task_file import FILE, STAGES, load
 
 CONTROLLER_TASKS = {"advantages", "drop", "sample"}  # functions that run in this process
 
 
 def read_task(config: Config) -> str | None:
-    """The text of task.py, checked for what the recipe names; None if it names nothing."""
+    """The text of task.py; None if the recipe names nothing of it."""
     names = named_functions(config) | ({STAGES} if config.experience.stages else set())
     path = Path(config.recipe_dir) / FILE
     may_add_tracker = not TRACKERS.keys() >= {*config.metrics.trackers} and path.is_file()
@@ -30,13 +30,11 @@ def read_task(config: Config) -> str | None:
     named = ", ".join(sorted(names))
     require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
     try:
-        source = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be Python in UTF-8, got {error}") from error
     except OSError as error:
         raise ValueError(f"{path} must be a file that can be read, got {error}") from error
-    check(source, str(path), names)
-    return source
 
 
 def load_task(config: Config, source: str | None) -> dict[str, Callable[..., Any]]:
@@ -46,11 +44,14 @@ def load_task(config: Config, source: str | None) -> dict[str, Callable[..., Any
 
 
 def read_graph(config: Config, source: str | None) -> Graph:
-    """The recipe's graph, with the stages of this text that it names. ValueError, in one line, for
-    what would not work."""
-    names = config.experience.stages
+    """The recipe's graph, with the stages of this text that it names, once a short process has
+    checked the text for all that the recipe names. ValueError, in one line, for what would not
+    work."""
+    names, functions = config.experience.stages, named_functions(config)
     require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
-    return make_graph(config, read_stages(source, names) if source and names else ())
+    if source is None or not (names or functions):
+        return make_graph(config)
+    return make_graph(config, check_task(source, functions, names))
 
 
 def named_functions(config: Config) -> set[str]:

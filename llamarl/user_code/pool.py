@@ -1,9 +1,9 @@
 """A pool of processes that runs user code.
 
-Owns: the worker processes, one thread for each, the queue in front of them, the time limit. Does
-not own: what is called or what an answer means (rewards, stages), or what failures mean for the
-run. Invariant: every call gets exactly one result; a failure carries its cause; and whatever user
-code does to its process, the pool goes on.
+Owns: the worker processes, the queue in front of them, what is called again when one is lost. Does
+not own: what is called or what an answer means (stages), or what failures mean for the run.
+Invariant: every call gets exactly one result; a failure carries its cause; and whatever user code
+does to its process, the pool goes on.
 
 There is a thread per process for two reasons: the kernel ends a worker with the thread that started
 it, so that thread must live as long as the pool; and a blocking thread measures the time of its
@@ -15,63 +15,32 @@ import logging
 import queue
 import secrets
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from llamarl.types import Prompt, ScoreStatus
-from llamarl.user_code.process import MAX_ANSWER_BYTES, WorkerError, WorkerProcess
+from llamarl.types import StageStatus
+from llamarl.user_code.calls import Call, Chunk, Failure, UserCode, message
+from llamarl.user_code.process import WorkerError, WorkerProcess
+from llamarl.user_code.worker import CANCEL_S
 
 T = TypeVar("T")
 
 CHUNK_CALLS = 16  # per message: small enough to spread over workers, large enough to be cheap
+MAX_COROUTINES = 256  # in a process at once
+SPLIT = 8  # coroutines of a lost process run again in so many parts, one after another
+TICK_S = 0.02  # between two looks into the queue while coroutines run
 TOKEN_BYTES = 8
-PROMPT_FIELDS = tuple(field.name for field in fields(Prompt))
 START_S = 120.0  # imports are slow on a busy machine; this limit only ends a start that hangs
-SHOWN_PROMPT_CHARS = 60
-FAILURES = {status.value: status for status in ScoreStatus if status is not ScoreStatus.OK}
+FAILURES = {status.value: status for status in StageStatus if status is not StageStatus.OK}
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserCode:
-    """What the processes of a pool run, and how messages name it.
-
-    `service` is the module they serve and `setup` what its `load` gets (`worker.py`). A call may
-    take `timeout_s`, which the user sets by `timeout_key`. `label` is whose code it is ("reward"),
-    `call` one call of it ("a reward"), `functions` what has to load ("the reward functions").
-    """
-
-    service: str
-    setup: dict[str, Any]
-    timeout_s: float
-    timeout_key: str
-    label: str
-    call: str
-    functions: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call: the service's function gets the prompt, then the arguments, which must be JSON."""
-
-    prompt: Prompt | None
-    arguments: tuple[Any, ...]
-    max_answer_bytes: int = MAX_ANSWER_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A call without a result: how it failed, and why, with the user's own stack."""
-
-    status: ScoreStatus
-    error: str
-
-
-_Job = tuple[Sequence[Call], "Future[list[T | Failure]]"]
+Asked = tuple[Chunk[T], int]
+"""A call: what it was sent with, and its place there."""
 
 
 class WorkerPool(Generic[T]):
@@ -79,10 +48,14 @@ class WorkerPool(Generic[T]):
 
     `read` makes the result of a call from the dictionary that the service returned; what it raises
     says that user code has changed the service. A worker that needs longer than the time limit for
-    one call is killed and replaced, and that call is HUNG. Calls behind it in its message, at most
-    `CHUNK_CALLS`, wait until then; the new worker runs them, each with a time limit of its own. If
-    a worker dies (segmentation fault, out of memory) the call is RAISED, and so it is if the worker
-    writes anything but its answer, which must repeat the call's random token.
+    one call is killed and replaced, and that call is HUNG. If a worker dies (segmentation fault,
+    out of memory) the call is RAISED, and so it is if the worker writes anything but its answer,
+    which must repeat the call's random token. The new worker runs the calls that waited behind it.
+
+    Coroutines run up to 256 at once in a worker. One that takes too long is cancelled, and HUNG
+    alone. If one blocks its process, does not end when cancelled, or kills its process, the
+    others that ran there run again from their beginning: in ever smaller parts if it is not known
+    which one it was, so that only that one fails.
     """
 
     def __init__(
@@ -94,154 +67,209 @@ class WorkerPool(Generic[T]):
         self._code = code
         self._num_workers = num_workers
         self._read = read
-        self._jobs: queue.SimpleQueue[_Job[T] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._processes: dict[int, WorkerProcess] = {}
+        self._chunks: queue.SimpleQueue[Chunk[T] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._workers: list[_Worker[T]] = []
 
     async def start(self) -> None:
         """Start the processes and wait until all are ready. ValueError if their service does not
         load."""
-        ready: list[Future[None]] = [Future() for _ in range(self._num_workers)]
-        for index, future in enumerate(ready):
-            thread = threading.Thread(
-                target=self._serve,
-                args=(index, future),
-                name=f"{self._code.label}-{index}",
-                daemon=True,
-            )
-            self._threads.append(thread)
-            thread.start()
+        for index in range(self._num_workers):
+            name = f"{self._code.label}-{index}"
+            worker = _Worker(name, self._code, self._read, self._chunks, self._closed)
+            self._workers.append(worker)
+            worker.start()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            await asyncio.gather(*map(asyncio.wrap_future, ready))
+            await asyncio.gather(*(asyncio.wrap_future(worker.ready) for worker in self._workers))
             on_failure.pop_all()
 
     async def run(self, calls: Sequence[Call]) -> list[T | Failure]:
         """One result per call, in order. RuntimeError if the pool is closed."""
-        if not self._threads or self._closed.is_set():
+        if not self._workers or self._closed.is_set():
             raise RuntimeError(
                 f"a {self._code.label} pool must be started, and not closed, before it runs calls"
             )
         share = -(-len(calls) // self._num_workers)
         size = max(1, min(CHUNK_CALLS, share))
-        futures: list[Future[list[T | Failure]]] = []
-        for start in range(0, len(calls), size):
-            futures.append(Future())
-            self._jobs.put((calls[start : start + size], futures[-1]))
-        chunks = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        return [result for chunk in chunks for result in chunk]
+        chunks = [Chunk[T](calls[start : start + size]) for start in range(0, len(calls), size)]
+        for chunk in chunks:
+            self._chunks.put(chunk)
+        each = await asyncio.gather(*(asyncio.wrap_future(chunk.future) for chunk in chunks))
+        return [result for results in each for result in results]
 
     def close(self) -> None:
         """End every process at once; a second call does nothing."""
         self._closed.set()
-        for process in list(self._processes.values()):
-            process.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        for worker in self._workers:
+            if (process := worker.process) is not None:
+                process.kill()
+            self._chunks.put(None)
+        for worker in self._workers:
+            worker.join()
+        while not self._chunks.empty():
+            if (chunk := self._chunks.get()) is not None:
+                chunk.give_up(self._code.label)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers alive now."""
-        return [process.pid for process in list(self._processes.values())]
+        return [w.process.pid for w in self._workers if w.process is not None]
 
-    def _serve(self, index: int, ready: Future[None]) -> None:
-        """Run one thread: start a process, then run chunks of calls until `close`."""
+
+class _Worker(threading.Thread, Generic[T]):
+    """The thread of one process: sends it calls until the pool is closed."""
+
+    def __init__(
+        self,
+        name: str,
+        code: UserCode,
+        read: Callable[[Call, dict[str, Any]], T | Failure],
+        chunks: queue.SimpleQueue[Chunk[T] | None],
+        closed: threading.Event,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._code, self._read, self._chunks, self._closed = code, read, chunks, closed
+        self.ready: Future[None] = Future()
+        self.process: WorkerProcess | None = None
+        self._in_flight: dict[str, Asked[T]] = {}  # by token, in order
+        self._again: deque[list[Asked[T]]] = deque()  # each part runs without other calls
+        self._silent_since_s = 0.0  # when it answered last, or was asked after a pause
+
+    def run(self) -> None:
+        """What the thread does."""
         try:
-            self._start_process(index)
-            ready.set_result(None)
+            self._start_process()
+            self.ready.set_result(None)
         except BaseException as error:  # noqa: BLE001 - passed on to the caller
-            ready.set_exception(error)
-        while (job := self._jobs.get()) is not None:
-            calls, future = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(self._run_chunk(index, calls))
-            except BaseException as error:  # noqa: BLE001 - passed on to the caller
-                future.set_exception(error)
-        self._end_process(index)
+            self.ready.set_exception(error)
+        while not self._closed.is_set():
+            if asked := self._next():
+                self._send(asked)
+            if self._in_flight:
+                self._receive()
+        for part in (self._in_flight.values(), *self._again):
+            for chunk, _ in part:
+                chunk.give_up(self._code.label)
+        self._end_process()
 
-    def _run_chunk(self, index: int, calls: Sequence[Call]) -> list[T | Failure]:
-        results: list[T | Failure] = []
-        label = self._code.label
-        while len(results) < len(calls):
-            rest = calls[len(results) :]
-            try:
-                process = self._ready_process(index)
-            except (OSError, RuntimeError, ValueError) as error:
-                if self._closed.is_set():
-                    raise RuntimeError(f"the {label} pool was closed while it worked") from error
-                why = f"the {label} process could not be started again: {error}"
-                return results + [_failure(call, ScoreStatus.RAISED, why) for call in rest]
-            tokens = [secrets.token_hex(TOKEN_BYTES) for _ in rest]
-            process.send(_message(rest, tokens))
-            for call, token in zip(rest, tokens, strict=True):
-                result = self._await_result(process, call, token)
-                if self._closed.is_set():  # `close` killed the process: the result means nothing
-                    raise RuntimeError(f"the {label} pool was closed while it worked")
-                results.append(result)
-                hung = isinstance(result, Failure) and result.status is ScoreStatus.HUNG
-                if hung or process.ended:
-                    self._end_process(index)
-                    break
-        return results
-
-    def _await_result(self, process: WorkerProcess, call: Call, token: str) -> T | Failure:
-        code = self._code
+    def _next(self) -> list[Asked[T]]:
+        """What is to be sent now, if anything."""
+        is_idle = not self._in_flight
+        if self._again:
+            return self._again.popleft() if is_idle else []
+        most = MAX_COROUTINES if self._runs_coroutines else CHUNK_CALLS
+        if not is_idle and len(self._in_flight) > most - CHUNK_CALLS:
+            return []
         try:
-            answer = process.receive(code.timeout_s, token, call.max_answer_bytes)
-            if answer is not None:
-                if "error" in answer:
-                    return _failure(call, FAILURES[answer["status"]], str(answer["error"]))
-                result = self._read(call, answer)
-                if isinstance(result, Failure):
-                    return _failure(call, result.status, result.error)
-                return result
-        except WorkerError as error:
-            return _failure(call, ScoreStatus.RAISED, str(error))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            process.close()
-            must = f"{code.label} code must leave the answers of its process alone"
-            return _failure(call, ScoreStatus.RAISED, f"{must}, got {error!r} from one")
-        return _failure(
-            call,
-            ScoreStatus.HUNG,
-            f"{code.call} must end within {code.timeout_s:g} s ({code.timeout_key}), "
-            f"got no answer; it was at\n{process.stack()}",
-        )
+            chunk = self._chunks.get(block=is_idle)
+        except queue.Empty:
+            return []
+        if chunk is None or not chunk.future.set_running_or_notify_cancel():
+            return []
+        return [(chunk, place) for place in range(len(chunk.calls))]
 
-    def _ready_process(self, index: int) -> WorkerProcess:
-        """The worker; a new one if it ended, or wrote something without a request. RuntimeError
-        once the pool is closed."""
-        if self._closed.is_set():
-            raise RuntimeError("closed")
-        process = self._processes.get(index)
-        if process is not None and not process.is_quiet():
+    @property
+    def _runs_coroutines(self) -> bool:
+        return self.process is not None and self.process.runs_coroutines
+
+    def _send(self, asked: list[Asked[T]]) -> None:
+        try:
+            process = self._ready_process()
+        except (OSError, RuntimeError, ValueError) as error:
+            if self._closed.is_set():
+                self._again.append(asked)
+                return
+            why = f"the {self._code.label} process could not be started again: {error}"
+            for chunk, place in asked:
+                chunk.settle(place, Failure(StageStatus.RAISED, why))
+            return
+        tokens = [secrets.token_hex(TOKEN_BYTES) for _ in asked]
+        if not self._in_flight:
+            self._silent_since_s = time.monotonic()
+        self._in_flight.update(zip(tokens, asked, strict=True))
+        process.send(message([chunk.calls[place] for chunk, place in asked], tokens))
+
+    def _receive(self) -> None:
+        """One answer, or the end of a process that is silent for too long.
+
+        While it answers, no coroutine in it is overdue: it ends those itself.
+        """
+        process = self.process
+        assert process is not None, "calls are in flight in a process"
+        waits_for = [*self._in_flight][: None if self._runs_coroutines else 1]
+        limit_s = self._code.timeout_s + (2 * CANCEL_S if self._runs_coroutines else 0)
+        left_s = self._silent_since_s + limit_s - time.monotonic()
+        most = max(chunk.calls[place].max_answer_bytes for chunk, place in self._in_flight.values())
+        try:
+            wait_s = min(left_s, TICK_S) if self._runs_coroutines else left_s
+            answer = process.receive(wait_s, waits_for, most)
+        except WorkerError as error:
+            self._lose(Failure(StageStatus.RAISED, str(error)))
+            return
+        if answer is not None:
+            self._silent_since_s = time.monotonic()
+            chunk, place = self._in_flight.pop(answer["token"])
+            chunk.settle(place, self._result(chunk.calls[place], answer))
+            if process.ended:
+                self._lose(None)
+        elif wait_s == left_s:
+            stack = process.stack()
+            self._lose(Failure(StageStatus.HUNG, self._code.overdue(stack)))
+
+    def _result(self, call: Call, answer: dict[str, Any]) -> T | Failure:
+        try:
+            if "error" not in answer:
+                return self._read(call, answer)
+            status, error = FAILURES[answer["status"]], str(answer["error"])
+            is_hung = status is StageStatus.HUNG
+            return Failure(status, self._code.overdue(error) if is_hung else error)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            if self.process is not None:
+                self.process.close()
+            must = f"{self._code.label} code must leave the answers of its process alone"
+            return Failure(StageStatus.RAISED, f"{must}, got {error!r} from one")
+
+    def _lose(self, failure: Failure | None) -> None:
+        """End the process. Functions run one by one, so the first one has the `failure`; of several
+        coroutines each may have caused it."""
+        lost = [*self._in_flight.values()]
+        is_known = not self._runs_coroutines or len(lost) == 1
+        num_parts = SPLIT if self._runs_coroutines else 1
+        self._end_process()
+        if self._closed.is_set():  # `close` killed the process
+            return
+        self._in_flight = {}
+        if failure is not None and is_known:
+            chunk, place = lost.pop(0)
+            chunk.settle(place, failure)
+        size = max(1, -(-len(lost) // num_parts))
+        parts = [lost[start : start + size] for start in range(0, len(lost), size)]
+        self._again.extendleft(reversed(parts))
+
+    def _ready_process(self) -> WorkerProcess:
+        """The worker; a new one if it ended, or wrote something without a request."""
+        if self.process is not None and not self._in_flight and not self.process.is_quiet():
             logger.warning(
                 "%s worker %d ended, or wrote unasked, between two calls: replaced",
                 self._code.label,
-                process.pid,
+                self.process.pid,
             )
-            self._end_process(index)
-            process = None
-        return process or self._start_process(index)
+            self._end_process()
+        return self.process or self._start_process()
 
-    def _start_process(self, index: int) -> WorkerProcess:
-        process = WorkerProcess(self._code.label, self._code.service)
-        self._processes[index] = process
-        if self._closed.is_set():  # `close` may have read the processes before the line above
+    def _start_process(self) -> WorkerProcess:
+        process = self.process = WorkerProcess(self._code.label)
+        if self._closed.is_set():  # `close` may have looked before the line above
             process.kill()
         with ExitStack() as on_failure:
-            on_failure.callback(self._end_process, index)
+            on_failure.callback(self._end_process)
             _set_up(process, self._code)
             on_failure.pop_all()
         return process
 
-    def _end_process(self, index: int) -> None:
-        process = self._processes.pop(index, None)
+    def _end_process(self) -> None:
+        process, self.process = self.process, None
         if process is not None:
             process.close()
 
@@ -249,58 +277,34 @@ class WorkerPool(Generic[T]):
 def run_once(code: UserCode, call: Call) -> dict[str, Any]:
     """What one call returns, in a process that is gone afterwards. ValueError, in one line, if it
     does not load or gives no answer."""
-    process = WorkerProcess(code.label, code.service)
+    process = WorkerProcess(code.label)
     token = secrets.token_hex(TOKEN_BYTES)
     try:
         _set_up(process, code)
-        process.send(_message([call], [token]))
-        answer = process.receive(code.timeout_s, token, call.max_answer_bytes)
+        process.send(message([call], [token]))
+        answer = process.receive(code.timeout_s, [token], call.max_answer_bytes)
+        if answer is None:
+            raise RuntimeError(code.overdue(process.stack()))
     except RuntimeError as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"{code.functions} must load, got {why}") from error
+        raise ValueError(f"{code.label} must load, got {why}") from error
     finally:
         process.close()
-    if answer is None:
-        must = f"{code.call} must end within {code.timeout_s:g} s ({code.timeout_key})"
-        raise ValueError(f"{must}, got no answer")
     return answer
 
 
 def _set_up(process: WorkerProcess, code: UserCode) -> None:
     """Wait until the worker serves. ValueError if its service does not load."""
     token = secrets.token_hex(TOKEN_BYTES)
-    process.send({"token": token, "service": code.service, "setup": code.setup})
-    answer = process.receive(START_S, token)
+    limits = {"timeout_s": code.timeout_s}
+    process.send({"token": token, "service": code.service, "setup": code.setup, **limits})
+    answer = process.receive(START_S, [token])
     if answer is None:
         raise RuntimeError(
             f"a {code.label} process must be ready within {START_S:g} s, got no answer; "
             f"it was at\n{process.stack()}"
         )
     if "error" in answer:
-        raise ValueError(f"{code.functions} must load, got {answer['error']}")
+        raise ValueError(f"{code.label} must load, got {answer['error']}")
     process.pid = int(answer["pid"])
-
-
-def _failure(call: Call, status: ScoreStatus, why: str) -> Failure:
-    if call.prompt is None:
-        return Failure(status, why)
-    text = call.prompt.text
-    shown = text if len(text) <= SHOWN_PROMPT_CHARS else text[:SHOWN_PROMPT_CHARS] + "..."
-    return Failure(status, f"on the prompt of line {call.prompt.prompt_id} ({shown!r}):\n{why}")
-
-
-def _message(calls: Sequence[Call], tokens: Sequence[str]) -> dict[str, Any]:
-    """The request for these calls; a prompt that several share is sent once."""
-    places: dict[int, int | None] = {id(None): None}
-    prompts: list[dict[str, Any]] = []
-    for call in calls:
-        if id(call.prompt) not in places:
-            places[id(call.prompt)] = len(prompts)
-            prompts.append({name: getattr(call.prompt, name) for name in PROMPT_FIELDS})
-    return {
-        "prompts": prompts,
-        "calls": [
-            (places[id(call.prompt)], call.arguments, token)
-            for call, token in zip(calls, tokens, strict=True)
-        ],
-    }
+    process.runs_coroutines = bool(answer["coroutines"])

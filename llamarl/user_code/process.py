@@ -15,13 +15,18 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 from llamarl.user_code.supervisor import end_descendants
 
 logger = logging.getLogger(__name__)
 
-OWN_FRAMES = ("llamarl/user_code/worker.py", "llamarl/task_file.py", "<frozen runpy>")
+OWN_FRAMES = (  # of a stack, not shown
+    *("llamarl/user_code/", "llamarl/experience/", "llamarl/task_file.py"),
+    "llamarl/environments/rewards/functions.py",
+    *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
+)
 STACK_S = 0.5  # time for a hung worker to write its stack
 READ_BYTES = 65536
 STDERR_LINES = 40
@@ -41,15 +46,13 @@ class WorkerError(RuntimeError):
 class WorkerProcess:
     """Lines of JSON to and from `python -m llamarl.user_code.worker`.
 
-    `label` says in messages whose code it runs, such as "reward"; `service` is the module it
-    serves. Create it in a thread that lives as long as it is needed: the worker dies with that
-    thread. The process started is the worker's supervisor, which ends the worker with all its
-    descendants.
+    `label` says in messages whose code it runs, such as "reward". Create it in a thread that lives
+    as long as it is needed: the worker dies with that thread. The process started is the worker's
+    supervisor, which ends the worker with all its descendants.
     """
 
-    def __init__(self, label: str, service: str) -> None:
+    def __init__(self, label: str) -> None:
         self._label = label
-        self._own_frames = (*OWN_FRAMES, service.replace(".", "/") + ".py")
         # The worker imports from the same places as this process, in any working directory.
         search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
@@ -75,6 +78,8 @@ class WorkerProcess:
         self._num_logged = 0
         self.pid = self._process.pid
         """The supervisor's pid, until the worker's is known."""
+        self.runs_coroutines = False
+        """True if it answers calls as they end, else one by one."""
 
     @property
     def ended(self) -> bool:
@@ -93,9 +98,9 @@ class WorkerProcess:
         self._num_logged = 0
 
     def receive(
-        self, limit_s: float, token: str, max_bytes: int = MAX_ANSWER_BYTES
+        self, limit_s: float, tokens: Collection[str], max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any] | None:
-        """The next answer, which must repeat `token`, or None after `limit_s`.
+        """The next answer, which must repeat one of `tokens`, or None after `limit_s`.
 
         Raises WorkerError if the process ended, or if user code wrote into the answers, such as
         one of more than `max_bytes`.
@@ -103,10 +108,10 @@ class WorkerProcess:
         end = time.monotonic() + limit_s
         self._max_answer_bytes = max_bytes
         while not self._answers:
-            left_s = end - time.monotonic()
-            if left_s <= 0 or not self._exchange(left_s):
+            left_s = max(0.0, end - time.monotonic())
+            if not self._exchange(left_s) or not (self._answers or left_s):
                 return None
-        return self._check_answer(self._answers.popleft(), token)
+        return self._check_answer(self._answers.popleft(), tokens)
 
     def stack(self) -> str:
         """The Python stack of the (hung) process."""
@@ -119,9 +124,7 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
-        lines = [
-            line for line in self._stderr if not any(name in line for name in self._own_frames)
-        ]
+        lines = [line for line in self._stderr if not any(name in line for name in OWN_FRAMES)]
         return "\n".join(lines) or "(it gave no stack)"
 
     def kill(self) -> None:
@@ -147,12 +150,12 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _check_answer(self, line: bytes, token: str) -> dict[str, Any]:
+    def _check_answer(self, line: bytes, tokens: Collection[str]) -> dict[str, Any]:
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
             answer = None
-        if not isinstance(answer, dict) or answer.get("token") != token:
+        if not isinstance(answer, dict) or answer.get("token") not in tokens:
             self._refuse(line)
         return answer
 

@@ -13,6 +13,10 @@ from llamarl import task_file
 MAX_CHARS = 8000
 
 
+class InvalidReturnError(ValueError):
+    """User code returned what it must not; the text follows "what it returns must"."""
+
+
 def user_traceback(error: BaseException, *own_files: str) -> str:
     """The traceback of `error` without the frames of `own_files` and of task_file.py."""
     hidden = {task_file.__file__, *own_files}

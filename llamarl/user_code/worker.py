@@ -1,27 +1,31 @@
 """A process that runs user code: `python -m llamarl.user_code.worker <pid of the pool> <label>`.
 
-Owns: the loop that answers calls, one line of JSON each, in order. Does not own: what it serves (a
-service), the time limit (the pool's), or the end of what user code starts (`supervisor.py`).
-Invariant: it never outlives its pool; every answer repeats the token of what it answers.
+Owns: the loop that answers calls, one line of JSON each; the end of coroutines that take too long.
+Does not own: what it serves (a service), the time limit of functions (the pool's), or the end of
+what user code starts (`supervisor.py`). Invariant: it never outlives its pool; every answer repeats
+the token of what it answers.
 
-First line in: {"token": str, "service": str, "setup": {...}}; out: {"token", "pid"} when it is
-ready, else {"token", "error": str}. A service is a module whose `load(setup)` returns the function
-that is served; what it raises is the error. Then lines {"prompts": [{...}], "calls": [[index of
-prompt or null, arguments, token], ...]}, each answered per call by one line: what the function
-returns for the prompt and the arguments, a dictionary, and the token. What user code prints goes to
-standard error. SIGUSR1 writes the current stack there.
+First line in: {"token": str, "service": str, "setup": {...}, "timeout_s": float}; out: {"token",
+"pid", "coroutines": bool} when it is ready, else {"token", "error": str}. A service is a module
+whose `load(setup)` returns the function that is served; what it raises is the error. Then lines
+{"prompts": [{...}], "calls": [[index of prompt or null, arguments, token], ...]}, each answered per
+call by one line: what the function returns for the prompt and the arguments, a dictionary, and the
+token. Calls of a function are answered in order, those of a coroutine as they end. What user code
+prints goes to standard error. SIGUSR1 writes the current stack there.
 
 Answers are protected from accidents: standard input and output are not the channel, programs that
 user code starts do not inherit the channel, and if something is written into it without the token
-of the present call, the pool detects that and replaces the worker. They are not protected from
+of a present call, the pool detects that and replaces the worker. They are not protected from
 intent: user code shares this process's memory, so it can read tokens or replace functions, just as
 it may return any value. So task.py is trusted. Code that a model wrote is not: task.py must run it
 in a program of its own (subprocess), never by exec or eval.
 """
 
+import asyncio
 import faulthandler
 import fcntl
 import importlib
+import inspect
 import json
 import os
 import resource
@@ -29,14 +33,19 @@ import secrets
 import signal
 import sys
 import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from io import BufferedReader
 from typing import Any
 
 from llamarl.task_file import where
-from llamarl.types import Prompt
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.supervisor import supervise
 
 # First number and count, above what a loop that closes low descriptors reaches.
 CHANNEL_DESCRIPTORS = (100, 200)
+CANCEL_S = 1.0  # for a coroutine to end once it is cancelled
+
+Answer = Callable[[str, dict[str, Any]], None]
 
 
 def main() -> None:
@@ -71,16 +80,61 @@ def _serve() -> None:
     except BaseException as error:  # noqa: BLE001 - running the user's task.py
         answer(first["token"], {"error": where(error)})
         os._exit(1)
-    answer(first["token"], {"pid": own_pid})
+    is_coroutine = inspect.iscoroutinefunction(serve)
+    answer(first["token"], {"pid": own_pid, "coroutines": is_coroutine})
+    if is_coroutine:
+        asyncio.run(_serve_coroutines(serve, requests, answer, first["timeout_s"]))
+        return
     for line in requests:
-        message = json.loads(line)
-        prompts = [
-            Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
-            for fields in message["prompts"]
-        ]
-        for place, arguments, token in message["calls"]:
-            answer(token, serve(None if place is None else prompts[place], *arguments))
+        for token, prompt, arguments in _calls(line):
+            answer(token, serve(prompt, *arguments))
         sys.stdout.flush()
+
+
+def _calls(line: bytes) -> Iterator[tuple[str, Prompt | None, list[Any]]]:
+    message = json.loads(line)
+    prompts = [
+        Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+        for fields in message["prompts"]
+    ]
+    for place, arguments, token in message["calls"]:
+        yield token, None if place is None else prompts[place], arguments
+
+
+async def _serve_coroutines(
+    serve: Callable[..., Awaitable[dict[str, Any]]],
+    requests: BufferedReader,
+    answer: Answer,
+    timeout_s: float,
+) -> None:
+    """Run each call as soon as it is asked, beside the others."""
+    lines = asyncio.StreamReader(limit=sys.maxsize)
+    protocol = asyncio.StreamReaderProtocol(lines)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, requests)
+    async with asyncio.TaskGroup() as running:
+        while line := await lines.readline():
+            for token, prompt, arguments in _calls(line):
+                call = asyncio.ensure_future(serve(prompt, *arguments))
+                running.create_task(_await_call(call, token, answer, timeout_s))
+        os._exit(0)  # whatever still runs
+
+
+async def _await_call(
+    call: asyncio.Future[dict[str, Any]], token: str, answer: Answer, timeout_s: float
+) -> None:
+    """Answer with what the call returns; cancel it when its time is over. The service then says
+    where it was. A call that goes on all the same ends the process."""
+    await asyncio.wait({call}, timeout=timeout_s)
+    if call.done():
+        answer(token, call.result())
+    else:
+        call.cancel()
+        await asyncio.wait({call}, timeout=CANCEL_S)
+        stack = call.result().get("error", "") if call.done() else "(it went on when cancelled)"
+        answer(token, {"status": StageStatus.HUNG, "error": stack})
+        if not call.done():
+            os._exit(1)
+    sys.stdout.flush()
 
 
 def _move(descriptor: int, mode: int) -> int:

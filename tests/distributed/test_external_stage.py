@@ -15,7 +15,7 @@ import pytest
 from llamarl.errors import UserCodeError
 from llamarl.experience.columns import Column
 from llamarl.experience.loader import StageBatch, StageLoader
-from llamarl.types import RESPONSE_IDS, Prompt, ScoreStatus, StageResult
+from llamarl.types import RESPONSE_IDS, Prompt, StageResult, StageStatus
 from tests.distributed.external import NUM_ROWS, PROMPT, Run, alone, consume, lengths_of, make, run
 
 
@@ -93,7 +93,7 @@ def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or
         consume(tmp_path, batches, lambda batch: batch.finish(quality=lengths_of(batch)))
         results = await working
         assert [result.row_id for result in results] == list(range(NUM_ROWS))
-        assert {result.status for result in results} == {ScoreStatus.OK}
+        assert {result.status for result in results} == {StageStatus.OK}
 
     run(tmp_path, make(timeout_s=600.0), scenario)
     assert sorted(row_id for batch in batches for row_id in batch) == list(range(NUM_ROWS))
@@ -121,7 +121,7 @@ def test_a_consumer_that_died_while_it_waited_gets_nothing_more(tmp_path: Path) 
         doomed.wait()
         consume(tmp_path, batches, lambda batch: batch.finish(quality=lengths_of(batch)))
         results = await asyncio.wait_for(running.stage.process(alone(10)), 10)
-        assert {result.status for result in results} == {ScoreStatus.OK}
+        assert {result.status for result in results} == {StageStatus.OK}
 
     run(tmp_path, make(timeout_s=600.0), scenario)
     assert sorted(row_id for batch in batches for row_id in batch) == list(range(10, NUM_ROWS))
@@ -219,10 +219,10 @@ def test_a_consumer_that_never_finishes_makes_its_rollouts_hung_and_then_ends_th
     async def scenario(running: Run) -> None:
         consume(tmp_path, batches, lambda batch: None)
         results = await running.stage.process(alone(0, 4))
-        assert {result.status for result in results} == {ScoreStatus.HUNG}
+        assert {result.status for result in results} == {StageStatus.HUNG}
         assert "must be finished within 0.1 s (timeout_s), was not 3 times" in results[0].error
         await running.stage.process(alone(4, 40))
-        with pytest.raises(UserCodeError, match="of the rollouts of stage judge may fail"):
+        with pytest.raises(UserCodeError, match="of stage judge calls may fail"):
             await running.stage.process(alone())
 
     run(tmp_path, make(timeout_s=0.1, max_failure_rate=0.5), scenario)
@@ -241,7 +241,7 @@ def test_what_cannot_be_stored_goes_to_others_too_and_then_counts_as_failed(tmp_
         await running.store.write([2], {"quality": [np.ones(1)]})
         consume(tmp_path, [], work)
         results = await running.stage.process(alone(0, 4))
-        assert {result.status for result in results} == {ScoreStatus.HUNG}
+        assert {result.status for result in results} == {StageStatus.HUNG}
         while len(errors) < 3:  # the last one may still be on its way
             await asyncio.sleep(0.01)
 

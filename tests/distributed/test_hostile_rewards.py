@@ -10,17 +10,18 @@ import sys
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import Completion, RewardPool
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.process import LOGGED_LINES
 from llamarl.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
+from tests.distributed import reward_pool
+from tests.distributed.reward_pool import RewardPool
 from tests.distributed.test_reward_pool import is_alive, wait_until
 
 # Each attack is a function; the reward of a completion that names none is 0.25.
 ATTACKS = """
 import ctypes, fcntl, gc, json, os, signal, subprocess, sys, threading, time
 
-FORGED = b'{"parts": {"task": 1.0}}\\n'
+FORGED = b'{"rows": [[1.0, 1.0]]}\\n'
 
 def pipes():
     for name in os.listdir("/proc/self/fd"):
@@ -60,8 +61,11 @@ def endless_line():
         write_everywhere(b"x" * 65536)
 
 def replay():
-    token = sys._getframe(5).f_locals["message"]["calls"][0][2]  # an earlier completion's
-    write_everywhere(b'{"token": "%s", "parts": {"task": 1.0}}\\n' % token.encode())
+    frame = sys._getframe()
+    while "line" not in frame.f_locals:
+        frame = frame.f_back
+    token = json.loads(frame.f_locals["line"])["calls"][0][2]  # an earlier completion's
+    write_everywhere(b'{"token": "%s", "rows": [[1.0, 1.0]]}\\n' % token.encode())
 
 def stdout_by_number():
     os.write(1, FORGED)
@@ -137,8 +141,9 @@ def return_liar():
     return Liar(0.5)
 
 def patch_answers():
-    functions = sys.modules["llamarl.environments.rewards.functions"]
-    functions.grade = lambda *_: {"parts": {"task": "forged"}}
+    async def forged(*_):
+        return {"rows": [["forged", 1.0]]}
+    sys.modules["llamarl.experience.stage_function"].answer = forged
 
 def reward(prompt, completion):
     attack = globals().get(completion)
@@ -149,7 +154,7 @@ def reward(prompt, completion):
 """
 SLOW = pytest.mark.slow
 PROMPT = Prompt(prompt_id=7, text="what is it?", token_ids=(1, 2))
-OK, RAISED, HUNG = ScoreStatus.OK, ScoreStatus.RAISED, ScoreStatus.HUNG
+OK, RAISED, HUNG = StageStatus.OK, StageStatus.RAISED, StageStatus.HUNG
 FOUND_OUT = "among the answers of its process"
 ENDED = "the reward process ended by itself"
 # attack: what the failure of its own reward says, or "" if it stands (its function decides that)
@@ -187,10 +192,7 @@ LATER_S = 0.2
 
 
 def completions(*texts):
-    return [
-        Completion(row_id=row, prompt=PROMPT, text=text, finished=True)
-        for row, text in enumerate(texts)
-    ]
+    return reward_pool.completions(*texts, prompt=PROMPT)
 
 
 def score(calls, source=ATTACKS, pause_s=0.0, **fields):
@@ -224,7 +226,7 @@ def test_an_attack_decides_no_reward_but_its_own_and_never_ends_the_pool(attack,
     with caplog.at_level(logging.INFO):
         before, (first, own, *after), last = score(calls, pause_s=pause_s, timeout_s=limit_s)
     others = [*before, first, *after, *last]
-    failed = [scored for scored in others if scored.status is not ScoreStatus.OK]
+    failed = [scored for scored in others if scored.status is not StageStatus.OK]
     assert len(failed) <= (attack in STAY_BEHIND), failed
     assert {scored.reward for scored in others if scored not in failed} == {0.25}
     if error:
@@ -303,14 +305,14 @@ def test_what_a_reward_starts_ends_with_its_process_when_that_is_replaced():
 def test_a_bomb_of_processes_ends_with_the_pool():
     before = descendants(os.getpid())
     (scores,) = score([["bomb"]], source=ESCAPES)
-    assert scores[0].status is ScoreStatus.OK
+    assert scores[0].status is StageStatus.OK
     assert descendants(os.getpid()) <= before
 
 
 PARENT = """
 import asyncio, sys
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import RewardPool
+from tests.distributed.reward_pool import RewardPool
 from tests.distributed.test_hostile_rewards import ESCAPES, completions
 
 async def main():

@@ -10,15 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import Completion, RewardPool, try_loading
-from llamarl.types import Prompt, ScoreStatus
-from llamarl.user_code.supervisor import descendants
+from llamarl.experience.graph import Stage
+from llamarl.experience.task_stages import as_data
+from llamarl.types import Prompt, StageStatus
+from tests.distributed import reward_pool
+from tests.distributed.reward_pool import RewardPool, running
 
 TASK = """
 import math, os, sys, time
@@ -63,20 +64,11 @@ def config(**fields):
 
 
 def completions(*texts, prompt=PROMPT):
-    return [
-        Completion(row_id=100 + i, prompt=prompt, text=text, finished=True)
-        for i, text in enumerate(texts)
-    ]
+    return reward_pool.completions(*texts, prompt=prompt)
 
 
-@asynccontextmanager
-async def running(config, task_source=TASK):
-    pool = RewardPool(config, task_source)
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        pool.close()
+def open_pool(**fields):
+    return running(config(**fields), TASK)
 
 
 def is_alive(pid):
@@ -95,7 +87,7 @@ def wait_until(condition, limit_s=10.0):
 
 def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     async def run():
-        async with running(config()) as pool:
+        async with open_pool() as pool:
             texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "hang", "b")
             return await pool.score(completions(*texts))
 
@@ -103,7 +95,7 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     assert [score.row_id for score in scores] == [*range(100, 110)]
     ok, raised, invalid, exited, crashed, left, printed, read, hung, last = scores
     for score in (ok, printed, last):
-        assert (score.status, score.reward, score.parts) == (ScoreStatus.OK, 2.5, {"task": 2.5})
+        assert (score.status, score.reward, score.parts) == (StageStatus.OK, 2.5, {"task": 2.5})
     assert read.reward == 0
     for score, text in (
         (raised, "LookupError: no such word"),
@@ -111,16 +103,16 @@ def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
         (crashed, "SIGSEGV"),
         (left, "exit code 7"),
     ):
-        assert score.status is ScoreStatus.RAISED
+        assert score.status is StageStatus.RAISED
         assert text in score.error
     assert 'File "task.py", line 5, in inner\n    raise LookupError' in raised.error
-    assert invalid.status is ScoreStatus.INVALID
-    assert hung.status is ScoreStatus.HUNG
+    assert invalid.status is StageStatus.INVALID
+    assert hung.status is StageStatus.HUNG
     assert "within 1.5 s (reward.timeout_s)" in hung.error
     assert 'File "task.py", line 10 in reward' in hung.error
-    assert "llamarl/rewards" not in hung.error
+    assert "llamarl" not in hung.error
     for score in scores:
-        assert math.isnan(score.reward) == (score.status is not ScoreStatus.OK)
+        assert math.isnan(score.reward) == (score.status is not StageStatus.OK)
 
 
 def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
@@ -130,35 +122,35 @@ def test_a_hung_computation_that_never_returns_to_python_is_stopped_too():
             return await pool.score(completions("42", "9**9**9**9", prompt=prompt))
 
     first, hung = asyncio.run(run())
-    assert (first.reward, hung.status) == (1.0, ScoreStatus.HUNG)
+    assert (first.reward, hung.status) == (1.0, StageStatus.HUNG)
     assert "sympy" in hung.error
 
 
 def test_a_hang_is_blamed_on_its_completion_alone_and_its_worker_is_replaced():
     async def run():
-        async with running(config()) as pool:
+        async with open_pool() as pool:
             (before,) = pool.pids
             scores = await pool.score(completions("pid", "sleep", "hang", "pid", "pid"))
             (after,) = pool.pids
             return before, after, scores
 
     before, after, scores = asyncio.run(run())
-    assert [s.status for s in scores].index(ScoreStatus.HUNG) == 2
+    assert [s.status for s in scores].index(StageStatus.HUNG) == 2
     assert [scores[i].reward for i in (0, 3, 4)] == [before, after, after]
     assert not is_alive(before)
 
 
 def test_slow_rewards_that_each_keep_the_limit_are_not_hung():
     async def run():
-        async with running(config(timeout_s=1.0)) as pool:
+        async with open_pool(timeout_s=1.0) as pool:
             return await pool.score(completions(*["sleep"] * 4))
 
-    assert all(score.status is ScoreStatus.OK for score in asyncio.run(run()))
+    assert all(score.status is StageStatus.OK for score in asyncio.run(run()))
 
 
 def test_workers_share_the_work():
     async def run():
-        async with running(config(num_workers=2)) as pool:
+        async with open_pool(num_workers=2) as pool:
             scores = await pool.score(completions("sleep", "pid", "sleep", "pid"))
             return {score.reward for score in scores[1::2]}, set(pool.pids)
 
@@ -169,7 +161,7 @@ def test_workers_share_the_work():
 
 def test_many_calls_at_once_each_get_their_own_scores():
     async def run():
-        async with running(config(num_workers=2)) as pool:
+        async with open_pool(num_workers=2) as pool:
             prompts = [
                 Prompt(prompt_id=i, text="", token_ids=(), fields={"value": i}) for i in range(8)
             ]
@@ -184,7 +176,7 @@ def test_the_reward_is_the_weighted_sum_and_parts_keep_the_configured_order():
     section = config(functions=["format", "task"], weights=[0.5, 2.0])
 
     async def run():
-        async with running(section) as pool:
+        async with running(section, TASK) as pool:
             return await pool.score(completions("Answer: x", "x"))
 
     full, none = asyncio.run(run())
@@ -198,11 +190,11 @@ def test_a_weighted_sum_that_overflows_is_invalid():
     huge = Prompt(prompt_id=1, text="", token_ids=(), fields={"value": 1e308})
 
     async def run():
-        async with running(config(weights=[100.0])) as pool:
+        async with open_pool(weights=[100.0]) as pool:
             return await pool.score(completions("a", prompt=huge))
 
     (score,) = asyncio.run(run())
-    assert score.status is ScoreStatus.INVALID
+    assert score.status is StageStatus.INVALID
 
 
 def test_a_worker_loads_neither_torch_nor_transformers():
@@ -210,7 +202,7 @@ def test_a_worker_loads_neither_torch_nor_transformers():
     prompt = Prompt(prompt_id=1, text="", token_ids=(), fields={"answer": "1"})
 
     async def run():
-        async with running(section) as pool:
+        async with running(section, TASK) as pool:
             return await pool.score(completions("torch", prompt=prompt))
 
     (score,) = asyncio.run(run())
@@ -219,7 +211,7 @@ def test_a_worker_loads_neither_torch_nor_transformers():
 
 def test_a_message_larger_than_any_pipe_passes():
     async def run():
-        async with running(config(timeout_s=10.0)) as pool:
+        async with open_pool(timeout_s=10.0) as pool:
             return await pool.score(completions(*["long " * 200_000] * 4))
 
     assert [score.reward for score in asyncio.run(run())] == [2.5] * 4
@@ -227,12 +219,12 @@ def test_a_message_larger_than_any_pipe_passes():
 
 def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
     async def run():
-        async with running(config(timeout_s=1.0)) as pool:
+        async with open_pool(timeout_s=1.0) as pool:
             os.kill(pool.pids[0], signal.SIGSTOP)
             return await pool.score(completions("long " * 200_000, "a"))
 
     hung, ok = asyncio.run(asyncio.wait_for(run(), 30))
-    assert (hung.status, ok.status) == (ScoreStatus.HUNG, ScoreStatus.OK)
+    assert (hung.status, ok.status) == (StageStatus.HUNG, StageStatus.OK)
 
 
 @pytest.mark.parametrize(
@@ -248,17 +240,10 @@ def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
 )
 def test_a_task_that_does_not_load_ends_the_start_in_one_line(source, message):
     pool = RewardPool(config(), source)
-    for start in (pool.start(), try_loading(config(), source)):
-        with pytest.raises(ValueError, match=message) as error:
-            asyncio.run(start)
-        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=message) as error:
+        asyncio.run(pool.start())
+    assert "\n" not in str(error.value)
     assert pool.pids == []
-
-
-def test_loading_is_tried_in_a_process_that_is_gone_afterwards():
-    before = descendants(os.getpid())
-    asyncio.run(try_loading(config(num_workers=100), TASK))
-    assert descendants(os.getpid()) <= before
 
 
 def test_close_ends_every_process_even_one_that_hangs_and_its_children():
@@ -296,8 +281,8 @@ def test_close_ends_every_process_even_one_that_hangs_and_its_children():
 PARENT = """
 import asyncio, sys, threading
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import Completion, RewardPool
 from llamarl.types import Prompt
+from tests.distributed.reward_pool import RewardPool, completions
 
 async def main():
     pool = RewardPool(RewardConfig(functions=["task"], num_workers=2, timeout_s=100), sys.argv[1])
@@ -305,7 +290,7 @@ async def main():
     print(*pool.pids, flush=True)
     prompt = Prompt(prompt_id=1, text="", token_ids=(), fields={"value": 1})
     text = "a" if sys.argv[2] == "idle" else "hang"
-    items = [Completion(row_id=i, prompt=prompt, text=text, finished=True) for i in range(2)]
+    items = completions(text, text, prompt=prompt)
     if sys.argv[2] == "idle":
         await pool.score(items)
     else:
@@ -356,14 +341,26 @@ def start_worker(parent_pid):
     )
 
 
-def test_a_worker_ends_when_its_input_ends_whatever_threads_user_code_left():
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
+        "judge = float\n",
+        "import asyncio\nasync def judge(completion): await asyncio.sleep(100)\n",
+    ],
+)
+def test_a_worker_ends_when_its_input_ends_whatever_user_code_left(source):
     worker = start_worker(os.getpid())
-    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\n"
-    setup = {"config": {"functions": ["task"]}, "task_source": source + "reward = print\n"}
-    service = "llamarl.environments.rewards.functions"
-    first = json.dumps({"token": "abc", "service": service, "setup": setup})
-    out, _ = worker.communicate(first.encode() + b"\n", timeout=20)
-    assert json.loads(out)["token"] == "abc"
+    stage = as_data(Stage("judge", "judge", ["completion"], ["value"]), "judge")
+    setup = {"stage": stage, "reward": None, "task_source": source}
+    service = "llamarl.experience.stage_function"
+    lines = (
+        {"token": "abc", "service": service, "setup": setup, "timeout_s": 100.0},
+        {"prompts": [], "calls": [[None, [["2.5"], [1]], "def"]]},
+    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    out, _ = worker.communicate(text.encode(), timeout=20)
+    assert json.loads(out.splitlines()[0])["token"] == "abc"
     assert worker.returncode == 0
 
 
@@ -380,7 +377,7 @@ def test_the_pool_costs_less_than_turning_its_items_into_json_and_back():
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def run():
-        async with running(config()) as pool:
+        async with open_pool() as pool:
             prompt = dataclasses.replace(PROMPT, text="q" * 100, token_ids=(1,) * 100)
             items = completions(*["bla " * 60] * 512, prompt=prompt)
             await pool.score(items)

@@ -1,9 +1,11 @@
-"""The scorer executor with real reward processes, over a storage kept in a dict."""
+"""The stage `score` with real reward processes, over a storage kept in a dict."""
 
 import asyncio
 import json
 import logging
 import math
+import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,18 +14,23 @@ import pytest
 from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import load_tokenizer
 from llamarl.errors import UserCodeError
-from llamarl.executors.scorer import ScorerExecutor
-from llamarl.executors.specs import ScorerSpec
+from llamarl.executors.specs import StageSpec
+from llamarl.executors.stage import StageExecutor
+from llamarl.experience.graph import SCORE, make_graph
 from llamarl.metrics.span import Spans
 from llamarl.types import (
+    COMPLETION_TEXT,
     FINISH_CODES,
+    PROMPT_ID,
+    PROMPT_TEXT,
     RESPONSE_IDS,
     REWARD,
     SAMPLING,
     FinishReason,
     Prompt,
-    ScoreStatus,
+    StageStatus,
 )
+from tests.unit.planner_recipes import make_recipe
 from tests.unit.tokenizer_files import write_tokenizer
 
 EOS = 1
@@ -69,16 +76,21 @@ def put(storage, folder, row_id, text, finish=FinishReason.STOP):
     }
 
 
-def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
+def run_scorer(
+    folder, storage, config, calls, *, task_source=None, spans=None, has_text=False, prompt=PROMPT
+):
     """Start, make the calls (lists of row ids) one after another, close."""
 
     async def run():
-        scorer = ScorerExecutor(
-            ScorerSpec(
-                config=config,
+        scorer = StageExecutor(
+            StageSpec(
+                stage=make_graph(make_recipe(reward=config)).stages[SCORE],
+                reward=config,
+                numbers=frozenset(),
                 tokenizer=folder,
                 task_source=task_source,
                 storage=storage,
+                has_text=has_text,
             ),
             rank=0,
             num_ranks=1,
@@ -86,7 +98,7 @@ def run_scorer(folder, storage, config, calls, *, task_source=None, spans=None):
         )
         await scorer.start()
         try:
-            return [await scorer.process([((row,), PROMPT) for row in rows]) for rows in calls]
+            return [await scorer.process([((row,), prompt) for row in rows]) for rows in calls]
         finally:
             await scorer.close()
 
@@ -120,7 +132,7 @@ def test_a_failed_reward_writes_no_cell_and_is_logged_with_its_traceback(folder,
         (scores,) = run_scorer(
             folder, storage, RewardConfig(functions=["task"]), [range(5)], task_source=TASK
         )
-    raised, ok, invalid = ScoreStatus.RAISED, ScoreStatus.OK, ScoreStatus.INVALID
+    raised, ok, invalid = StageStatus.RAISED, StageStatus.OK, StageStatus.INVALID
     assert [score.status for score in scores] == [raised, ok, invalid, raised, raised]
     assert [REWARD in storage.rows[row] for row in range(5)] == [False, True, False, False, False]
     assert math.isnan(scores[0].reward)
@@ -139,7 +151,7 @@ def test_too_many_failures_end_the_run_with_counts_and_the_last_traceback(folder
     storage = DictStorage()
     bad, good = make_rows(folder, storage, 6, 44)
     config = RewardConfig(functions=["task"], max_failure_rate=0.1)
-    with pytest.raises(UserCodeError, match="at most 10% of rewards may fail") as error:
+    with pytest.raises(UserCodeError, match="at most 10% of reward calls may fail") as error:
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
     assert "got 6 of the last 50 (6 raised, 0 hung, 0 invalid)" in str(error.value)
     assert "LookupError: bad" in str(error.value)
@@ -169,7 +181,7 @@ def test_the_failure_rate_forgets_what_is_long_past(folder):
 def test_a_missing_tokenizer_or_task_ends_the_start(folder, tmp_path):
     with pytest.raises(ValueError, match="folder must exist"):
         run_scorer(str(tmp_path / "none"), DictStorage(), RewardConfig(), [])
-    with pytest.raises(ValueError, match=r"task\.py must define"):
+    with pytest.raises(ValueError, match=r"reward must load, got .*task\.py must define"):
         run_scorer(folder, DictStorage(), RewardConfig(functions=["task"]), [], task_source="x = 1")
 
 
@@ -192,7 +204,7 @@ def test_the_scorer_records_when_it_worked_and_when_it_waited(folder, tmp_path):
         ("rollouts", "wait"),
         ("score", "busy"),
     ] * 2
-    assert [line.get("rollouts") for line in lines] == [None, 3, None, 3]
+    assert [line.get("rows") for line in lines] == [None, 3, None, 3]
     assert all(a["end_ns"] == b["start_ns"] for a, b in pairwise(lines))
 
 
@@ -205,9 +217,9 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
         (scores,) = run_scorer(folder, storage, config, [range(3)], task_source=TASK)
     assert [score.reward for score in scores] == [0.0, 0.0, 0.0]
     assert [score.status for score in scores] == [
-        ScoreStatus.RAISED,
-        ScoreStatus.OK,
-        ScoreStatus.INVALID,
+        StageStatus.RAISED,
+        StageStatus.OK,
+        StageStatus.INVALID,
     ]
     assert [storage.rows[row][REWARD][0] for row in range(3)] == [0.0, 0.0, 0.0]
     assert "LookupError: bad" in caplog.text
@@ -215,3 +227,65 @@ def test_with_on_failure_zero_a_failed_reward_is_a_zero_that_counts_as_failed(fo
     bad, good = make_rows(folder, storage, 6, 44)
     with pytest.raises(RuntimeError, match=r"reward\.max_failure_rate"):
         run_scorer(folder, storage, config, [good, bad], task_source=TASK)
+
+
+@pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
+def test_full_marks_are_on_the_scale_that_the_recipe_says(folder, full_marks, correct):
+    storage = DictStorage()
+    for row_id, text in enumerate(["seven..", "ten letters"]):
+        put(storage, folder, row_id, text)
+    config = RewardConfig(functions=["task"], full_marks=full_marks)
+    source = "def reward(prompt, completion):\n    return len(completion)\n"
+    (scores,) = run_scorer(folder, storage, config, [range(2)], task_source=source)
+    assert [score.correct for score in scores] == correct
+
+
+@pytest.mark.parametrize(
+    ("has_text", "is_held_out", "is_written"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+)
+def test_the_texts_of_held_out_rollouts_or_of_all_are_written_beside_the_prompt_id(
+    folder, has_text, is_held_out, is_written
+):
+    storage = DictStorage()
+    for row_id, text in enumerate(["gr\u00fcn", "bad"]):
+        put(storage, folder, row_id, text)
+    prompt = replace(PROMPT, text="q\ud800", is_held_out=is_held_out)  # half of a pair
+    run_scorer(
+        folder,
+        storage,
+        RewardConfig(functions=["task"]),
+        [range(2)],
+        task_source=TASK,
+        has_text=has_text,
+        prompt=prompt,
+    )
+    for row_id, text in enumerate(["gr\u00fcn", "bad"]):
+        row = storage.rows[row_id]
+        assert row[PROMPT_ID].tolist() == [1.0]
+        assert ({PROMPT_TEXT, COMPLETION_TEXT} <= row.keys()) == is_written
+        if is_written:
+            assert bytes(row[PROMPT_TEXT]) == b"q?"
+            assert bytes(row[COMPLETION_TEXT]).decode() == text
+
+
+def test_a_reward_may_be_a_coroutine_beside_functions(folder):
+    storage = DictStorage()
+    texts = ["6*7=42. Answer: 42", "Answer: 41", "bad"] * 20
+    for row_id, text in enumerate(texts):
+        put(storage, folder, row_id, text)
+    source = (
+        "import asyncio\n"
+        "async def reward(prompt, completion):\n"
+        "    await asyncio.sleep(0.2)\n"
+        "    return 1 / len(completion.removeprefix('bad'))\n"
+    )
+    config = RewardConfig(
+        functions=["exact", "task"], weights=[1.0, 9.0], timeout_s=2.0, max_failure_rate=1.0
+    )
+    start_s = time.monotonic()
+    (scores,) = run_scorer(folder, storage, config, [range(60)], task_source=source)
+    assert time.monotonic() - start_s < 6, "60 x 0.2 s one after another are 12 s"
+    assert [score.reward for score in scores[:2]] == [1.5, 0.9]
+    assert [score.correct for score in scores[:3]] == [True, False, False]
+    assert all("ZeroDivisionError" in score.error for score in scores[2::3])

@@ -16,10 +16,10 @@ from llamarl.executors.stage import StageExecutor
 from llamarl.experience.columns import Column
 from llamarl.experience.graph import Stage
 from llamarl.metrics.span import Spans
-from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, ScoreStatus
+from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, StageStatus
 from tests.unit.tokenizer_files import write_tokenizer
 
-OK, RAISED, HUNG, INVALID = ScoreStatus
+OK, RAISED, HUNG, INVALID = StageStatus
 PROMPT = Prompt(prompt_id=7, text="what?", token_ids=(1, 2), fields={"word": "cat"})
 # What `judge` does is chosen by the completion, so that one text serves many tests.
 TASK = """
@@ -48,7 +48,9 @@ def judge(prompt, completion):
                 pass
     if completion == "patch":
         service = sys.modules["llamarl.experience.stage_function"]
-        service.answer = lambda *_: {"rows": [[[1.0, 2.0]]]}
+        async def answer(*_):
+            return {"rows": [[[1.0, 2.0]]]}
+        service.answer = answer
     values = {"nan": math.nan, "none": None, "huge": [1] * 3_000_000, "drop": Drop("too_bad")}
     return values.get(completion, float(prompt.fields["word"] in completion))
 
@@ -209,7 +211,7 @@ def test_a_call_that_hangs_is_ended_and_holds_up_no_call_of_the_other_processes(
     stage = judge(workers=2, timeout_s=1.5)
     hung, others, took_s = with_stage(folder, storage, stage, work)
     assert (hung.status, hung.numbers) == (HUNG, {})
-    assert "stage judge must end within 1.5 s (its timeout_s), got no answer" in hung.error
+    assert "a stage judge call must end within 1.5 s (its timeout_s), got no answer" in hung.error
     assert 'File "task.py", line 9 in judge' in hung.error
     assert "stage_function" not in hung.error
     assert [result.status for result in others] == [OK] * 3
@@ -315,7 +317,7 @@ def test_too_many_failed_calls_end_the_run_and_a_failed_group_is_one_of_them(fol
     with caplog.at_level(logging.WARNING):
         error = with_stage(folder, storage, stage, work)
     assert error.startswith(
-        "at most 10% of the calls of stage rank may fail (its max_failure_rate), got 6 of the "
+        "at most 10% of stage rank calls may fail (its max_failure_rate), got 6 of the "
         "last 50 (6 raised, 0 hung, 0 invalid); the last one:\non the prompt of line 7"
     )
     assert caplog.text.count("stage rank of row 0: raised: ") == 1

@@ -28,9 +28,9 @@ from llamarl.types import (
     Request,
     RolloutInfo,
     Sampling,
-    Score,
-    ScoreStatus,
     StageItem,
+    StageResult,
+    StageStatus,
     VersionSpan,
 )
 from tests.distributed.weighing import Weighed
@@ -78,13 +78,13 @@ class Reader:
     def __init__(self, storage, *, rank, num_ranks, spans) -> None:
         self.storage = storage
 
-    async def process(self, items: list[StageItem]) -> list[Score]:
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
         row_ids = [row_id for (row_id,), _ in items]
         cells = (await self.storage.read(row_ids, [RESPONSE_IDS]))[RESPONSE_IDS]
         rewards = [np.array([float(cell[-1] + 1)]) for cell in cells]
         await self.storage.write(row_ids, {REWARD: rewards})
         return [
-            Score(row_id=row_id, status=ScoreStatus.OK, reward=float(reward[0]))
+            StageResult(row_id=row_id, numbers={REWARD: float(reward[0])})
             for row_id, reward in zip(row_ids, rewards, strict=True)
         ]
 
@@ -151,7 +151,7 @@ async def bytes_per_rollout(folder: Path, num_tokens: int) -> tuple[float, float
         for stage, executor in zip(STAGES, executors[2:], strict=True):
             results = await executor.process(groups if stage.per == "group" else alone)
             assert [result.row_id for result in results] == row_ids
-            assert {result.status for result in results} == {ScoreStatus.OK}
+            assert {result.status for result in results} == {StageStatus.OK}
         assert results[0].numbers == {"blended": float(num_tokens)}
         weighed_reader = Weighed(store)
         await weighed_reader.read(row_ids, [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS])

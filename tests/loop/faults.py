@@ -28,7 +28,7 @@ from llamarl.types import (
     TOKEN_VERSIONS,
     Request,
     RolloutInfo,
-    Score,
+    StageResult,
     version_spans,
 )
 
@@ -277,7 +277,7 @@ class StoredRollouts(Rollouts):
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
         return await read_written(self.storage, requests)
 
-    async def add_rewards(self, scores: list[Score], writer: str) -> None:
+    async def add_rewards(self, scores: list[StageResult], writer: str) -> None:
         """The completions are read, as by reward code."""
         await self.storage.read([score.row_id for score in scores], [RESPONSE_IDS])
         good = {score.row_id: np.array([score.reward]) for score in scores if not score.error}

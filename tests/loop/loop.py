@@ -49,9 +49,8 @@ from llamarl.types import (
     Outcome,
     Prompt,
     Request,
-    Score,
-    ScoreStatus,
     StageResult,
+    StageStatus,
     StepStats,
     Verdict,
 )
@@ -127,12 +126,12 @@ class LoopWorkload(Workload):
         if chance < self.stage_drop_share:
             return StageResult(row_id=row_id, reason=f"{stage.name}_said_no")
         if chance > 1 - self.failed_share:
-            return StageResult(row_id=row_id, status=ScoreStatus.HUNG, error="simulated")
+            return StageResult(row_id=row_id, status=StageStatus.HUNG, error="simulated")
         return super().pass_stage(stage, row_id)
 
-    def score(self, row_id: int, prompt: Prompt) -> Score:
+    def score(self, row_id: int, prompt: Prompt) -> StageResult:
         if spread(row_id * 0.618033988749895) < self.failed_share:
-            return Score(row_id=row_id, status=ScoreStatus.RAISED, error="simulated")
+            return StageResult(row_id=row_id, status=StageStatus.RAISED, error="simulated")
         return super().score(row_id, prompt)
 
 

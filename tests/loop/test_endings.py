@@ -17,7 +17,7 @@ import pytest
 from llamarl.checkpoints import checkpoint
 from llamarl.environments.prompts import PromptStream
 from llamarl.planner.simulation.clock import run
-from llamarl.types import Prompt, Score, ScoreStatus
+from llamarl.types import REWARD, Prompt, StageResult
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage
 from tests.loop.test_loop import STAGES
@@ -34,10 +34,10 @@ class Learning(LoopWorkload):
     solved_at: int
     hopeless: frozenset[int]
 
-    def score(self, row_id: int, prompt: Prompt) -> Score:
+    def score(self, row_id: int, prompt: Prompt) -> StageResult:
         is_right = self.version() >= self.solved_at or row_id % 2 == 1
         mark = float(is_right and prompt.prompt_id not in self.hopeless)
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=mark, parts={"simulated": mark})
+        return StageResult(row_id=row_id, numbers={REWARD: mark}, correct=mark == 1)
 
 
 def solving(hopeless: frozenset[int] = frozenset(), solved_at: int = 7, **options: Any) -> Loop:

@@ -13,7 +13,7 @@ import pytest
 
 from llamarl.errors import GroupLost
 from llamarl.planner.simulation.clock import run
-from llamarl.types import REWARD, Group, Outcome, Prompt, Score, ScoreStatus, Verdict
+from llamarl.types import REWARD, Group, Outcome, Prompt, StageResult, StageStatus, Verdict
 from tests.loop.faults import Faults, FaultyProcess
 from tests.loop.loop import COSTS, Loop, LoopWorkload, WatchedStorage, heavy_tail
 from tests.loop.test_fleet_replicas import check_trained
@@ -61,12 +61,12 @@ class Fickle(LoopWorkload):
 
     num_calls: Counter[int] = field(default_factory=Counter)
 
-    def score(self, row_id: int, prompt: Prompt) -> Score:
+    def score(self, row_id: int, prompt: Prompt) -> StageResult:
         self.num_calls[row_id] += 1
         chance = random.Random(f"{row_id} {self.num_calls[row_id]}").random()
         if chance < 0.02:
-            return Score(row_id=row_id, status=ScoreStatus.RAISED, error="simulated")
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=chance, parts={"task": chance})
+            return StageResult(row_id=row_id, status=StageStatus.RAISED, error="simulated")
+        return StageResult(row_id=row_id, numbers={REWARD: chance})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from llamarl.planner.simulation.clock import run
-from llamarl.types import ScoreStatus
+from llamarl.types import StageStatus
 from tests.loop.combinations import draw, due_evaluations
 from tests.loop.loop import Loop
 from tests.random_search import case, searched
@@ -73,7 +73,7 @@ def check_steps(loop: Loop) -> None:
         assert rows == {row for group in groups for row in rows_of[group]} - left_out
         for row, stage in product(rows, loop.stages):
             result = loop.workload.pass_stage(stage, row)
-            assert (result.reason, result.status) == ("", ScoreStatus.OK), "it was dropped"
+            assert (result.reason, result.status) == ("", StageStatus.OK), "it was dropped"
     if loop.sampler != "task":
         assert len({row for _, row in trained}) == len(trained), "a rollout was trained on twice"
     if loop.sampler == "admission" and loop.late == "wait":

@@ -18,10 +18,9 @@ from llamarl.types import (
     Request,
     RolloutInfo,
     Sampling,
-    Score,
-    ScoreStatus,
     StageItem,
     StageResult,
+    StageStatus,
     VersionSpan,
 )
 
@@ -112,11 +111,11 @@ class FakeStage:
     dropped: set[int]
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     longest_s: float = 1.0
-    result: Callable[[int], Score | StageResult] | None = None
+    result: Callable[[int], StageResult] | None = None
     begun: list[list[StageItem]] = field(default_factory=list)
     num_running: int = 0
 
-    async def process(self, items: list[StageItem]) -> Sequence[Score | StageResult]:
+    async def process(self, items: list[StageItem]) -> Sequence[StageResult]:
         rows = [row_id for row_ids, _ in items for row_id in row_ids]
         assert rows, "a call for nothing"
         for name in self.needs - {"generate"}:
@@ -132,7 +131,7 @@ class FakeStage:
         self.done[self.stage.name].update(rows)
         found = [self.result(row_id) for row_id in rows] if self.result else []
         for each in found:
-            if isinstance(each, StageResult) and (each.reason or each.status != ScoreStatus.OK):
+            if self.stage.name != "score" and (each.reason or each.status != StageStatus.OK):
                 self.dropped.add(each.row_id)
         return found
 

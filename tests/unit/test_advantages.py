@@ -19,14 +19,15 @@ from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.losses.reinforce import ReinforceConfig, RLOOConfig
 from llamarl.config import AlgorithmConfig
 from llamarl.types import (
+    REWARD,
     Dropped,
     FinishReason,
     Group,
     Kept,
     Prompt,
     RolloutInfo,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
 )
 
 NONE = ReinforceConfig(advantage="none", filters=["equal_rewards"])
@@ -48,11 +49,12 @@ def decide(
         for i in range(len(rewards))
     }
     scores = {
-        i: Score(
+        i: StageResult(
             row_id=i,
-            status=ScoreStatus.RAISED if math.isnan(reward) else ScoreStatus.OK,
-            reward=reward,
+            status=StageStatus.RAISED if math.isnan(reward) else StageStatus.OK,
+            numbers={REWARD: reward},
             parts={"exact": first, "format": 0.0},
+            correct=first >= 1,
         )
         for i, (reward, first) in enumerate(zip(rewards, firsts or [0.0] * 9, strict=False))
     }

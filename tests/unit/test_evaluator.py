@@ -13,14 +13,15 @@ from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.placement import RowIds
 from llamarl.loop.rollouts import Rollouts
 from llamarl.types import (
+    REWARD,
     Evaluation,
     FinishReason,
     Prompt,
     Request,
     RolloutInfo,
     Sampling,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
 )
 from tests.unit import rollout_fakes, test_rollouts
 
@@ -34,8 +35,8 @@ class Setting(test_rollouts.Setting):
         super().__init__()
         self.version_of: Callable[[int], int] = lambda row_id: 3
         self.is_lost: Callable[[int], bool] = lambda row_id: False
-        self.score: Callable[[int], Score] = lambda row_id: Score(
-            row_id=row_id, status=ScoreStatus.OK, reward=1.0, parts={"exact": 1.0}
+        self.score: Callable[[int], StageResult] = lambda row_id: StageResult(
+            row_id=row_id, numbers={REWARD: 1.0}, correct=1.0 == 1.0
         )
         self.dispatch.stop = self.stop
         self.stages["score"].result = lambda row_id: self.score(row_id)
@@ -89,7 +90,9 @@ def test_a_token_of_another_version_ends_the_run() -> None:
 
 def test_failed_rewards_alone_end_the_run() -> None:
     setting = Setting()
-    setting.score = lambda row_id: Score(row_id=row_id, status=ScoreStatus.RAISED, error="no sympy")
+    setting.score = lambda row_id: StageResult(
+        row_id=row_id, status=StageStatus.RAISED, error="no sympy"
+    )
     with pytest.raises(RuntimeError, match="every reward of the evaluation failed: no sympy"):
         setting.evaluate()
 
@@ -97,11 +100,11 @@ def test_failed_rewards_alone_end_the_run() -> None:
 def test_a_failed_reward_counts_as_wrong_and_is_counted() -> None:
     rewards = {10: 1.0, 11: 1.0, 13: 0.5}
 
-    def score(row_id: int) -> Score:
+    def score(row_id: int) -> StageResult:
         if row_id not in rewards:
-            return Score(row_id=row_id, status=ScoreStatus.HUNG, error="too slow")
+            return StageResult(row_id=row_id, status=StageStatus.HUNG, error="too slow")
         reward = rewards[row_id]
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"exact": reward})
+        return StageResult(row_id=row_id, numbers={REWARD: reward}, correct=reward == 1.0)
 
     setting = Setting()
     setting.score = score

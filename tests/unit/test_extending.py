@@ -32,14 +32,14 @@ from llamarl.models.parallelize import parameter_placements
 from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.task_file import load
 from llamarl.types import (
+    REWARD,
     Dropped,
     FinishReason,
     Group,
     Kept,
     Prompt,
     RolloutInfo,
-    Score,
-    ScoreStatus,
+    StageResult,
 )
 from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
 from llamarl.weights.layout.reshard import plan
@@ -125,7 +125,7 @@ def group(rewards: list[float], num_cut: int) -> Group:
         for i, reason in enumerate(reasons)
     }
     scores = {
-        i: Score(row_id=i, status=ScoreStatus.OK, reward=reward) for i, reward in enumerate(rewards)
+        i: StageResult(row_id=i, numbers={REWARD: reward}) for i, reward in enumerate(rewards)
     }
     prompt = Prompt(prompt_id=0, text="", token_ids=())
     return Group(

@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     "pattern": (nothing, ["reward.pattern='(('"], "must be a regular expression"),
     "pattern without a group": (nothing, ["reward.pattern='a'"], "must have a group"),
     "task missing": (nothing, [TASK], r"task\.py"),
-    "task not Python": (write("task.py", "def f(:\n"), [TASK], r"must be Python, got .*line 1"),
+    "task not Python": (write("task.py", "def f(:\n"), [TASK], r"must load, got .*line 1"),
     "task not text": (write("task.py", b"\xff\xfe"), [TASK], r"task\.py must be Python in UTF-8"),
 }
 

@@ -31,14 +31,15 @@ from llamarl.metrics.step_metrics import (
 from llamarl.metrics.tensorboard import MOST_BUCKETS, _histogram
 from llamarl.metrics.trackers import open_trackers
 from llamarl.types import (
+    REWARD,
     Dropped,
     FinishReason,
     Group,
     Kept,
     Prompt,
     RolloutInfo,
-    Score,
-    ScoreStatus,
+    StageResult,
+    StageStatus,
     StepStats,
     VersionSpan,
 )
@@ -58,13 +59,11 @@ def make_row(
 
 def make_group(group_id: int, rows: list[RolloutInfo], rewards: list[float | None]) -> Group:
     scores = {}
-    for row, reward in zip(rows, rewards, strict=True):
-        if reward is None:
-            score = Score(row_id=row.row_id, status=ScoreStatus.HUNG, error="too slow")
-        else:
-            parts = {"exact": float(reward >= 1), "format": 1.0}
-            score = Score(row_id=row.row_id, status=ScoreStatus.OK, reward=reward, parts=parts)
-        scores[row.row_id] = score
+    for row_id, reward in zip([row.row_id for row in rows], rewards, strict=True):
+        scores[row_id] = StageResult(row_id=row_id, status=StageStatus.HUNG, error="too slow")
+        if reward is not None:
+            marks = {"parts": {"exact": float(reward >= 1), "format": 1.0}, "correct": reward >= 1}
+            scores[row_id] = StageResult(row_id=row_id, numbers={REWARD: reward}, **marks)
     return Group(
         group_id=group_id,
         prompt=Prompt(

@@ -102,7 +102,7 @@ def write_run(folder: Path, rng: random.Random) -> list[dict[str, Any]]:
         generator.append(span("process_weights", "publish", start_s + 0.74, KNOWN.check_s / 2))
         generator.append(span("commit", "busy", start_s + 0.76, KNOWN.commit_s))
         score_s = KNOWN.score_call_s + (step + 1) * KNOWN.score_row_s
-        files["scorer-0"].append(span("score", "busy", start_s + 0.9, score_s, rollouts=step + 1))
+        files["scorer-0"].append(span("score", "busy", start_s + 0.9, score_s, rows=step + 1))
         store_s = 5 * KNOWN.store_row_s
         files["storage-0"].append(span("write_rows", "busy", start_s + 0.95, store_s, rows=5))
         files["controller"].append(span("step", "mark", start_s, STEP_S, version=step + 1))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 
 from llamarl.record import Records
-from llamarl.types import ScoreStatus, StageResult
+from llamarl.types import StageResult, StageStatus
 
 
 def test_a_list_of_records_arrives_as_it_was_and_in_less_than_they_take_one_by_one() -> None:
     results = [
         StageResult(row_id=1, numbers={"quality": 0.5}),
-        StageResult(row_id=2, status=ScoreStatus.RAISED, error="no"),
+        StageResult(row_id=2, status=StageStatus.RAISED, error="no"),
         *(StageResult(row_id=row_id, reason="unlucky") for row_id in range(3, 50)),
     ]
     packed = pickle.dumps(Records(results))

@@ -1,4 +1,3 @@
-import asyncio
 import math
 from fractions import Fraction
 
@@ -13,13 +12,23 @@ from llamarl.environments.rewards.answer import normal_form
 from llamarl.environments.rewards.functions import (
     check_answers,
     check_rewards,
-    grade,
     load_functions,
+    make_score,
 )
-from llamarl.environments.rewards.pool import Completion, RewardPool
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.experience.graph import SCORE, Stage
+from llamarl.experience.stage_function import answer, run_now
+from llamarl.types import FINISH_CODES, FinishReason, Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])
+STOPPED = [1.0, 0, 1.0, 64, 7, FINISH_CODES[FinishReason.STOP]]
+
+
+def grade(functions, prompt, completion):
+    """What the service answers for the stage `score` with these functions."""
+    config = RewardConfig(functions=list(functions), weights=[0.5] * len(functions))
+    stage = Stage(SCORE, "x", ["prompt", "completion", "sampling"], ["reward", *functions])
+    score = make_score(functions, config)
+    return run_now(answer(score, stage, prompt, [None, completion, STOPPED], [1]))
 
 
 def prompt(**fields):
@@ -129,8 +138,7 @@ def test_an_expected_answer_that_is_no_mathematics_raises():
 def test_a_task_is_run_from_its_source_and_called_with_prompt_and_completion():
     source = "def reward(prompt, completion):\n    return completion.count(prompt.fields['word'])\n"
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    answer = grade(functions, prompt(word="a"), "banana", True, CONFIG)
-    assert answer == {"parts": {"task": 3.0}}
+    assert grade(functions, prompt(word="a"), "banana") == {"rows": [[1.5, 3.0]]}
 
 
 def test_a_task_without_a_reward_function_is_refused():
@@ -144,18 +152,18 @@ def test_a_task_without_a_reward_function_is_refused():
     [(True, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (Fraction(1, 4), 0.25)],
 )
 def test_any_real_number_is_a_reward(value, expected):
-    answer = grade({"f": lambda *_: value}, prompt(), "", True, CONFIG)
-    assert answer == {"parts": {"f": expected}}
+    found = grade({"f": lambda *_: value}, prompt(), "")
+    assert found == {"rows": [[expected / 2, expected]]}
 
 
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 1j, np.ones(1), 1e300, -3e38]
 )
 def test_what_is_no_finite_number_is_invalid_and_shown(value):
-    answer = grade({"f": lambda *_: value}, prompt(), "", True, CONFIG)
-    assert answer["status"] is ScoreStatus.INVALID
-    must = "f: a reward must be a finite number, at most 1e+09 either way"
-    assert answer["error"] == f"{must}, got {value!r}"
+    found = grade({"f": lambda *_: value}, prompt(), "")
+    assert found["status"] is StageStatus.INVALID
+    must = "what stage score returns must be a finite number for f, at most 1e+09 either way"
+    assert found["error"] == f"{must}, got {value!r}"
 
 
 @pytest.mark.parametrize("error", [ValueError("oh"), SystemExit(3), KeyboardInterrupt()])
@@ -164,17 +172,17 @@ def test_whatever_a_reward_raises_becomes_raised_with_its_traceback(error):
         raise error
 
     functions = {"good": lambda *_: 1.0, "bad": fail}
-    answer = grade(functions, prompt(), "", True, CONFIG)
-    assert answer["status"] is ScoreStatus.RAISED
-    assert answer["error"].startswith("bad: Traceback")
-    assert "raise error" in answer["error"]
-    assert type(error).__name__ in answer["error"]
+    found = grade(functions, prompt(), "")
+    assert found["status"] is StageStatus.RAISED
+    assert found["error"].startswith("score: Traceback")
+    assert "raise error" in found["error"]
+    assert type(error).__name__ in found["error"]
 
 
 def test_a_number_too_large_for_a_float_is_raised():
-    answer = grade({"f": lambda *_: 10**400}, prompt(), "", True, CONFIG)
-    assert answer["status"] is ScoreStatus.RAISED
-    assert "OverflowError" in answer["error"]
+    found = grade({"f": lambda *_: 10**400}, prompt(), "")
+    assert found["status"] is StageStatus.RAISED
+    assert "OverflowError" in found["error"]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +210,9 @@ def test_a_failure_shows_the_lines_of_the_task_and_none_of_ours():
         "        raise LookupError('no number') from error\n"
     )
     functions = load_functions(RewardConfig(functions=["task"]), source)
-    error = grade(functions, prompt(), "x", True, CONFIG)["error"]
+    error = grade(functions, prompt(), "x")["error"]
     assert [line.strip() for line in error.splitlines() if "^" not in line] == [
-        "task: Traceback (most recent call last):",
+        "score: Traceback (most recent call last):",
         'File "task.py", line 6, in reward',
         "return check(completion)",
         'File "task.py", line 2, in check',
@@ -250,24 +258,3 @@ def test_a_percent_sign_means_the_same_with_and_without_its_backslash(answer: st
         assert math_reward.reward(prompt(answer=answer), text, True, config) == 1.0, text
     for text in (r"\boxed{0.5}", r"\boxed{51\%}", r"\boxed{5%}"):
         assert math_reward.reward(prompt(answer=answer), text, True, config) == 0.0, text
-
-
-@pytest.mark.parametrize(("full_marks", "correct"), [(1.0, [True, True]), (10.0, [False, True])])
-def test_full_marks_are_on_the_scale_that_the_recipe_says(full_marks, correct):
-    source = "def reward(prompt, completion):\n    return len(completion)\n"
-
-    async def run():
-        pool = RewardPool(RewardConfig(functions=["task"], full_marks=full_marks), source)
-        try:
-            await pool.start()
-            texts = ("seven..", "ten letters")
-            return await pool.score(
-                [
-                    Completion(row_id=i, prompt=prompt(), text=text, finished=True)
-                    for i, text in enumerate(texts)
-                ]
-            )
-        finally:
-            pool.close()
-
-    assert [score.correct for score in asyncio.run(run())] == correct

@@ -12,8 +12,8 @@ import torch
 
 from llamarl.experience.columns import Column
 from llamarl.experience.graph import Drop, Stage
-from llamarl.experience.stage_function import answer
-from llamarl.types import Prompt, ScoreStatus
+from llamarl.experience.stage_function import answer, run_now
+from llamarl.types import Prompt, StageStatus
 
 FLOATS, INTS = Column("floats", "float32", "response"), Column("ints", "int32", "response")
 PROMPT = Prompt(prompt_id=1, text="q", token_ids=())
@@ -23,7 +23,7 @@ def returned(found: Any, *writes: str | Column, lengths: tuple[int, ...] = (3,))
     """What is answered when a function returns `found`; several lengths make it a group's."""
     per = "rollout" if len(lengths) == 1 else "group"
     stage = Stage("one", "one", writes=list(writes), per=per)
-    answered = answer(lambda: found, stage, None, [], lengths)
+    answered = run_now(answer(lambda: found, stage, None, [], lengths))
     return json.loads(json.dumps(answered)).get("rows", answered)
 
 
@@ -32,7 +32,7 @@ def test_a_function_gets_its_reads_in_order_and_a_group_gets_lists() -> None:
     for per, columns in (("rollout", [None, 2.5]), ("group", [[None, None], [2.5, 3.5]])):
         stage = Stage("one", "one", reads=["prompt", "reward"], per=per)
         lengths = [1] if per == "rollout" else [1, 1]
-        answer(lambda *given: got.append(given), stage, PROMPT, columns, lengths)
+        run_now(answer(lambda *given: got.append(given), stage, PROMPT, columns, lengths))
     assert got == [(PROMPT, 2.5), ([PROMPT, PROMPT], [2.5, 3.5])]
 
 
@@ -114,7 +114,7 @@ def test_what_else_is_returned_is_invalid_and_says_what_it_must_be(
     found: Any, writes: tuple[str | Column, ...], lengths: tuple[int, ...], must: str
 ) -> None:
     answered = returned(found, *writes, lengths=lengths)
-    assert answered["status"] == ScoreStatus.INVALID
+    assert answered["status"] == StageStatus.INVALID
     assert answered["error"].startswith("what stage one returns must ")
     assert must in answered["error"]
     assert len(answered["error"].splitlines()) == 1
@@ -126,6 +126,6 @@ def test_a_value_that_raises_when_it_is_read_is_a_failure_of_the_function() -> N
             raise OSError("no float")
 
     answered = returned(Liar(1), "a")
-    assert answered["status"] == ScoreStatus.RAISED
+    assert answered["status"] == StageStatus.RAISED
     assert answered["error"].endswith("OSError: no float")
     assert "OverflowError" in returned(10**400, "a")["error"]

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.errors import TaskError
-from llamarl.task_file import FORMS, STAGES, check, load
-
-PATH = "/recipe/task.py"
+from llamarl.task_file import FORMS, load
 
 
 @pytest.mark.parametrize(
@@ -21,25 +19,27 @@ PATH = "/recipe/task.py"
         (
             "def reward(:\n",
             "reward",
-            "got invalid syntax in line 1: 'def rew",
+            "got SyntaxError: invalid syntax (task.py, line 1)",
         ),
-        ("x = '\0'\n", "reward", "task.py must be Python, got source code string cannot contain"),
-        ("x = " + "[" * 9999, "reward", "task.py must be Python, got"),
+        ("x = '\0'\n", "reward", "must load, got SyntaxError: source code string cannot contain"),
+        ("x = " + "[" * 9999, "reward", "task.py must load, got "),
         (
             "import os\ndef score(p, c):\n    reward = 1\n",
             "reward",
             "must define reward(prompt: Prompt, completion: str) -> float, got os, score",
         ),
         ("", "drop", "must define drop(group: ScoredGroup) -> str | None, got no name at all"),
-        ("stage = []", "stages", "task.py must define stages: list[Stage], got stage"),
+        ("drop = 3", "drop", "must define drop(group: ScoredGroup) -> str | None, got 3"),
         (
             "\ndef reward(completion, prompt): return 1",
             "reward",
             "task.py:2: reward must be reward(prompt: Prompt, completion: str) -> float, "
             "got reward(completion, prompt)",
         ),
-        ("def reward(prompt): return 1", "reward", "got reward(prompt)"),
-        ("def loss(inputs, rho): return 1", "loss", "got loss(inputs, rho)"),
+        ("def reward(prompt): return 1", "reward", "got reward(prompt): too many positional"),
+        ("from math import cos as reward", "reward", "task.py: reward must be reward(prompt"),
+        ("drop = lambda: 3", "drop", "task.py:1: drop must be drop(group: ScoredGroup)"),
+        ("def loss(inputs, rho): return 1", "loss", "got loss(inputs, rho): missing"),
         ("def loss(*, inputs): return 1", "loss", "got loss(*, inputs)"),
         ("def loss(inputs, *, rho): return 1", "loss", "got loss(inputs, *, rho)"),
         ("async def drop(group): return", "drop", "got async drop(group)"),
@@ -56,8 +56,8 @@ def test_a_function_of_another_form_is_refused_in_one_line(
     source: str, name: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        check(source, PATH, [name])
-    assert str(error.value).startswith(PATH)
+        load(source, [name])
+    assert str(error.value).startswith("task.py")
     assert "\n" not in str(error.value)
 
 
@@ -65,51 +65,46 @@ def test_a_function_of_another_form_is_refused_in_one_line(
     ("source", "name"),
     [
         ("def reward(prompt, completion): return 1", "reward"),
+        ("async def reward(prompt, completion): return 1", "reward"),
         ("def reward(_prompt, completion, scale=2): return 1", "reward"),
         ("import torch\ndef loss(inputs) -> torch.Tensor: return 1", "loss"),
-        ("def loss(inputs: 'LossInputs') -> tuple[torch.Tensor, torch.Tensor]: return", "loss"),
-        ("def drop(group) -> typing.Optional[str]: return", "drop"),
+        (
+            "from __future__ import annotations\n"
+            "def loss(inputs: 'LossInputs') -> tuple[torch.Tensor, torch.Tensor]: return",
+            "loss",
+        ),
+        ("import typing\ndef drop(group) -> typing.Optional[str]: return", "drop"),
+        ("from typing import Any\ndef drop(group: Any) -> None | str: return", "drop"),
         ("def advantages(rewards: list[float]) -> list[float]: return rewards", "advantages"),
+        (
+            "from collections.abc import Sequence\n"
+            "def advantages(rewards: Sequence[float]) -> Sequence[float]: return rewards",
+            "advantages",
+        ),
         ("def reward(prompt): return 1\ndef reward(prompt, completion): return 1", "reward"),
-        ("from words import reward", "reward"),
-        ("from words import score as reward", "reward"),
-        ("from words import *", "reward"),
+        ("from operator import eq as reward", "reward"),
+        ("from operator import *\nreward = eq", "reward"),
         ("reward = lambda p, c: 1", "reward"),
         ("if 1:\n  def reward(prompt, completion): return 1", "reward"),
-        ("try:\n  import a\nexcept ImportError:\n  a, (b, reward) = 1, (2, 3)", "reward"),
-        ("class reward: pass", "reward"),
+        ("class reward:\n  def __init__(self, prompt, completion): pass", "reward"),
         ("(reward := print)", "reward"),
         ("globals()['rew' + 'ard'] = print", "reward"),
-        ("stages: list = []", "stages"),
-        ("stages = []\nstages += [1]", "stages"),
-        ("def stages(): pass", "stages"),
     ],
 )
-def test_a_function_that_may_fit_is_left_to_the_process_that_loads_it(
-    source: str, name: str
-) -> None:
-    check(source, PATH, [name])
+def test_a_function_that_fits_is_found_however_it_is_bound(source: str, name: str) -> None:
+    assert callable(load(source, [name])[name])
 
 
 @given(st.text(st.characters(codec=None)) | st.binary().map(lambda data: data.decode("latin-1")))
-def test_whatever_text_a_task_is_it_passes_or_is_refused_in_one_line(source: str) -> None:
-    refusal = f"{PATH} must pass"
-    try:
-        check(source, PATH, [*FORMS, STAGES])
-    except ValueError as error:
-        refusal = str(error)
-    assert refusal.startswith(PATH)
-    assert len(refusal.splitlines()) == 1
+def test_whatever_text_a_task_is_it_is_refused_in_one_line(source: str) -> None:
+    with pytest.raises(ValueError, match=r"^task\.py must ") as error:
+        load(source, [*FORMS])
+    assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("source", "got"),
     [
-        (
-            "drop = 3",
-            "task.py must define drop(group: ScoredGroup) -> str | None, got 3",
-        ),
-        ("drop = lambda: 3", "got drop(): too many positional arguments"),
         (
             "import nowhere",
             "got ModuleNotFoundError: No module named 'nowhere' (task.py, line 1: ",

@@ -1,15 +1,17 @@
-"""The rewards by name, whether a reward section can work at all, and what the pool's processes run.
+"""The rewards by name, whether a reward section can work at all, and what the stage `score` runs.
 
-Owns: the table of rewards, the checks made before any process starts, the service of those
-processes (`load`). Does not own: the functions, one file each. Invariant: only what the section
-names is imported (math-verify takes half a second, and task.py runs only in the pool's processes).
+Owns: the table of rewards, the checks made before any process starts, the weighted sum. Does not
+own: the functions, one file each, or the processes (`executors/stage.py`). Invariant: only what the
+section names is imported (math-verify takes half a second, and task.py runs only in the processes
+of the stage).
 """
 
 import importlib
+import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ from llamarl.config import RewardConfig
 from llamarl.config.check import require_choice
 from llamarl.config.reward import LARGEST
 from llamarl.environments.rewards.answer import expected_answer
-from llamarl.task_file import execute
-from llamarl.types import Prompt, ScoreStatus
-from llamarl.user_code.report import user_traceback
+from llamarl.task_file import find, load_module
+from llamarl.types import FinishReason, Prompt, finish_reason
+from llamarl.user_code.report import InvalidReturnError, shown
 
-Reward = Callable[[Prompt, str, bool, RewardConfig], float]
-"""(prompt, completion, finished, config) -> reward; see the package's docstring."""
+Reward = Callable[..., Any]
+"""(prompt, completion, finished, config) -> reward, see the package's docstring; that of a task.py
+takes (prompt, completion), and may be a coroutine."""
+TASK = "task"  # the recipe's own task.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,30 +43,52 @@ REWARDS: dict[str, Needs] = {
     "math": Needs(answer=True),
     "exact": Needs(answer=True, num_groups=1),
     "format": Needs(num_groups=0),
-    "task": Needs(),
+    TASK: Needs(),
 }
-"""By their names in `reward.functions`, which are those of their files here; `task` is the recipe's
-own task.py."""
+"""By their names in `reward.functions`, which are those of their files here."""
 
 
 def load_functions(config: RewardConfig, task_source: str | None) -> dict[str, Reward]:
     """The functions `config` names, by name and in its order. ValueError unless a task.py has a
-    function `reward` of two arguments."""
+    function `reward` of two arguments; what its text raises is passed on."""
     functions: dict[str, Reward] = {}
     for name in config.functions:
-        if name == "task":
+        if name == TASK:
             assert task_source is not None, "reward.functions=[task] comes with a task.py"
-            functions[name] = _load_reward(task_source)
+            functions[name] = find(load_module(task_source), "reward")
         else:
             module = importlib.import_module(f"llamarl.environments.rewards.{name}")
             functions[name] = module.reward
     return functions
 
 
-def _load_reward(source: str) -> Reward:
-    """The function `reward(prompt, completion)` of a task.py; what its text raises is passed on."""
-    function = execute(source, ["reward"])["reward"]
-    return lambda prompt, completion, finished, config: function(prompt, completion)
+def make_score(
+    functions: dict[str, Reward], config: RewardConfig
+) -> Callable[[Prompt, str, Sequence[float]], Awaitable[tuple[float, ...]]]:
+    """What the stage `score` runs: (prompt, completion, SAMPLING cell) -> the weighted sum, then
+    what each function gave. InvalidReturnError for what is no finite number."""
+
+    async def score(
+        prompt: Prompt, completion: str, sampling: Sequence[float]
+    ) -> tuple[float, ...]:
+        finished = finish_reason(sampling) is FinishReason.STOP
+        parts = {}
+        for name, function in functions.items():
+            more = () if name == TASK else (finished, config)
+            value = function(prompt, completion, *more)
+            parts[name] = _number(name, await value if inspect.isawaitable(value) else value)
+        pairs = zip(config.functions, config.weights, strict=True)
+        return sum(weight * parts[name] for name, weight in pairs), *parts.values()
+
+    return score
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    if not abs(number) <= LARGEST:
+        must = f"be a finite number for {name}, at most {LARGEST:g} either way"
+        raise InvalidReturnError(f"{must}, got {shown(value)}")
+    return number
 
 
 def check_rewards(config: RewardConfig) -> None:
@@ -92,42 +118,3 @@ def check_answers(config: RewardConfig, prompts: Sequence[Prompt], path: str | P
             expected_answer(prompt, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{error.args[0].removeprefix('line ')}") from error
-
-
-def load(setup: dict[str, Any]) -> Callable[[Prompt, str, bool], dict[str, Any]]:
-    """What a process of the reward pool serves: (prompt, completion, finished) -> `grade`."""
-    config = RewardConfig(**setup["config"])
-    functions = load_functions(config, setup["task_source"])
-    return lambda prompt, completion, finished: grade(
-        functions, prompt, completion, finished, config
-    )
-
-
-def grade(
-    functions: dict[str, Reward],
-    prompt: Prompt,
-    completion: str,
-    finished: bool,
-    config: RewardConfig,
-) -> dict[str, Any]:
-    """Run every function on one completion: {"parts": {function: float}}; the first failure is the
-    whole answer, {"status": str, "error": str}."""
-    parts = {}
-    for name, function in functions.items():
-        try:
-            value = function(prompt, completion, finished, config)
-            number = float(value) if isinstance(value, numbers.Real) else math.nan
-            shown = repr(value)[:200]
-        except BaseException as error:  # noqa: BLE001 - user reward code may raise anything
-            return {
-                "status": ScoreStatus.RAISED,
-                "error": f"{name}: {user_traceback(error, __file__)}",
-            }
-        if not abs(number) <= LARGEST:
-            return {
-                "status": ScoreStatus.INVALID,
-                "error": f"{name}: a reward must be a finite number, at most {LARGEST:g} either "
-                f"way, got {shown}",
-            }
-        parts[name] = number
-    return {"parts": parts}

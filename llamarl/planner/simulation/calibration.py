@@ -247,7 +247,7 @@ def _busy(spans: Processes, executor: str, name: str) -> Busy:
     args = [span.args for span in _of(spans, executor, name)]
     return Busy(
         seconds=np.concatenate(seconds),
-        amount=np.array([each.get("tokens", each.get("rollouts", 0)) for each in args], float),
+        amount=np.array([each.get("tokens", each.get("rows", 0)) for each in args], float),
         others=np.concatenate(others),
         version=np.array([each.get("version", 0) for each in args], np.int64),
     )

@@ -24,7 +24,6 @@ from llamarl.types import (
     Group,
     Outcome,
     RolloutInfo,
-    Score,
     StageItem,
     StageResult,
     StepStats,
@@ -69,7 +68,7 @@ class SimulatedStorage(SimulatedExecutor):
 class SimulatedScorer(SimulatedExecutor):
     """protocols.Processor with the workload's scores."""
 
-    async def process(self, items: list[StageItem]) -> list[Score]:
+    async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
         seconds = self._costs.score_row_s * len(items) / self._config.reward.num_workers
         async with self._lock:

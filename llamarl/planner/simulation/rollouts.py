@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamarl.generation.protocol import PartialOutput
-from llamarl.types import Request, RolloutInfo, Score, VersionSpan
+from llamarl.types import Request, RolloutInfo, StageResult, VersionSpan
 
 DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
 
@@ -48,7 +48,7 @@ class Rollouts:
         """What these resumed rollouts have written so far."""
         return {each.row_id: tokens_of(self._rows[each.row_id].spans) for each in requests}
 
-    async def add_rewards(self, scores: list[Score], writer: str) -> None:
+    async def add_rewards(self, scores: list[StageResult], writer: str) -> None:
         """Rewards of scored rollouts, which are not kept here."""
 
     def forget(self, row_ids: Iterable[int]) -> None:

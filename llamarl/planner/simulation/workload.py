@@ -15,7 +15,7 @@ from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import num_storage_units, units_near
 from llamarl.experience.columns import NUMBER
 from llamarl.experience.graph import Stage
-from llamarl.types import Prompt, Request, Score, ScoreStatus, StageResult
+from llamarl.types import REWARD, Prompt, Request, StageResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them
 NUM_PROMPTS = 1 << 11
@@ -41,12 +41,13 @@ class Workload:
         """Tokens that this rollout will have."""
         return self.lengths[request.seed % len(self.lengths)]
 
-    def score(self, row_id: int, prompt: Prompt) -> Score:
+    def score(self, row_id: int, prompt: Prompt) -> StageResult:
         """1 for every second row of a group and 0 for the others; 0 for all rows of
         `equal_share` of the groups."""
         number = prompt.prompt_id * 0.618033988749895 + prompt.epoch * 0.7548776662466927
         reward = 0.0 if spread(number) < self.equal_share else float(row_id // self.row_step % 2)
-        return Score(row_id=row_id, status=ScoreStatus.OK, reward=reward, parts={"made up": reward})
+        numbers, parts = {REWARD: reward}, {"made up": reward}
+        return StageResult(row_id=row_id, numbers=numbers, parts=parts, correct=reward >= 1)
 
     def pass_stage(self, stage: Stage, row_id: int) -> StageResult:
         """What a stage of the recipe's own finds for a rollout: 0 for all it writes."""
