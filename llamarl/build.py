@@ -37,7 +37,7 @@ from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
-from llamarl.metrics.decode_steps import DecodeSteps
+from llamarl.metrics.recent_spans import DecodeSteps
 from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost

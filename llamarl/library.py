@@ -29,8 +29,8 @@ from llamarl.executor_groups import Executors, name_parts, running_cluster, spaw
 from llamarl.experience.columns import COLUMNS
 from llamarl.jobs import claim
 from llamarl.loop.groups_in_flight import GroupsInFlight
-from llamarl.metrics.provenance import record_provenance
 from llamarl.metrics.span import Spans
+from llamarl.metrics.summary import write_provenance
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import Inputs, check_lengths, read_frozen, read_inputs
@@ -95,7 +95,7 @@ async def start_engines(
     folder = os.path.abspath(config.run_dir)
     os.makedirs(folder, exist_ok=True)
     with claim(folder, is_new=True):
-        record_provenance(folder, sys.argv, to_yaml(composed))
+        write_provenance(folder, sys.argv, to_yaml(composed))
         async with running_cluster(config, folder) as cluster:
             executors = await spawn_executors(
                 config, inputs, cluster, folder, parts=chosen, report=lambda name, state: None

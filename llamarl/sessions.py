@@ -31,12 +31,10 @@ from llamarl.executor_groups import Executors, KeptGenerators, name_parts, spawn
 from llamarl.loop.controller import Controller
 from llamarl.loop.signals import Signals
 from llamarl.metrics.console import Progress
-from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.provenance import flatten
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
-from llamarl.metrics.trackers import open_trackers
+from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.starting_point import starting_point

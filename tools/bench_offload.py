@@ -33,7 +33,7 @@ from torch import Tensor
 from weights_bench.model import model_of
 
 from llamarl.executors.offloader import Offloader, trim
-from llamarl.metrics.span_file import SpanReader, span_files
+from llamarl.metrics.span import SpanReader, span_files
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
 WRITE_BYTES = 1 << 26

@@ -17,7 +17,7 @@ from typing import Any
 from llamarl.checkpoints import checkpoint, records
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import GroupLost
-from llamarl.metrics.metrics_log import METRICS_FILE, MetricsLog
+from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import Prompt, StepStats

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llamarl.metrics.accuracy import interval, with_interval
 from llamarl.metrics.run_logger import question_of
+from llamarl.metrics.step_metrics import interval, with_interval
 from llamarl.types import Prompt
 
 

@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llamarl.metrics.console import Progress
-from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
+from llamarl.metrics.trackers import MetricsLog
 from llamarl.types import Evaluation
 from tests.unit.test_metrics_step import TRAINED
 from tests.unit.test_metrics_time import write_spans

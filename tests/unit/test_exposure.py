@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llamarl.metrics.exposure import Exposure
-from llamarl.metrics.span_file import Span
+from llamarl.metrics.recent_spans import Exposure
+from llamarl.metrics.span import Span
 
 S = 10**9
 

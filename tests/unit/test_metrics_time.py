@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import intersect, length, overlaps, subtract, union
 from llamarl.metrics.recent_spans import MAX_FILES, RecentSpans
-from llamarl.metrics.span import FLUSH_SPANS, Spans
-from llamarl.metrics.span_file import SpanReader
-from llamarl.metrics.trace import TraceFile
+from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.span import FLUSH_SPANS, SpanReader, Spans
+from llamarl.metrics.summary import TraceFile
 
 S = 10**9
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
@@ -273,7 +272,7 @@ def test_recent_waits_are_read_from_a_limited_number_of_files_per_executor(tmp_p
     write_spans(tmp_path, "generator-0", [("requests", "wait", 2, 66)])
     expected = {"trainer": 0.0, "generator": pytest.approx(64 / MAX_FILES)}
     assert times.take_waits_s() == expected, "the same files"
-    assert len(times._readers) == MAX_FILES + 1
+    assert len(times._files.readers) == MAX_FILES + 1
 
 
 def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
