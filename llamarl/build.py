@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     from llamarl.executors import (
         collector,
         generator,
-        offload,
+        offloadable,
         reference,
         rollouts,
         scorer,
@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
     Storage: type[protocols.Storage] = storage.StorageExecutor
     Resettable: type[protocols.Resettable] = generator.GeneratorExecutor
-    Offloadable: type[protocols.Offloadable] = offload.OffloadPart
+    Offloadable: type[protocols.Offloadable] = offloadable.OffloadPart
 
 
 def build_controller(

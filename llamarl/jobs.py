@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from llamarl.build import build_evaluator, make_dispatch
-from llamarl.checkpoints import checkpoint, records
+from llamarl.checkpoints import checkpoint, positions
 from llamarl.cluster import Cluster
 from llamarl.config import Config
 from llamarl.config.check import require
@@ -59,7 +59,7 @@ async def train(
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
         write_provenance()
-        records.cut(run_dir, state.get("records", {}))
+        positions.cut(run_dir, state.get("positions", {}))
         Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that this run goes on from
         if folder is not None:
             words = f"resumed from version {state['version']} in {shorten(folder)}"

@@ -3,7 +3,7 @@
 Owns: one session after the other, from started executors to the loop's end; which losses a run
 survives, how often, and where it goes on. Does not own: the first start, or the run's end
 (`jobs.py`); what is started again alone (`loop/`). Invariant: a session begins at a committed
-checkpoint, or where the run began, with records that end there; so each rollout is in the archive
+checkpoint, or where the run began, with files that end there; so each rollout is in the archive
 once, and each step in the metrics.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.build import build_controller
-from llamarl.checkpoints import records
+from llamarl.checkpoints import positions
 from llamarl.cluster import Cluster, ExecutorGroup, GroupLost
 from llamarl.config import Config
 from llamarl.config.rank_assignment import place_generator
@@ -285,11 +285,11 @@ async def reset_generators(kept: KeptGenerators) -> KeptGenerators:
 
 
 async def next_start(config: Config, inputs: Inputs, run_dir: str, first: Start) -> Start:
-    """Cut the records to the newest checkpoint of the run; `first` is where the run began."""
+    """Cut the files to the newest checkpoint of the run; `first` is where the run began."""
     again = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     start = await asyncio.to_thread(starting_point, again, inputs, run_dir)
     state, folder = start
-    records.cut(run_dir, state.get("records", {}))
+    positions.cut(run_dir, state.get("positions", {}))
     return first if folder is None else start
 
 

@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 
 from llamarl.data.tokenizer import load_tokenizer
-from llamarl.executors.beside import Beside
+from llamarl.executors.background import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
@@ -27,7 +27,7 @@ class RolloutPart:
         self._spec, self._decoding, self._output = spec, decoding, output
         self._spans = spans
         self._storage = RecordingStore(spec.storage, spans)
-        self.beside = Beside()  # what has to do with storage
+        self.background = Background()  # what has to do with storage
         self._loading = asyncio.Lock()  # of the tokenizer
 
     async def submit(self, requests: list[Request]) -> None:
@@ -43,7 +43,7 @@ class RolloutPart:
         resumed = [request for request in requests if request.resume]
         written: dict[int, PartialOutput] = {}
         if resumed:
-            written = await self.beside.wait_for(read_written(self._storage, resumed))
+            written = await self.background.wait_for(read_written(self._storage, resumed))
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         submit = partial(self._decoding.submit, requests, written, session)
         await self._decoding.run(submit, key)
@@ -55,7 +55,7 @@ class RolloutPart:
         stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
         exception of the engine is raised here, with its own traceback.
         """
-        return await self.beside.wait_for(self._collect())
+        return await self.background.wait_for(self._collect())
 
     async def _collect(self) -> list[RolloutInfo]:
         clock = asyncio.get_running_loop().time
