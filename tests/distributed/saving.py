@@ -5,6 +5,7 @@ import asyncio
 import torch
 
 from llamarl.checkpoints import checkpoint
+from llamarl.executors import policy_step
 from tests.distributed.rollouts import MemoryStorage
 from tests.distributed.training import flat, make_executor
 
