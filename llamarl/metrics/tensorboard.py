@@ -43,29 +43,13 @@ JUDGED_BY = (  # what the table of hyper-parameters shows of each run: the last 
     "reward/mean",
     "tokens/per_s",
 )
-SECTIONS = {  # by the first word of a tag; TensorBoard sorts by name, hence the numbers
-    "reward": "1_outcome",
-    "accuracy": "1_outcome",
-    "evaluation": "1_outcome",
-    "reward_parts": "1_outcome",
-    "reward_failures": "2_rollouts",
-    "rollouts": "2_rollouts",
-    "groups": "2_rollouts",
-    "dropped": "2_rollouts",
-    "dropped_rollouts": "2_rollouts",
-    "columns": "2_rollouts",
-    "length": "2_rollouts",
-    "policy": "3_training",
-    "ratio": "3_training",
-    "kl": "3_training",
-    "trainer": "3_training",
-    "tokens": "4_pace",
-    "time": "4_pace",
-    "wait": "4_pace",
-    "staleness": "4_pace",
-    "parts": "4_pace",
-    "publish": "4_pace",
-    "logprob_check": "5_checks",
+SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
+    "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts"),
+    "2_rollouts": ("reward_failures", "rollouts", "groups", "dropped", "dropped_rollouts")
+    + ("columns", "length"),
+    "3_training": ("policy", "ratio", "kl", "trainer"),
+    "4_pace": ("tokens", "time", "wait", "staleness", "parts", "publish"),
+    "5_checks": ("logprob_check",),
 }
 OTHERS = "6_others"
 
@@ -154,7 +138,9 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
 
 def chart_tag(tag: str) -> str:
     """`reward/mean` -> `1_outcome/reward/mean`."""
-    return f"{SECTIONS.get(tag.partition('/')[0], OTHERS)}/{tag}"
+    word = tag.partition("/")[0]
+    section = next((name for name, words in SECTIONS.items() if word in words), OTHERS)
+    return f"{section}/{tag}"
 
 
 def description(tag: str) -> str:

@@ -136,6 +136,21 @@ def test_a_reader_yields_each_span_once_while_old_ones_are_summed(tmp_path):
     assert next(SpanReader(tmp_path / "generator-0.jsonl").read()).is_sum
 
 
+def test_a_reader_that_missed_spans_goes_on_with_those_that_are_kept(tmp_path):
+    path = tmp_path / "trainer-0.jsonl"
+    write_spans(tmp_path, "trainer-0", [("accumulate", "busy", 1, 2)])
+    reader = SpanReader(path)
+    assert len(list(reader.read())) == 1
+    work = [("accumulate", "busy", n, n + 1) for n in range(50)]
+    write_spans(tmp_path, "trainer-0", work, offset_ns=100 * S)
+    sum_old_spans(path, 2000)
+    kept = list(reader.read())
+    assert 1 < len(kept) < 50
+    assert {(span.session, span.is_sum) for span in kept} == {(1, False)}
+    assert [span.end_ns // S for span in kept] == [*range(151 - len(kept), 151)]
+    assert list(reader.read()) == []
+
+
 def test_a_process_killed_while_it_sums_leaves_its_file_as_it_was(tmp_path):
     path = tmp_path / "trainer-0.jsonl"
     for number in range(1, 5):
