@@ -11,8 +11,8 @@ from llamarl.metrics.span import Spans
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.sync.writer import Writer
+from llamarl.weights.transports.protocol import Rdma
 from llamarl.weights.transports.shared_memory import this_host
-from llamarl.weights.transports.transport import Rdma
 
 
 class SourcePart:

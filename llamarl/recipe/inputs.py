@@ -41,7 +41,7 @@ from llamarl.models.inventory import check_any_checkpoint, check_checkpoint, che
 from llamarl.models.other_architecture import AnyArchitecture
 from llamarl.recipe.task import load_task, read_graph, read_task
 from llamarl.types import Prompt
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.weights.transports.table import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them

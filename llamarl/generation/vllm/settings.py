@@ -1,8 +1,8 @@
 """The set-up of vLLM: environment, engine arguments, and its core.
 
 Owns: every name of vLLM's configuration, and one-line errors for what it cannot run. Does not own:
-requests (`vllm_engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file
-does not import vLLM, whose environment must be set before that.
+requests (`engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file does
+not import vLLM, whose environment must be set before that.
 """
 
 import gc

@@ -42,7 +42,7 @@ from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
 from llamarl.weights.sync.assignment import assign_sources
-from llamarl.weights.transports.registry import TRANSPORTS
+from llamarl.weights.transports.table import TRANSPORTS
 
 MESSAGE_S = 20e-6
 """To start one message or copy: a kernel, a rendezvous and a round trip. Our estimate, as no data

@@ -30,9 +30,9 @@ from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, Sta
 from llamarl.weights.layout.buckets import Bucket
 from llamarl.weights.transports.mapped import MappedBlock
 from llamarl.weights.transports.packed import target_ranks
-from llamarl.weights.transports.registry import End, make_receiver
+from llamarl.weights.transports.protocol import Rdma, TransportReceiver
 from llamarl.weights.transports.shared_memory import require_memory, this_host
-from llamarl.weights.transports.transport import Rdma, TransportReceiver
+from llamarl.weights.transports.table import End, make_receiver
 
 
 class WeightBuffer:

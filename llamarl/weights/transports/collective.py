@@ -39,8 +39,8 @@ from llamarl.weights.transports.packed import (
     target_ranks,
     unpack,
 )
-from llamarl.weights.transports.registry import End
-from llamarl.weights.transports.transport import CopyCast
+from llamarl.weights.transports.protocol import CopyCast
+from llamarl.weights.transports.table import End
 
 TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
 POLL_S = 0.0005  # NCCL cannot be waited for with a limit

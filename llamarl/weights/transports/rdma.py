@@ -1,9 +1,9 @@
 """The rdma transport: the source writes messages into an inbox of the target, one-sided.
 
-Owns: inboxes, and both ends over them. Does not own: how a message gets there
-(`cluster/monarch_rdma.py`) or what is in it (`packed.py`). Invariant: each message of a bucket has
-an inbox of its own, so sources need no answer from the target while they write; inboxes are host
-memory, and the next bucket's messages go into the same ones.
+Owns: inboxes, and both ends over them. Does not own: how a message gets there (`cluster/rdma.py`)
+or what is in it (`packed.py`). Invariant: each message of a bucket has an inbox of its own,
+so sources need no answer from the target while they write; inboxes are host memory, and the next
+bucket's messages go into the same ones.
 """
 
 from collections import defaultdict
@@ -20,9 +20,9 @@ from llamarl.weights.transports.packed import (
     messages_to,
     unpack,
 )
-from llamarl.weights.transports.registry import End
+from llamarl.weights.transports.protocol import CopyCast
 from llamarl.weights.transports.shared_memory import require_memory
-from llamarl.weights.transports.transport import CopyCast
+from llamarl.weights.transports.table import End
 
 
 class RdmaSender:
