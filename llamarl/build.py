@@ -39,11 +39,10 @@ from llamarl.loop.saver import Saver
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
 from llamarl.metrics.console import Progress
-from llamarl.metrics.decode_steps import DecodeSteps
-from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.recent_spans import RecentSpans
+from llamarl.metrics.recent_spans import DecodeSteps, RecentSpans
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
+from llamarl.metrics.trackers import MetricsLog
 from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.protocols import Collector, Processor, RunObserver, Storage, WeightSource
@@ -59,7 +58,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     from llamarl.executors import (
         collector,
         generator,
-        offload,
+        offloadable,
         reference,
         rollouts,
         stage,
@@ -74,7 +73,7 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
     Reference: type[protocols.Processor] = reference.ReferenceExecutor
     StorageUnit: type[protocols.Storage] = storage.StorageExecutor
     Resettable: type[protocols.Resettable] = generator.GeneratorExecutor
-    Offloadable: type[protocols.Offloadable] = offload.OffloadPart
+    Offloadable: type[protocols.Offloadable] = offloadable.OffloadPart
 
 
 def build_controller(

@@ -33,7 +33,7 @@ from llamarl.mending import (
     role_of,
     status_of,
 )
-from llamarl.metrics.startup import ReportState
+from llamarl.metrics.console import ReportState
 from llamarl.starter import Executors, end_others, find_losses
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from llamarl.build import engine_fields, make_evaluator
-from llamarl.checkpoints import checkpoint, records
+from llamarl.checkpoints import checkpoint, positions
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.errors import NoGenerator
@@ -29,14 +29,12 @@ from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
 from llamarl.fleet import Fleet
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.signals import Signals, Stopped
-from llamarl.metrics.accuracy import with_interval
 from llamarl.metrics.console import Progress
-from llamarl.metrics.ending import is_finished, show_end, show_finished_run
-from llamarl.metrics.provenance import Record
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.rendering import shorten
+from llamarl.metrics.rendering import is_finished, shorten, show_end, show_finished_run
 from llamarl.metrics.span import Spans
-from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, summarize
+from llamarl.metrics.step_metrics import with_interval
+from llamarl.metrics.summary import ARCHIVE_FOLDER, SUMMARY_FILE, WriteProvenance, summarize
 from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
@@ -51,7 +49,9 @@ FLOAT32_BYTES = 4
 CLAIM_S = 5.0  # longest wait for the processes of a killed run to end
 
 
-async def train(config: Config, run_dir: str, console: Console, record: Record) -> dict[str, Any]:
+async def train(
+    config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
+) -> dict[str, Any]:
     """Run the loop to its last step; returns the summary, which also lies in `run_dir`."""
     inputs = read_inputs(config)
     check_fit(config, inputs.architecture, read_frozen(config, inputs.graph))
@@ -60,8 +60,8 @@ async def train(config: Config, run_dir: str, console: Console, record: Record) 
         if config.checkpoint.resume == "auto" and is_finished(config, run_dir, state):
             return show_finished_run(config, run_dir, state, console)
         _check_disk(config, inputs, run_dir)
-        record()
-        records.cut(run_dir, state.get("records", {}))
+        write_provenance()
+        positions.cut(run_dir, state.get("positions", {}))
         Path(run_dir, SUMMARY_FILE).unlink(missing_ok=True)  # of an end that this run goes on from
         if folder is not None:
             words = f"resumed from version {state['version']} in {shorten(folder)}"
@@ -100,12 +100,14 @@ async def _train(
     return summary
 
 
-async def evaluate(config: Config, run_dir: str, console: Console, record: Record) -> Evaluation:
+async def evaluate(
+    config: Config, run_dir: str, console: Console, write_provenance: WriteProvenance
+) -> Evaluation:
     """Score the checkpoint on the held-out prompts, without a trainer."""
     require(config.data.held_out is not None, "data.held_out", "name a file to evaluate on", None)
     inputs = read_inputs(config, needs_prompts=False)
     with claim(run_dir, is_new=True):
-        record()
+        write_provenance()
         # Off a terminal, standard output is the result alone.
         shown = console if console.is_terminal else Console(quiet=True)
         with Progress(0, live=config.metrics.live, console=shown) as progress:

@@ -19,11 +19,10 @@ from llamarl.experience.graph import EXECUTORS, GENERATE, TRAIN
 from llamarl.jobs import claim
 from llamarl.loop.engines import Unobserved
 from llamarl.metrics.console import Progress
-from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.provenance import flatten, record_provenance
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
-from llamarl.metrics.trackers import open_trackers
+from llamarl.metrics.summary import write_provenance
+from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.own_loop import LibraryEngines
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
@@ -70,7 +69,7 @@ async def start_engines(
     folder = os.path.abspath(config.run_dir)
     os.makedirs(folder, exist_ok=True)
     with claim(folder, is_new=True):
-        record_provenance(folder, sys.argv, to_yaml(composed))
+        write_provenance(folder, sys.argv, to_yaml(composed))
         async with running_cluster(config, folder) as cluster:
             started = await spawn_executors(
                 config, inputs, cluster, folder, parts=chosen, report=lambda name, state: None

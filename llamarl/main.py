@@ -36,9 +36,8 @@ from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require
 from llamarl.errors import NoGenerator, TaskError, unwrap
-from llamarl.metrics.ending import find_program, resume_command
-from llamarl.metrics.provenance import Record, record_provenance
-from llamarl.metrics.rendering import shorten
+from llamarl.metrics.rendering import find_program, resume_command, shorten
+from llamarl.metrics.summary import WriteProvenance, write_provenance
 from llamarl.recipe.composition import (
     MULTIRUN_FLAGS,
     DictConfig,
@@ -57,7 +56,7 @@ ENDS: dict[int, tuple[str, int]] = {
 }
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 LEAST_FILES = 64  # of the processes of the smallest run
-Job = Callable[[Config, str, Console, Record], Coroutine[Any, Any, Any] | None]
+Job = Callable[[Config, str, Console, WriteProvenance], Coroutine[Any, Any, Any] | None]
 JOBS: dict[str, Job] = {"train": jobs.train, "evaluate": jobs.evaluate}
 COMMANDS = {
     "train": "fine-tune a checkpoint by asynchronous RL",
@@ -235,11 +234,11 @@ def _run(
             console = Console()
             show_warnings(console, shows_user_code=config.cluster.backend == "inline")
 
-            def record() -> None:
-                record_provenance(run_dir, _alone(command), to_yaml(composed))
+            def write() -> None:
+                write_provenance(run_dir, _alone(command), to_yaml(composed))
                 logs.enter_context(kept_log(run_dir))
 
-            work = job(config, run_dir, console, record)
+            work = job(config, run_dir, console, write)
             if work is not None:
                 asyncio.run(work)
         except jobs.Stopped as end:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.metrics.provenance import Record
+from llamarl.metrics.summary import WriteProvenance
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
 from llamarl.recipe.task import read_graph, read_task
 from llamarl.starter import name_executor, place_executors
@@ -22,7 +22,7 @@ def plan(
     config: Config,
     run_dir: str,
     console: Console,
-    record: Record,
+    write_provenance: WriteProvenance,
     *,
     json: str | None,
     html: str | None,
@@ -65,7 +65,7 @@ def graph(
     config: Config,
     run_dir: str,
     console: Console,
-    record: Record,
+    write_provenance: WriteProvenance,
     *,
     mermaid: str | None,
     run: str | None,
@@ -109,7 +109,12 @@ def _write(flag: str, path: str, text: str) -> None:
 
 
 def launch(
-    config: Config, run_dir: str, console: Console, record: Record, *, command: list[str]
+    config: Config,
+    run_dir: str,
+    console: Console,
+    write_provenance: WriteProvenance,
+    *,
+    command: list[str],
 ) -> None:
     """Print what to submit so that `llamarl train` with the arguments `command` runs there."""
     from llamarl.cluster.deploy.launch import render

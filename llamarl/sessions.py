@@ -3,7 +3,7 @@
 Owns: one session after the other, from started executors to the loop's end, and where each begins.
 Does not own: which losses a run survives, how often, or what is started again (`fleet.py`); the
 first start, or the run's end (`jobs.py`). Invariant: a session begins at a committed checkpoint, or
-where the run began, with records that end there; so each rollout is in the archive once, and each
+where the run began, with files that end there; so each rollout is in the archive once, and each
 step in the metrics.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.build import build_controller, make_run_logger
-from llamarl.checkpoints import records
+from llamarl.checkpoints import positions
 from llamarl.config import Config
 from llamarl.control import RunControl, listening
 from llamarl.errors import GroupLost
@@ -25,11 +25,9 @@ from llamarl.fleet import Fleet
 from llamarl.loop.controller import Controller
 from llamarl.loop.signals import Signals
 from llamarl.metrics.console import Progress
-from llamarl.metrics.metrics_log import MetricsLog
-from llamarl.metrics.provenance import flatten
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
-from llamarl.metrics.trackers import open_trackers
+from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.starting_point import starting_point
 
@@ -158,11 +156,11 @@ class Sessions:
 
 
 async def next_start(config: Config, inputs: Inputs, run_dir: str, first: Start) -> Start:
-    """Cut the records to the newest checkpoint of the run; `first` is where the run began."""
+    """Cut the files to the newest checkpoint of the run; `first` is where the run began."""
     again = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     start = await asyncio.to_thread(starting_point, again, inputs, run_dir)
     state, folder = start
-    records.cut(run_dir, state.get("records", {}))
+    positions.cut(run_dir, state.get("positions", {}))
     return first if folder is None else start
 
 

@@ -45,7 +45,7 @@ from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
 from llamarl.experience.store import Store
 from llamarl.experience.unit import Unit
-from llamarl.metrics.startup import ReportState
+from llamarl.metrics.console import ReportState
 from llamarl.protocols import Storage
 from llamarl.recipe.inputs import Inputs
 

@@ -78,7 +78,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.record import light
+from llamarl.wire_form import light
 
 Columns = dict[str, list[np.ndarray]]
 """Column name -> one array per row, in the order of the row ids beside it."""

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llamarl"
 
 # From the bottom to the top: a room imports only rooms that stand on an earlier line, or itself.
 FLOORS: list[set[str]] = [
-    {"record"},
+    {"wire_form"},
     {"types", "errors"},
     {"protocols"},
     {"json_file", "task_file", "extensions"},

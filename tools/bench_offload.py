@@ -4,7 +4,7 @@
                                   [--run]
 
 A trainer's state (gradients and two moments of a Llama's parameters, float32, all pages touched)
-is offloaded and onloaded by an `Offloader` of kind "file". The floors move the same bytes of the
+is offloaded and onloaded by a `MemoryMover` of kind "file". The floors move the same bytes of the
 same tensors and do nothing else: plain large writes to a file in the same folder; reads back into
 memory that is there already, and into new memory, whose pages the kernel must first find (as after
 an offload); and memcpy. Both files are reserved and stay in the page cache as far as the kernel
@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from weights_bench.model import model_of
 
-from llamarl.executors.offloader import Offloader, trim
-from llamarl.metrics.span_file import SpanReader, span_files
+from llamarl.executors.memory_mover import MemoryMover, trim
+from llamarl.metrics.span import SpanReader, span_files
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
 WRITE_BYTES = 1 << 26
@@ -79,14 +79,14 @@ def bench_offload(
     tensors = trainer_state(megabytes)
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     twins = [tensor.clone() for tensor in tensors]
-    offloader = Offloader("file", folder, "bench")
+    mover = MemoryMover("file", folder, "bench")
     fd = os.open(Path(folder) / "floor.bin", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, num_bytes)
     checks = [float(tensor.double().sum()) for tensor in tensors]
     freed = []
 
     def offload() -> None:
-        offloader.offload("state", tensors)
+        mover.offload("state", tensors)
 
     def copy() -> None:
         for twin, tensor in zip(twins, tensors, strict=True):
@@ -101,7 +101,7 @@ def bench_offload(
         before = resident_bytes()
         took = {"offload": timed(offload)}
         freed.append((before - resident_bytes()) / num_bytes)
-        took["onload"] = timed(lambda: offloader.onload("state"))
+        took["onload"] = timed(lambda: mover.onload("state"))
         took["write"] = timed(lambda: move(os.pwritev, fd, tensors))
         took["read"] = timed(lambda: move(os.preadv, fd, tensors))
         took["read, new memory"] = timed(read_anew)
@@ -113,7 +113,7 @@ def bench_offload(
                 seconds[name].append(value)
     if checks != [float(tensor.double().sum()) for tensor in tensors]:
         raise RuntimeError("what came back is not what left")
-    offloader.close()
+    mover.close()
     os.close(fd)
     return seconds, num_bytes, statistics.median(freed)
 

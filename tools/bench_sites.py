@@ -40,7 +40,7 @@ from demo_two_hosts import LLAMARL, ROOT, options, worker
 from links import Host, Link, network, why_not
 
 from llamarl.cluster.deploy.certificates import make_certificates
-from llamarl.metrics.span_file import Span, SpanReader
+from llamarl.metrics.span import Span, SpanReader
 
 RECIPE = ROOT / "recipes" / "quickstart"
 MODEL_BYTES = 570_240 * 4  # of the quickstart's weights in the generators' float32

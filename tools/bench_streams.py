@@ -54,7 +54,7 @@ from streams_bench.processors import least_step_s, run_steps
 from streams_bench.simulated import CASES, bands, gains
 from streams_bench.turns import ORDERS
 
-from llamarl.metrics.metrics_log import read_metrics
+from llamarl.metrics.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 ROLLOUTS = 8  # per prompt

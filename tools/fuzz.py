@@ -4,7 +4,7 @@
     python tools/fuzz.py --seed 0 --case 417       # one again, with all it printed
 
 Every file (recipe, prompts, checkpoint, tokenizer, safetensors, task.py; of a resumed run also the
-sharded checkpoint, its state and manifest, the records) and every config key is given damage that
+sharded checkpoint, its state and manifest, the run files) and every config key is given damage that
 `llamarl train` must name in one line, pass over with a warning, or survive: a bare traceback, a
 minute without an end, gigabytes of memory and damaged weights that train in silence are findings,
 and end this with exit code 1. Most cases go as far as the weights are loaded, some of them through

@@ -3,7 +3,7 @@
     python tools/write_reference_pages.py
 
 The config reference comes from the config's dataclasses, the metrics from
-`llamarl/metrics/charts.py`, the glossary from the docstring of `llamarl/types.py`.
+`llamarl/metrics/tensorboard.py`, the glossary from the docstring of `llamarl/types.py`.
 tests/unit/test_docs.py compares the pages with what this writes.
 """
 
@@ -14,7 +14,7 @@ from json import dumps
 from pathlib import Path
 
 from llamarl import types
-from llamarl.metrics.charts import DESCRIPTIONS, chart_tag
+from llamarl.metrics.tensorboard import DESCRIPTIONS, chart_tag
 from llamarl.recipe.composition import reference
 from llamarl.recipe.config_reference import ELSEWHERE, Choice, Key
 
@@ -103,9 +103,9 @@ def metrics_page() -> str:
     blocks = [
         "# Metrics",
         "Written by `tools/write_reference_pages.py` from "
-        "[charts.py](../llamarl/metrics/charts.py). TensorBoard shows a run's metrics in these "
-        "sections, with these descriptions; metrics.jsonl holds the same under the same tags. A "
-        "tag that ends in `*` stands for several.",
+        "[tensorboard.py](../llamarl/metrics/tensorboard.py). TensorBoard shows a run's metrics in "
+        "these sections, with these descriptions; metrics.jsonl holds the same under the same "
+        "tags. A tag that ends in `*` stands for several.",
     ]
     for section in sorted(rows):
         number, _, name = section.partition("_")

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoints import manifest, records
+from llamarl.checkpoints import manifest, positions
 from llamarl.json_file import read_object
 from llamarl.protocols import Checkpointed
 
@@ -38,11 +38,11 @@ async def save(
     """Save the trainer and `state` as one checkpoint of state["version"]; returns its folder.
 
     With `on_copied`, which is called as soon as training may go on, it goes on from a snapshot;
-    if there is no memory for one it is not called. Also saves digests of the run's records. The
-    newest `keep` checkpoints stay (0: all). A save that fails leaves no unfinished folder, which
-    would keep a full disk full.
+    if there is no memory for one it is not called. Also saves the positions of the files that the
+    run appends to. The newest `keep` checkpoints stay (0: all). A save that fails leaves no
+    unfinished folder, which would keep a full disk full.
     """
-    num_bytes = records.measure(run_dir)  # first: they must end where `state` does
+    num_bytes = positions.measure(run_dir)  # first: they must end where `state` does
     before = latest(run_dir)
     folder = begin(run_dir, state["version"])
     try:
@@ -50,9 +50,9 @@ async def save(
         if on_copied is not None and is_copied:
             on_copied()
         await trainer.save(str(folder), is_copied)
-        known = _saved_records(before) if before else {}
-        parts = await asyncio.to_thread(records.digest, run_dir, num_bytes, known)
-        state = {**state, "records": parts}
+        known = _saved_positions(before) if before else {}
+        parts = await asyncio.to_thread(positions.digest, run_dir, num_bytes, known)
+        state = {**state, "positions": parts}
         folder_saved = await asyncio.to_thread(commit, folder, state)  # flushing may take seconds
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # after a commit it has another name
@@ -149,7 +149,7 @@ def set_aside(folder: Path) -> Path:
 
 def holds_run(run_dir: str | Path) -> bool:
     """True if a run in this folder got further than its start."""
-    return latest(run_dir) is not None or any(records.measure(run_dir).values())
+    return latest(run_dir) is not None or any(positions.measure(run_dir).values())
 
 
 def prune(run_dir: str | Path, keep: int) -> None:
@@ -158,13 +158,13 @@ def prune(run_dir: str | Path, keep: int) -> None:
         _remove(path)
 
 
-def _saved_records(folder: Path) -> dict[str, records.Parts]:
-    """The digests of the records in an earlier checkpoint; none if they cannot be read."""
+def _saved_positions(folder: Path) -> dict[str, positions.Parts]:
+    """The positions in an earlier checkpoint; none if they cannot be read."""
     try:
-        saved = read_object(folder / STATE_FILE).get("records")
+        saved = read_object(folder / STATE_FILE).get("positions")
     except ValueError:
         return {}
-    return saved if records.is_sound(saved) else {}
+    return saved if positions.is_sound(saved) else {}
 
 
 def _order(path: Path) -> tuple[int, int]:

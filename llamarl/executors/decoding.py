@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.engine_output import EngineOutput
-from llamarl.executors.offloader import Offloader
+from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.standstill import Standstill
 from llamarl.generation.protocol import Engine, PartialOutput
 from llamarl.metrics.span import Spans
@@ -33,7 +33,7 @@ class Decoding:
         self,
         engine: Engine,
         weight_buffer: WeightBuffer,
-        offloader: Offloader,
+        mover: MemoryMover,
         spans: Spans,
         output: EngineOutput,
         thread: ComputeThread,
@@ -41,7 +41,7 @@ class Decoding:
         self.engine = engine
         self.check, self.fail = output.check, output.fail
         self._weight_buffer = weight_buffer
-        self._offloader = offloader
+        self._mover = mover
         self._spans = spans
         self._output = output
         self._thread = thread
@@ -144,7 +144,7 @@ class Decoding:
         is_kept = self.engine.num_running > 0
         if not is_kept:
             self.engine.forget_prompts()
-        return self._offloader.offload("kv", self.engine.movable("kv"), keep=is_kept)
+        return self._mover.offload("kv", self.engine.movable("kv"), keep=is_kept)
 
     def _offload_weights(self) -> int:
         active = self._weight_buffer.active.data_ptr()
@@ -152,22 +152,22 @@ class Decoding:
         staging = [flat for flat in movable if flat.data_ptr() != active]
         tensors = [flat for flat in movable if flat.data_ptr() == active]
         tensors = [*self.engine.movable("weights"), *tensors]
-        num_bytes = self._offloader.offload("weights", tensors)
-        return num_bytes + self._offloader.offload("staging", staging, keep=False)
+        num_bytes = self._mover.offload("weights", tensors)
+        return num_bytes + self._mover.offload("staging", staging, keep=False)
 
     def prefetch(self, tag: str) -> None:
         """Start reading what was offloaded."""
         self.check()
-        self._offloader.prefetch(tag)
+        self._mover.prefetch(tag)
 
     def onload(self, tag: str) -> int:
         """Bring one tag's memory back, with all of them step again; returns the bytes."""
         if tag not in self._standstill.away:
             return 0
         self._standstill.end()
-        num_bytes = self._offloader.onload(tag)
+        num_bytes = self._mover.onload(tag)
         if tag == "weights":
-            num_bytes += self._offloader.onload("staging")
+            num_bytes += self._mover.onload("staging")
         self._standstill.away.discard(tag)
         return num_bytes
 

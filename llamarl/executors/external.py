@@ -27,7 +27,6 @@ from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.experience.wire import read_columns
 from llamarl.metrics.span import Spans
-from llamarl.record import Records
 from llamarl.types import (
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -37,6 +36,7 @@ from llamarl.types import (
     StageResult,
     StageStatus,
 )
+from llamarl.wire_form import WireList
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ExternalExecutor:
         with self._work.working(len(all_ids)):
             if items:
                 await call.ended
-        results = Records(call.results[row_id] for row_id in all_ids)
+        results = WireList(call.results[row_id] for row_id in all_ids)
         self._failures.add(results)
         return results
 

@@ -20,8 +20,8 @@ from llamarl.executors.compute import ComputeThread
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.lockstep import Lockstep
-from llamarl.executors.offload import OffloadPart
-from llamarl.executors.offloader import Offloader
+from llamarl.executors.memory_mover import MemoryMover
+from llamarl.executors.offloadable import OffloadPart
 from llamarl.executors.rollouts import RolloutPart
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.executors.weight_source import SourcePart
@@ -114,9 +114,9 @@ class GeneratorExecutor:
         )
         self._exit.callback(source.close)
         buffer.before_overwrite = source.tensors.invalidate
-        offloader = Offloader.placed(spec.placement, spec.run_dir, self._name)
-        self._exit.callback(offloader.close)
-        decoding = Decoding(engine, buffer, offloader, spans, output, thread)
+        mover = MemoryMover.placed(spec.placement, spec.run_dir, self._name)
+        self._exit.callback(mover.close)
+        decoding = Decoding(engine, buffer, mover, spans, output, thread)
         self._exit.callback(decoding.end_idle)
         if spec.load_weights:
             engine.load(buffer.active, spec.checkpoint)

@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 
 from llamarl.data.tokenizer import load_tokenizer
-from llamarl.executors.beside import Beside
+from llamarl.executors.background import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.kept_rows import KeptRows
@@ -28,7 +28,7 @@ class RolloutPart:
         self._spec, self._decoding, self._output = spec, decoding, output
         self._spans = spans
         self._storage = RecordingStore(spec.storage, spans)
-        self.beside = Beside()  # what has to do with storage
+        self.background = Background()  # what has to do with storage
         self._loading = asyncio.Lock()  # of the tokenizer
         self._kept = KeptRows()
         self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
@@ -46,7 +46,7 @@ class RolloutPart:
         resumed = [request for request in requests if request.resume]
         written: dict[int, PartialOutput] = {}
         if resumed:
-            written = await self.beside.wait_for(read_written(self._storage, resumed))
+            written = await self.background.wait_for(read_written(self._storage, resumed))
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         submit = partial(self._decoding.submit, requests, written, session)
         await self._decoding.run(submit, key)
@@ -58,7 +58,7 @@ class RolloutPart:
         stops meanwhile is stored every `STORE_S`, so that no more is lost with the process. An
         exception of the engine is raised here, with its own traceback.
         """
-        return await self.beside.wait_for(self._collect(received))
+        return await self.background.wait_for(self._collect(received))
 
     async def _collect(self, received: int) -> Report:
         self._kept.forget(received)
@@ -81,7 +81,7 @@ class RolloutPart:
     async def drained(self, limit_s: float) -> None:
         """Wait until all calls have ended, then forget what they reported; RuntimeError if that
         takes longer than `limit_s`."""
-        await self.beside.drained(limit_s)
+        await self.background.drained(limit_s)
         self._kept = KeptRows()
 
     def use(self, storage: ColumnStore) -> None:

@@ -22,7 +22,6 @@ from llamarl.experience.graph import GROUP
 from llamarl.experience.store import RecordingStore
 from llamarl.experience.task_stages import as_data
 from llamarl.metrics.span import Spans
-from llamarl.record import Records
 from llamarl.types import (
     COMPLETION_TEXT,
     PROMPT_ID,
@@ -37,6 +36,7 @@ from llamarl.types import (
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
 from llamarl.user_code.process import MAX_ANSWER_BYTES
+from llamarl.wire_form import WireList
 
 ENTRY_BYTES = 32  # of a number in an answer, at most
 Cells = dict[str, np.ndarray]
@@ -101,7 +101,7 @@ class StageExecutor:
                 }
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
-        return Records(result for of_call in results for result in of_call)
+        return WireList(result for of_call in results for result in of_call)
 
     async def close(self) -> None:
         """End the processes."""

@@ -1,7 +1,7 @@
 """One rank of the trainer.
 
 Owns: the order of calls, and what is read from storage and written there. Does not own: what a
-step computes (`training.py`). Invariant: calls are served one at a time in order of arrival, for
+step computes (`policy_step.py`). Invariant: calls are served one at a time in order of arrival, for
 collectives must start in the same order on all ranks.
 """
 
@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from llamarl.executors.compute import ComputeThread
-from llamarl.executors.offload import OffloadPart
+from llamarl.executors.offloadable import OffloadPart
+from llamarl.executors.policy_step import PolicyStep
 from llamarl.executors.specs import TrainerSpec
-from llamarl.executors.training import Training
 from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
 from llamarl.types import (
@@ -49,21 +49,21 @@ class TrainerExecutor:
         self._thread = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
         self._lock = asyncio.Lock()
-        self._training: Training | None = None
+        self._policy_step: PolicyStep | None = None
         self._offload: OffloadPart | None = None
         self._idle_since_ns = time.monotonic_ns()
 
     @property
-    def training(self) -> Training:
+    def policy_step(self) -> PolicyStep:
         """RuntimeError before `start`."""
-        if self._training is None:
+        if self._policy_step is None:
             raise RuntimeError("the trainer must be started first")
-        return self._training
+        return self._policy_step
 
     @property
     def parts(self) -> tuple[object, ...]:
         """Their methods are the executor's: WeightSource, Offloadable."""
-        return self.training.source, self._offload
+        return self.policy_step.source, self._offload
 
     async def start(self) -> None:
         """Join the other ranks and load this rank's slices of the checkpoint.
@@ -71,9 +71,9 @@ class TrainerExecutor:
         ValueError if the checkpoint is missing or does not fit.
         """
         place = self._rank, self._num_ranks, self._spans, self._resources
-        training = await self._thread.run(lambda: Training(self._spec, *place))
-        self._offload = OffloadPart(training, self._run, self._spans, training.source)
-        self._training = training
+        policy_step = await self._thread.run(lambda: PolicyStep(self._spec, *place))
+        self._offload = OffloadPart(policy_step, self._run, self._spans, policy_step.source)
+        self._policy_step = policy_step
         self._idle_since_ns = time.monotonic_ns()
 
     async def close(self) -> None:
@@ -86,12 +86,14 @@ class TrainerExecutor:
 
         RuntimeError if the batch is meant for another version or its loss is not finite.
         """
-        training = self.training
+        policy_step = self.policy_step
         async with self._lock:
-            training.require_presence()
-            if batch.version != training.version:
-                raise RuntimeError(f"batch for version {batch.version} came at {training.version}")
-            micro_batches = training.share(batch)
+            policy_step.require_presence()
+            if batch.version != policy_step.version:
+                raise RuntimeError(
+                    f"batch for version {batch.version} came at {policy_step.version}"
+                )
+            micro_batches = policy_step.share(batch)
             rows = [batch.rows[i] for positions in micro_batches for i in positions]
             row_ids = [row.row_id for row in rows]
             columns = await self._storage.read(row_ids, self._columns)
@@ -99,45 +101,45 @@ class TrainerExecutor:
             self._end_idle()
             num_tokens = sum(row.num_tokens for row in rows)
             sizes = [len(positions) for positions in micro_batches]
-            with self._spans.span("accumulate", version=training.version, tokens=num_tokens):
+            with self._spans.span("accumulate", version=policy_step.version, tokens=num_tokens):
                 logprobs = await self._thread.run(
-                    lambda: training.accumulate(batch, rows, columns, sizes)
+                    lambda: policy_step.accumulate(batch, rows, columns, sizes)
                 )
             if row_ids and self._rank % self._spec.config.tensor_parallel == 0:
                 await self._storage.write(row_ids, {TRAINER_LOGPROBS: logprobs})
             self._idle_since_ns = time.monotonic_ns()
 
     async def step(self) -> StepStats:
-        """See `Training.step`."""
+        """See `PolicyStep.step`."""
         async with self._lock:
-            self.training.require_presence()
-            stats = await self._thread.run(self.training.step)
+            self.policy_step.require_presence()
+            stats = await self._thread.run(self.policy_step.step)
             self._idle_since_ns = time.monotonic_ns()
             return stats
 
     async def snapshot(self) -> bool:
-        """See `Training.snapshot`."""
+        """See `PolicyStep.snapshot`."""
         async with self._lock:
-            return await self._aside("snapshot", self.training.snapshot)
+            return await self._aside("snapshot", self.policy_step.snapshot)
 
     async def save(self, folder: str, from_snapshot: bool = False) -> None:
-        """See `Training.save`; `from_snapshot` writes beside training, on a thread of its own."""
-        training = self.training
+        """See `PolicyStep.save`; `from_snapshot` writes beside training, on a thread of its own."""
+        policy_step = self.policy_step
         if from_snapshot:
             with self._spans.span("save", "mark"):
-                return await asyncio.to_thread(training.save_copy, folder)
+                return await asyncio.to_thread(policy_step.save_copy, folder)
         async with self._lock:
-            await self._aside("save", lambda: training.save(folder))
+            await self._aside("save", lambda: policy_step.save(folder))
 
     async def restore(self, folder: str) -> int:
-        """See `Training.restore`."""
+        """See `PolicyStep.restore`."""
         async with self._lock:
-            return await self._aside("restore", lambda: self.training.restore(folder))
+            return await self._aside("restore", lambda: self.policy_step.restore(folder))
 
     async def export(self, folder: str, dtype: str) -> None:
         """Write the weights, rounded to `dtype`, in the Hugging Face layout."""
         async with self._lock:
-            await self._aside("export", lambda: self.training.policy.export(folder, dtype))
+            await self._aside("export", lambda: self.policy_step.policy.export(folder, dtype))
 
     async def infer(self, row_ids: list[int]) -> list[float]:
         """Largest |log pi - log mu| over each stored row's response; the same on all ranks.
@@ -150,13 +152,13 @@ class TrainerExecutor:
         names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS]
         async with self._lock:
             columns = await self._storage.read(row_ids, names)
-            return await self._aside("infer", lambda: self.training.infer(columns))
+            return await self._aside("infer", lambda: self.policy_step.infer(columns))
 
     async def _aside(self, name: str, command: Callable[[], T]) -> T:
         """Run a command that is neither training nor waiting for it."""
-        self.training.require_presence()
+        self.policy_step.require_presence()
         self._end_idle()
-        with self._spans.span(name, "mark", version=self.training.version):
+        with self._spans.span(name, "mark", version=self.policy_step.version):
             result = await self._thread.run(command)
         self._idle_since_ns = time.monotonic_ns()
         return result
@@ -168,7 +170,7 @@ class TrainerExecutor:
 
     def _end_idle(self) -> None:
         """Record that a batch was waited for until now."""
-        now_ns, version = time.monotonic_ns(), self.training.version
+        now_ns, version = time.monotonic_ns(), self.policy_step.version
         self._spans.record("batch", self._idle_since_ns, now_ns, "wait", version=version)
 
 

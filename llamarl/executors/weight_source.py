@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from llamarl.config import WeightsConfig
-from llamarl.executors.beside import Beside
+from llamarl.executors.background import Background
 from llamarl.metrics.span import Spans
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
@@ -40,7 +40,7 @@ class SourcePart:
         self._spans = spans
         self._check = check
         self._withdrawn: int | None = None
-        self.beside = Beside()
+        self.background = Background()
 
     async def source_layout(self) -> RankLayout:
         """Where this rank keeps its boxes of the parameters."""
@@ -51,13 +51,13 @@ class SourcePart:
         """Keep the copies of `route` that lead from here to `replica` (None: forget the replica);
         waits for the route's other ranks."""
         self._check()
-        await self.beside.run(self._writer.connect, replica, route)
+        await self.background.run(self._writer.connect, replica, route)
 
     async def write(self, version: int, handles: list[StagingHandle]) -> Fingerprints:
         """Write a bucket of `version` into a replica's staging memory. StaleVersion, TargetLost."""
         self._check()
         with self._spans.span("write", "publish", version=version):
-            return await self.beside.run(self._writer.write, version, handles)
+            return await self.background.run(self._writer.write, version, handles)
 
     def withdraw(self) -> None:
         """Return once no write reads the tensors, and let none begin until `restore`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llamarl.executors.beside import Beside
+from llamarl.executors.background import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.weight_source import SourcePart
 from llamarl.metrics.span import Spans
@@ -41,7 +41,7 @@ class TargetPart:
         self._is_processed_early = is_processed_early
         self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
         self._opening: object = None  # a new object at each `prepare`
-        self._beside = Beside()
+        self._background = Background()
         self._session = 0  # grows at each `reset`
         self._has_memory, self._is_closed = asyncio.Event(), asyncio.Event()
         self._has_memory.set()
@@ -55,7 +55,7 @@ class TargetPart:
     async def connect_source(self, route: Route) -> None:
         """Receive over `route` from now on; waits for its other ranks."""
         self._decoding.check()
-        await self._beside.run(self._buffer.connect, route)
+        await self._background.run(self._buffer.connect, route)
 
     async def prepare(self, version: int, bucket: int) -> StagingHandle:
         """Open the staging memory for one bucket of `version`; waits while the weights are off the
@@ -69,7 +69,7 @@ class TargetPart:
         self._is_closed.clear()
         self._opening, self._processed = object(), None
         try:
-            return await self._beside.run(self._buffer.prepare, version, bucket)
+            return await self._background.run(self._buffer.prepare, version, bucket)
         except BaseException:
             if was_closed:
                 self._is_closed.set()
@@ -80,11 +80,11 @@ class TargetPart:
         self._decoding.check()
         opening = self._opening
         with self._spans.span("verify", "publish", version=version):
-            prints = await self._beside.run(self._buffer.verify, version, bucket)
+            prints = await self._background.run(self._buffer.verify, version, bucket)
         if self._is_processed_early:
             staging = self._buffer.staging
             with self._spans.span("process_weights", "publish", version=version):
-                weights = await self._beside.run(self._decoding.engine.process_weights, staging)
+                weights = await self._background.run(self._decoding.engine.process_weights, staging)
             if self._opening is opening:  # else the staging memory was overwritten meanwhile
                 self._processed = staging, weights
         return prints
@@ -99,7 +99,7 @@ class TargetPart:
         a bucket's commit."""
         self._decoding.check()
         try:
-            await self._beside.run(self._buffer.abort, version)
+            await self._background.run(self._buffer.abort, version)
         except RuntimeError as error:
             self._decoding.check()
             if self._decoding.is_mixed:
@@ -115,8 +115,8 @@ class TargetPart:
         """
         self._decoding.check()
         self._session += 1
-        await self._beside.drained(limit_s)
-        await self._source.beside.drained(limit_s)
+        await self._background.drained(limit_s)
+        await self._source.background.drained(limit_s)
         await self._decoding.run(self._reset, ("reset", self._session))
         self._opening = self._processed = None
         self._has_memory.set()

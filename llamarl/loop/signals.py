@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
-from llamarl.metrics.terminal import leave_display
+from llamarl.metrics.console import end_display
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == self._received == signal.SIGINT:
-            leave_display()
+            end_display()
             os._exit(128 + number)  # the executors see that this process is gone
         if self._received is None or number == signal.SIGINT:
             self._received = signal.Signals(number)

@@ -1,17 +1,21 @@
 """What the console shows during a run.
 
-Owns: when something is shown, and which figures. Does not own: the numbers, or how single figures
-look (`rendering.py`). Invariant: a terminal gets one display that redraws itself; anything else (a
-log file, CI) gets whole lines, at most one every few seconds.
+Owns: when something is shown, which figures, and the terminal's settings meanwhile. Does not own:
+the numbers, or how single figures look (`rendering.py`). Invariant: a terminal gets one display
+that redraws itself, and is afterwards as it was found; anything else (a log file, CI) gets whole
+lines, at most one every few seconds.
 """
 
 import logging
+import os
+import sys
+import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 from rich import box
 from rich.cells import cell_len
@@ -22,9 +26,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llamarl.metrics.accuracy import with_interval
-from llamarl.metrics.aggregate import Shares, executor_of
-from llamarl.metrics.drops import Drops, in_words
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import (
     LABEL_WIDTH,
@@ -36,9 +37,9 @@ from llamarl.metrics.rendering import (
     is_shaped,
     one_line,
 )
-from llamarl.metrics.startup import ReportState, Startup
-from llamarl.metrics.step_metrics import Scalars
-from llamarl.metrics.terminal import hide_typed_keys, restore_terminal
+from llamarl.metrics.shares import Shares
+from llamarl.metrics.span import executor_of
+from llamarl.metrics.step_metrics import Drops, Scalars, in_words, with_interval
 from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,14 @@ STEP_FIGURES = (  # of a line: label, tag, format
     ("staleness", "staleness/mean", "{:.2f}"),
     ("tokens/s", "tokens/per_s", "{:,.0f}"),
 )
+STATES = ("starting", "loading", "ready")
+MAX_NAMES = 3  # of a role's executors in one state; of more than these only the number is shown
+
+ReportState = Callable[[str, str], None]
+"""Called with an executor's name and its new state, one of STATES."""
+
+SHOW_CURSOR = "\x1b[?25h\n"
+_found: list[Any] = []  # the terminal's settings, while keys are hidden
 
 
 class Progress:
@@ -305,3 +314,76 @@ class Progress:
         current = self._drops.num_current
         since = f" ({current:,} since the last step)" if current else ""
         return f"dropped {in_words(self._drops.total)}{since}"
+
+
+class Startup:
+    """The executors of one start."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[str, float]] = {}  # name -> (state, since when)
+        self._started_s = time.monotonic()
+
+    def mark(self, name: str, state: str) -> None:
+        """Executor `name` has reached `state`."""
+        self._states[name] = (state, time.monotonic())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(role, what its executors do), such as ("generator", "1 of 2 ready; generator-1 loading
+        (4 s)")."""
+        roles: dict[str, list[str]] = {}
+        for name in list(self._states):
+            roles.setdefault(executor_of(name), []).append(name)
+        return [(role, self._describe(names)) for role, names in roles.items()]
+
+    def is_complete(self, name: str) -> bool:
+        """True if every executor of the role of `name` is ready."""
+        role = executor_of(name)
+        return all(s == "ready" for n, (s, _) in self._states.items() if executor_of(n) == role)
+
+    def _describe(self, names: list[str]) -> str:
+        now_s = time.monotonic()
+        by_state = {s: [n for n in names if self._states[n][0] == s] for s in STATES}
+        ready = by_state.pop("ready")
+        if len(ready) == len(names):
+            last_s = max(self._states[name][1] for name in names)
+            return f"ready after {last_s - self._started_s:.0f} s"
+        parts = [f"{len(ready)} of {len(names)} ready"] if len(names) > 1 else []
+        for state, members in by_state.items():
+            if members:
+                waited_s = now_s - min(self._states[name][1] for name in members)
+                named = ", ".join(members) if len(members) <= MAX_NAMES else f"{len(members)}"
+                named = f"{named} " if len(names) > 1 else ""
+                parts.append(f"{named}{state} ({waited_s:.0f} s)")
+        return "; ".join(parts)
+
+
+def hide_typed_keys() -> None:
+    """Keep the terminal from drawing ^C, which would shift the display by a line."""
+    if _is_ours() and not _found:
+        _found.extend(termios.tcgetattr(sys.stdin))
+        settings = list(_found)
+        settings[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
+
+
+def restore_terminal() -> None:
+    """Undo `hide_typed_keys`."""
+    if _found and _is_ours():
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, _found)
+    _found.clear()
+
+
+def end_display() -> None:
+    """Restore the terminal in a process that ends while its display is drawn."""
+    restore_terminal()
+    if sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)
+        sys.stdout.flush()
+
+
+def _is_ours() -> bool:
+    """Whether this process may change the terminal: in the background it would be stopped."""
+    try:
+        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):  # no terminal, or no standard input at all
+        return False

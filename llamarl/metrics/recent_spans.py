@@ -1,28 +1,29 @@
-"""What the processes of a run did in the last seconds, read from their growing span files.
+"""What the processes of a run do now, from their growing span files.
 
-Owns: which files are read during the run, and how long their spans are kept. Does not own: the
-format (`span_file.py`) or what a share is (`aggregate.py`). Invariant: each span is read once, also
-when several threads ask.
+Owns: shares of the last seconds, waits since the last step, what publishes cost, decode steps. Does
+not own: reading the files (`span.py`) or what a share is (`shares.py`). Invariant: each span is
+counted once, also when several threads ask; a wait for a publish counts with the one during which
+it was.
 """
 
-import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from llamarl.metrics.aggregate import Shares, by_executor, executor_of, shares_of, tracks_of
-from llamarl.metrics.exposure import Exposure
-from llamarl.metrics.intervals import union
-from llamarl.metrics.span import FLUSH_NS
-from llamarl.metrics.span_file import Span, SpanReader, span_files
+from llamarl.metrics.intervals import intersect, length, union
+from llamarl.metrics.shares import DECODE, PUBLISH, Shares, by_executor, shares_of, tracks_of
+from llamarl.metrics.span import FLUSH_NS, Span, SpanFolder, executor_of
 
 WINDOW_NS = 10 * 10**9
 UNFLUSHED_NS = 2 * FLUSH_NS  # a process at work has written no span for less than this
 MAX_FILES = 16  # read per executor: enough for a mean
+DECODE_FILES = 4  # read of generators for their decode steps: replicas are alike
+
+Times = list[tuple[int, int]]
 
 
 class RecentSpans:
@@ -30,8 +31,7 @@ class RecentSpans:
 
     The window ends now. A span is known once it has ended and its process has flushed it; processes
     work and wait in turn, so what follows the newest known span counts as a wait if that was work,
-    and as work if it was a wait. Of an executor with more than `MAX_FILES` processes, that many,
-    evenly spread, are read.
+    and as work if it was a wait.
     """
 
     def __init__(
@@ -41,10 +41,9 @@ class RecentSpans:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Spans that ended before `since_ns` (Unix; default: now) belong to older sessions."""
-        self._folder, self._clock_ns = Path(folder), clock_ns
+        self._clock_ns = clock_ns
+        self._files = SpanFolder(folder, max_files=MAX_FILES)
         self._since_ns = time.time_ns() if since_ns is None else since_ns
-        self._readers: dict[str, SpanReader] = {}
-        self._seen: set[str] = set()
         self._spans: dict[str, list[Span]] = defaultdict(list)  # by process
         self._waited_ns: dict[str, int] = {}
         self._exposure = Exposure()
@@ -54,12 +53,12 @@ class RecentSpans:
         """Busy and wait shares by executor over the last ten seconds."""
         with self._lock:
             self._read()
-            known = [(process, spans) for process, spans in self._spans.items() if spans]
-            whole = ((process, spans + self._since_newest(spans)) for process, spans in known)
-            shares = {
-                process: shares_of(tracks_of(spans), union(np.array([self._window(spans)])))
-                for process, spans in whole
-            }
+            shares = {}
+            for process, spans in self._spans.items():
+                if spans:
+                    whole = spans + self._since_newest(spans)
+                    window = union(np.array([self._window(whole)]))
+                    shares[process] = shares_of(tracks_of(whole), window)
         return by_executor(shares)
 
     def take_waits_s(self) -> dict[str, float]:
@@ -83,35 +82,17 @@ class RecentSpans:
             return self._exposure.take()
 
     def _read(self) -> None:
-        for process, span in self._new_spans():
-            self._exposure.add(process, span)
-            if span.cat == "publish":
+        for process, span in self._files.read():
+            if span.end_ns < self._since_ns or span.cat not in ("busy", "wait", "publish"):
                 continue
-            self._spans[process].append(span)
-            waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
-            self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
+            self._exposure.add(process, span)
+            if span.cat != "publish":
+                self._spans[process].append(span)
+                waited_ns = span.end_ns - span.start_ns if span.cat == "wait" else 0
+                self._waited_ns[process] = self._waited_ns.get(process, 0) + waited_ns
         for spans in self._spans.values():
             start_ns = self._window(spans)[0]
             spans[:] = [span for span in spans if span.end_ns > start_ns]
-
-    def _new_spans(self) -> Iterator[tuple[str, Span]]:
-        """(process, span) of each busy, wait or publish span that was not read yet."""
-        self._open_new_files()
-        for process, reader in self._readers.items():
-            for span in reader.read():
-                if span.end_ns >= self._since_ns and span.cat in ("busy", "wait", "publish"):
-                    yield process, span
-
-    def _open_new_files(self) -> None:
-        new: dict[str, list[Path]] = defaultdict(list)
-        for path in span_files(self._folder):
-            if path.stem not in self._seen:
-                new[executor_of(path.stem)].append(path)
-                self._seen.add(path.stem)
-        for executor, paths in new.items():
-            room = MAX_FILES - [*map(executor_of, self._readers)].count(executor)
-            chosen = paths[:: math.ceil(len(paths) / room)] if room else []
-            self._readers |= {path.stem: SpanReader(path) for path in chosen}
 
     def _since_newest(self, spans: list[Span]) -> list[Span]:
         """What a process has done since its newest span ended, unless that is not flushed yet."""
@@ -128,3 +109,77 @@ class RecentSpans:
     def _window(self, spans: list[Span]) -> tuple[int, int]:
         newest_ns = max((span.end_ns for span in spans), default=0)
         return max(newest_ns - WINDOW_NS, self._since_ns), newest_ns
+
+
+class Exposure:
+    """Sums up spans as they are read.
+
+    `trainer_s`: the trainer kept its weights for a write, or the controller the next batch for the
+    publish before. `commit_s`: a replica did not decode because it committed, or between the
+    buckets of a version. `starved_s`: a replica had nothing to decode while a version was on its
+    way; rollouts that wait for it are all it has then. The last two are means over the replicas.
+    """
+
+    def __init__(self) -> None:
+        self._processes: dict[str, set[str]] = defaultdict(set)  # by executor
+        self._publishes: Times = []
+        self._has_begun = False
+        self._idle: dict[str, Times] = defaultdict(list)  # of generators, by process
+        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def add(self, process: str, span: Span) -> None:
+        """A span that has ended."""
+        executor, times = executor_of(process), (span.start_ns, span.end_ns)
+        self._processes[executor].add(process)
+        if executor == "controller" and (span.cat, span.name) == PUBLISH:
+            if "replica" not in span.args:  # else of one replica
+                self._publishes += [times] if self._has_begun else []
+                self._has_begun = True
+        elif executor == "generator":
+            self._idle[process] += [times] if (span.cat, span.name) == ("wait", "requests") else []
+            if span.name == "commit" or (span.cat, span.name) == ("wait", "buckets"):
+                self._seconds["commit_s"][process] += (times[1] - times[0]) / 1e9
+        if span.cat == "wait" and span.name in ("publish", "last_publish"):
+            self._seconds["trainer_s"][process] += (times[1] - times[0]) / 1e9
+
+    def take(self) -> dict[str, float]:
+        """Seconds per publish by kind, and `exposed_s`, their sum, since the last call; nothing
+        before two publishes have ended: what was waited for during the newest may be unread. A
+        run's first publish does not count, for nothing goes on beside it."""
+        *done, newest = self._publishes or [(0, 0)]
+        if not done:
+            return {}
+        during = union(np.array(done, dtype=np.int64))
+        for process, idle in self._idle.items():
+            waited = intersect(union(np.array(idle, dtype=np.int64).reshape(-1, 2)), during)
+            self._seconds["starved_s"][process] += length(waited) / 1e9
+            self._idle[process] = [times for times in idle if times[1] > newest[0]]
+        found = {
+            name: self._mean_s(self._seconds[name]) / len(done)
+            for name in ("trainer_s", "commit_s", "starved_s")
+        }
+        self._publishes = [newest]
+        self._seconds.clear()
+        return found | {"exposed_s": sum(found.values())}
+
+    def _mean_s(self, seconds: dict[str, float]) -> float:
+        """Summed over executors, the mean over the processes of each."""
+        return sum(
+            each_s / len(self._processes[executor_of(process)])
+            for process, each_s in seconds.items()
+        )
+
+
+class DecodeSteps:
+    """The new decode steps of some generators, from the span files in `folder`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._files = SpanFolder(folder, executor="generator", max_files=DECODE_FILES)
+
+    def read(self) -> list[tuple[int, float]]:
+        """(rollouts in the step, seconds) of those that ended since the last call."""
+        return [
+            (span.args["tokens"], (span.end_ns - span.start_ns) / 1e9)
+            for _, span in self._files.read()
+            if (span.cat, span.name) == DECODE and not span.is_sum and "tokens" in span.args
+        ]

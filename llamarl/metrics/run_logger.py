@@ -1,7 +1,7 @@
 """The controller's view of the metrics: what happened in the loop becomes metrics and step marks.
 
 Owns: what is remembered between two steps. Does not own: tags (`step_metrics.py`), where numbers go
-(`metrics_log.py`) or the display (`console.py`). Invariant: it never changes what the run does.
+(`trackers.py`) or the display (`console.py`). Invariant: it never changes what the run does.
 """
 
 import asyncio
@@ -9,13 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.metrics.accuracy import interval
 from llamarl.metrics.console import Progress
-from llamarl.metrics.drops import Drops
-from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
-from llamarl.metrics.step_metrics import Scalars, sample_rows, step_scalars
+from llamarl.metrics.step_metrics import Drops, Scalars, interval, sample_rows, step_scalars
+from llamarl.metrics.trackers import MetricsLog
 from llamarl.types import Dropped, Evaluation, Group, Prompt, StepStats, Verdict
 
 ReadCompletions = Callable[[list[int]], Awaitable[dict[int, str]]]

@@ -1,28 +1,64 @@
-"""Spans: what each process did, from when to when.
+"""Spans: what each process did, from when to when, in its file `<process>.jsonl`.
 
-Owns: the recorder that every executor has. Does not own: the file format (`span_file.py`), how old
-spans are summed (`span_history.py`), what is computed from spans (`aggregate.py`). Invariant: the
-file of a process stays below its limit; times are nanoseconds of the host's monotonic clock, which
-all processes of one host share.
+Owns: recording spans, the file's lines, the one way to read them, what is kept of old ones. Does
+not own: what is computed from spans (`shares.py`, `recent_spans.py`). Invariant: a file stays below
+its limit, and busy time, wait time, counts and bytes of each name and session stay exact.
 
 Categories: `busy` (useful work), `wait` (the name says for what), `publish`, `mark` (anything
 else). Example line: {"name": "decode", "cat": "busy", "start_ns": 5, "end_ns": 9, "tokens": 64}.
-Each time a process starts it appends an origin line, which converts its clock to Unix time, and a
-`start` mark; so a resumed run's file holds several sessions.
+Times are nanoseconds of the host's monotonic clock, which all processes of one host share. A
+process that starts appends an origin line, which converts its clock to Unix time and begins a
+session, and a `start` mark. Any other line is skipped.
+
+A file that is half full is replaced, in one move, by one with an origin line as its head, a sum for
+each session, category and name in Unix time, and the newest spans as they were recorded.
 """
 
 import json
+import math
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from llamarl.metrics.span_history import FULL_SHARE, sum_old_spans
+import numpy as np
+
+from llamarl.metrics.intervals import EMPTY, length, subtract, union
 
 FLUSH_SPANS = 256  # a killed process loses at most this many spans
 FLUSH_NS = 10**9  # what is older is written when the next span is recorded
+# Shares of a file's limit. The old file and the new one exist together for a moment.
+FULL_SHARE = 1 / 2  # when old spans are summed
+KEPT_SHARE = 1 / 4  # the newest spans, which stay as they are
+COUNTS = {"tokens", "rows", "spans"}  # what is added up over spans
+BYTES = "bytes"  # by column: added up too
+ORIGIN = "unix_minus_monotonic_ns"
+MAX_NS = 2**63  # three centuries
+
+
+class Span(NamedTuple):
+    """One finished span as read back; times are Unix nanoseconds, so processes compare.
+
+    `session` counts the starts of the process within one run folder, from 0.
+    """
+
+    session: int
+    name: str
+    cat: str
+    start_ns: int
+    end_ns: int
+    args: dict[str, Any]
+
+    @property
+    def is_sum(self) -> bool:
+        """True if this stands for several spans of one name, with their counts and bytes. A busy
+        one or a wait is as long as they were together; any other reaches from the first to the
+        last of them."""
+        return "spans" in self.args
 
 
 class Spans:
@@ -48,8 +84,7 @@ class Spans:
             if self._path.exists():
                 self._lines.append("")  # ends the line that a killed session left unfinished
                 self._num_bytes = self._path.stat().st_size
-            origin = {"process": process, "unix_minus_monotonic_ns": time.time_ns() - now_ns}
-            self._lines.append(json.dumps(origin))
+            self._lines.append(json.dumps({"process": process, ORIGIN: time.time_ns() - now_ns}))
             self.record("start", now_ns, now_ns, "mark")
 
     @contextmanager
@@ -98,3 +133,197 @@ class Spans:
         assert self._path is not None
         assert self._limit_bytes is not None
         self._num_bytes = sum_old_spans(self._path, self._limit_bytes)
+
+
+class SpanReader:
+    """Reads one process's file while it grows: every `read` continues where the last one ended.
+
+    Spans that were summed between two reads are not read again as sums.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """`path` is that of `<process>.jsonl`, whether it exists or not."""
+        self.path = Path(path)
+        self.process = self.path.stem
+        self._parser = SpanParser()
+        self._num_read: int | None = None  # bytes of recorded lines, summed ones too
+
+    def read(self) -> Iterator[Span]:
+        """Spans not read yet, in the order they were recorded (by their end, nearly)."""
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            head = file.readline()
+            num_summed, kept_from = _extent_of_sums(head)
+            offset = 0
+            if self._num_read is not None:
+                offset = kept_from + max(0, self._num_read - num_summed)
+                if self._num_read < num_summed:
+                    self._parser.parse(head)  # the session of the first span that is kept
+            file.seek(offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break  # still being written
+                offset += len(text)
+                self._num_read = num_summed + max(0, offset - kept_from)
+                span = self._parser.parse(text)
+                if span is not None:
+                    yield span
+
+
+class SpanFolder:
+    """Reads the files of all processes of a run, or of those of one `executor`.
+
+    Of an executor with more than `max_files` processes, that many, evenly spread, are read.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, executor: str | None = None, max_files: int | None = None
+    ) -> None:
+        self._folder, self._executor, self._max_files = Path(folder), executor, max_files
+        self._seen: set[str] = set()
+        self.readers: list[SpanReader] = []
+
+    def read(self) -> Iterator[tuple[str, Span]]:
+        """(process, span) of each span not read yet, process by process."""
+        self._open_new_files()
+        for reader in self.readers:
+            for span in reader.read():
+                yield reader.process, span
+
+    def _open_new_files(self) -> None:
+        new: dict[str, list[Path]] = defaultdict(list)
+        for path in span_files(self._folder):
+            executor = executor_of(path.stem)
+            if path.stem not in self._seen and self._executor in (None, executor):
+                new[executor].append(path)
+                self._seen.add(path.stem)
+        opened = Counter(executor_of(reader.process) for reader in self.readers)
+        for executor, paths in new.items():
+            if self._max_files is not None:
+                room = self._max_files - opened[executor]
+                paths = paths[:: math.ceil(len(paths) / room)] if room else []
+            self.readers += map(SpanReader, paths)
+
+
+class SpanParser:
+    """Turns the lines of one file, in order, into spans."""
+
+    def __init__(self) -> None:
+        self.session = -1
+        self.unix_minus_monotonic_ns = 0
+
+    def parse(self, text: bytes) -> Span | None:
+        """The span in a line; None if the line is something else or damaged."""
+        try:
+            return self._span(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def _span(self, line: dict[str, Any]) -> Span | None:
+        if "cat" not in line:
+            if ORIGIN in line:
+                self.unix_minus_monotonic_ns = _whole(line[ORIGIN])
+                self.session = _whole(line.get("session", self.session + 1))
+            return None
+        is_sum = "spans" in line
+        offset_ns = 0 if is_sum else self.unix_minus_monotonic_ns
+        session = _whole(line.pop("session")) if is_sum else self.session
+        start_ns, end_ns = (_whole(line.pop(key)) + offset_ns for key in ("start_ns", "end_ns"))
+        name, cat = line.pop("name"), line.pop("cat")
+        if type(name) is not str or type(cat) is not str:
+            raise TypeError(name)
+        sizes = line.get(BYTES)
+        counts = [line[count] for count in line.keys() & COUNTS]
+        for count in [*counts, *(sizes.values() if isinstance(sizes, dict) else [])]:
+            _whole(count)
+        return Span(session, name, cat, start_ns, end_ns, line)
+
+
+def sum_old_spans(path: Path, limit_bytes: int) -> int:
+    """Replace all but the newest spans of a span file by sums, in one move; its new size.
+
+    The file must not be written to before it returns.
+    """
+    data = path.read_bytes()
+    num_summed, kept_from = _extent_of_sums(data[: data.find(b"\n") + 1])
+    newest = max(0, len(data) - int(limit_bytes * KEPT_SHARE))
+    cut = max(kept_from, data.rfind(b"\n", 0, newest) + 1)
+    parser, sessions = SpanParser(), defaultdict[int, list[Span]](list)
+    for text in data[:cut].split(b"\n"):
+        if (span := parser.parse(text)) is not None:
+            sessions[span.session].append(span)
+    found = [each._asdict() for spans in sessions.values() for each in sums_of(spans)]
+    sums = "".join(json.dumps(each | each.pop("args")) + "\n" for each in found)
+    head = {
+        "process": path.stem,
+        ORIGIN: parser.unix_minus_monotonic_ns,
+        "session": parser.session,
+        "summed_bytes": num_summed + cut - kept_from,
+        "sums_bytes": len(sums),
+    }
+    unfinished = path.with_name(path.name + ".tmp")
+    num_bytes = unfinished.write_bytes(f"{json.dumps(head)}\n{sums}".encode() + data[cut:])
+    os.replace(unfinished, path)
+    return num_bytes
+
+
+def sums_of(spans: Sequence[Span]) -> Iterator[Span]:
+    """A sum for each category and name of a session, the first of them for its `start` mark.
+
+    Busy time and waits follow each other up to where the last of them ended, in the precedence of
+    `shares.shares_of`. Waits come first, for a process only waits before the first step begins: so
+    the shares of the steps' time stay right.
+    """
+    tracks = defaultdict[tuple[str, str], list[Span]](list)
+    for span in spans:
+        tracks[span.cat, span.name].append(span)
+    taken, lengths_ns = EMPTY, {}
+    for track in sorted(key for key in tracks if key[0] in ("busy", "wait")):
+        times = np.array([(span.start_ns, span.end_ns) for span in tracks[track]], dtype=np.int64)
+        own = subtract(union(times), taken)
+        taken, lengths_ns[track] = union(np.concatenate([taken, own])), length(own)
+    last_ns = int(taken[-1, 1]) if len(taken) else spans[0].start_ns
+    end_ns = last_ns - sum(lengths_ns.values())
+    for track in sorted(tracks, key=lambda key: key[0] == "busy"):  # else as they appeared
+        members = tracks[track]
+        first_ns, last_ns = min(s.start_ns for s in members), max(s.end_ns for s in members)
+        if track in lengths_ns:
+            first_ns, last_ns = end_ns, end_ns + lengths_ns[track]
+            end_ns = last_ns
+        yield Span(members[0].session, track[1], track[0], first_ns, last_ns, _added_up(members))
+
+
+def _added_up(spans: Sequence[Span]) -> dict[str, Any]:
+    """How many spans these are, their counts, and their bytes by column."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for span in spans:
+        counts.update({"spans": 1} | {key: span.args[key] for key in COUNTS & span.args.keys()})
+        if isinstance(span.args.get(BYTES), dict):
+            sizes.update(span.args[BYTES])
+    return {**counts, **({BYTES: dict(sizes)} if sizes else {})}
+
+
+def _extent_of_sums(head: bytes) -> tuple[int, int]:
+    """(bytes of the lines that were summed, where in the file those begin that were not), from its
+    first line; 0, 0 if none were summed."""
+    try:
+        line = json.loads(head)
+        num_summed, sums_bytes = (_whole(line[key]) for key in ("summed_bytes", "sums_bytes"))
+        return max(0, num_summed), len(head) + max(0, sums_bytes)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0, 0
+
+
+def _whole(number: object) -> int:
+    if type(number) is not int or not 0 <= abs(number) < MAX_NS:
+        raise ValueError(f"a time or count must be a whole number, got {number!r}")
+    return number
+
+
+def span_files(folder: str | Path) -> list[Path]:
+    """`<process>.jsonl` of every process, in a stable order."""
+    return sorted(Path(folder).glob("*.jsonl"))
+
+
+def executor_of(process: str) -> str:
+    """`generator-0` and `generator-0-1` (rank 1 of replica 0) -> `generator`."""
+    return process.partition("-")[0]

@@ -1,27 +1,34 @@
-"""summary.json: what a run achieved, computed again from what it stored.
+"""The files of a run as a whole: what it was started with, what it achieved, and its timeline.
 
-Owns: the keys of summary.json and how each is computed. Does not own: anything counted during
-the run. Invariant: a function of the run folder alone (archive of retired rollouts, spans,
-metrics.jsonl), independent of the loop's own counters.
+Owns: config.yaml, command.txt and environment.json at the start, summary.json and trace.json at the
+end. Does not own: anything counted during the run. Invariant: summary and trace are functions of
+the run folder alone (archive of retired rollouts, spans, metrics.jsonl), independent of the loop's
+own counters; no file of spans is ever whole in memory.
 """
 
+import functools
 import json
 import logging
 import os
+import platform
+import shlex
+import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from llamarl.json_file import parse
-from llamarl.metrics.accuracy import interval
-from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import length
-from llamarl.metrics.metrics_log import METRICS_FILE, read_metrics
-from llamarl.metrics.step_metrics import TRAINED_TOKENS
-from llamarl.metrics.trace import TraceFile
+from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
+from llamarl.metrics.step_metrics import TRAINED_TOKENS, interval
+from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 
 LOGGER = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
@@ -29,10 +36,34 @@ SPANS_FOLDER = "spans"
 TRACE_FILE = "trace.json"
 ARCHIVE_FOLDER = "archive"
 ARCHIVE_FILES = "rollouts-*.jsonl"
-RATIO_MEAN, RATIO_CLIPPED = "ratio/mean", "ratio/clipped_share"  # tags of metrics.jsonl
-SUMMED_TAGS = (RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS)
+REWARD, RATIO_MEAN, RATIO_CLIPPED = "reward/mean", "ratio/mean", "ratio/clipped_share"
+READ_TAGS = (REWARD, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS)  # of metrics.jsonl
+PACKAGES = ("llamarl", "torch", "torchmonarch", "transformers", "safetensors", "hydra-core")
+TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
+TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
+MAX_LANES = 1000
+PROCESS_ORDER = ("controller", "generator", "trainer", "scorer", "reference", "storage")
 
 Summary = dict[str, Any]
+
+WriteProvenance = Callable[[], None]
+"""Writes into the run folder what the run was started with."""
+
+
+def write_provenance(run_dir: str | Path, command: Sequence[str], config_yaml: str) -> None:
+    """Write config.yaml, command.txt and environment.json into `run_dir`."""
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config_yaml)
+    with (folder / "command.txt").open("a") as file:  # a resumed run has several commands
+        file.write(f"cd {shlex.quote(os.getcwd())} && {shlex.join(command)}\n")
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git_commit": _git_commit(),
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
 
 
 def summarize(run_dir: str | Path) -> Summary:
@@ -61,14 +92,14 @@ def summarize(run_dir: str | Path) -> Summary:
         timeline = read_timeline(run_dir / SPANS_FOLDER, trace.add)
     rollouts = _read_archive(run_dir / ARCHIVE_FOLDER)
     metrics = run_dir / METRICS_FILE
-    steps = read_metrics(metrics, SUMMED_TAGS) if metrics.exists() else {}
+    steps = read_metrics(metrics, READ_TAGS) if metrics.exists() else {}
     steps_s = length(timeline.steps) / 1e9
-    values = [step["reward/mean"] for _, step in sorted(steps.items()) if "reward/mean" in step]
+    rewards = [step[REWARD] for step in steps.values() if REWARD in step]
     num_tokens = rollouts.staleness.total()
     total_staleness = sum(age * count for age, count in rollouts.staleness.items())
     summary = {
         **rollouts.held_out(),
-        "training_reward": [values[0], values[-1]] if values else None,
+        "training_reward": [rewards[0], rewards[-1]] if rewards else None,
         "steps": len(rollouts.versions),
         "wall_s": length(timeline.sessions) / 1e9,
         "tokens_per_s": rollouts.num_tokens / steps_s if steps_s else None,
@@ -175,3 +206,108 @@ def _mean_over_tokens(steps: dict[int, dict[str, Any]], tag: str) -> float | Non
         if isinstance(value, int | float) and isinstance(weight, int | float):
             total, num_tokens = total + value * weight, num_tokens + weight
     return total / num_tokens if num_tokens else None
+
+
+class TraceFile:
+    """Writes one trace; use it as a context manager, and `add` the spans process by process.
+
+    Times are microseconds since the first span of the run. Replaces `out_path` in one move, once
+    the block has ended without an error.
+    """
+
+    def __init__(self, spans_folder: str | Path, out_path: str | Path) -> None:
+        self.num_spans = 0
+        paths = sorted(span_files(spans_folder), key=_order)
+        self._pids = {path.stem: pid for pid, path in enumerate(paths, start=1)}
+        # The first span of a process is its start.
+        firsts = (next(SpanReader(path).read(), None) for path in paths)
+        self._zero_ns = min((span.start_ns for span in firsts if span is not None), default=0)
+        self._out_path = out_path
+        self._unfinished = Path(f"{out_path}.tmp")
+        self._lane_ends_ns: dict[str, list[list[int]]] = {}  # by process and track, of each lane
+        self._cut_ns: dict[str, int] = {}  # by process: before this, its spans are sums
+
+    def __enter__(self) -> Self:
+        self._file = self._unfinished.open("w")
+        self._separator = ""
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        cut = {name: f"from {_utc(ns)} on" for name, ns in self._cut_ns.items()}
+        other_data = f', "otherData": {json.dumps({"cut": cut})}' if cut else ""
+        self._file.write(f"\n]{other_data}}}\n")
+        self._file.close()
+        if kind is None:
+            os.replace(self._unfinished, self._out_path)
+
+    def add(self, process: str, span: Span) -> None:
+        """Write `span`; a sum of spans only adds a note that the trace of `process` is cut."""
+        pid = self._pids[process]
+        if process not in self._lane_ends_ns:
+            self._lane_ends_ns[process] = [[] for _ in TRACKS]
+            self._write_metadata("process_name", pid, 0, name=process)
+            self._write_metadata("process_sort_index", pid, 0, sort_index=pid)
+        if span.is_sum:
+            self._cut_ns[process] = max(self._cut_ns.get(process, 0), span.end_ns)
+            return
+        tid = self._place(process, span)
+        self.num_spans += 1
+        times_us = (span.start_ns - self._zero_ns) / 1e3, (span.end_ns - span.start_ns) / 1e3
+        self._write(
+            f'{{"ph": "X", "name": {_quoted(span.name)}, "cat": {_quoted(span.cat)}, "pid": {pid}, '
+            f'"tid": {tid}, "ts": {times_us[0]}, "dur": {times_us[1]}, '
+            f'"args": {json.dumps(span.args)}}}'
+        )
+
+    def _place(self, process: str, span: Span) -> int:
+        """Thread id of the first lane of the span's track that is free at its start."""
+        track = TRACK_OF.get(span.cat, len(TRACKS) - 1)
+        ends_ns = self._lane_ends_ns[process][track]
+        lane = next((i for i, end in enumerate(ends_ns) if end <= span.start_ns), len(ends_ns))
+        tid = track * MAX_LANES + lane + 1
+        if lane == len(ends_ns):
+            ends_ns.append(0)
+            name = f"{TRACKS[track]} {lane + 1}" if lane else TRACKS[track]
+            self._write_metadata("thread_name", self._pids[process], tid, name=name)
+        ends_ns[lane] = span.end_ns
+        return tid
+
+    def _write_metadata(self, kind: str, pid: int, tid: int, **args: Any) -> None:
+        event = {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+        self._write(json.dumps(event))
+
+    def _write(self, event: str) -> None:
+        self._file.write(self._separator + event)
+        self._separator = ",\n"
+
+
+_quoted = functools.cache(json.dumps)
+
+
+def _utc(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat(timespec="seconds")
+
+
+def _order(path: Path) -> tuple[int, str]:
+    executor = executor_of(path.stem)
+    known = executor in PROCESS_ORDER
+    return (PROCESS_ORDER.index(executor) if known else len(PROCESS_ORDER), path.stem)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree, with "-dirty" if it was changed; None outside a repository."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    source = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(describe, cwd=source, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

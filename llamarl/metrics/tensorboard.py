@@ -1,8 +1,8 @@
 """The tracker `tensorboard`: event files in the run's folder, written by TensorBoard's own writer.
 
-Owns: how values become TensorBoard's records. Does not own: which values (`step_metrics.py`), or
-sections and descriptions of charts (`charts.py`). Invariant: when `log` returns, its values are on
-disk.
+Owns: how values become TensorBoard's events, the section in which a tag is shown, its description
+there. Does not own: which values (`step_metrics.py`, `run_logger.py`). Invariant: when `log`
+returns, its values are on disk; every tag of a run has a section and a description.
 
 The writer is that of the tensorboard package. Those of torch and tensorboardX load torch into the
 controller (2.2 s at the start instead of 0.2 s), and a flush of tensorboardX returns before its
@@ -32,7 +32,6 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from llamarl.metrics.charts import chart_tag, description
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -44,6 +43,109 @@ JUDGED_BY = (  # what the table of hyper-parameters shows of each run: the last 
     "reward/mean",
     "tokens/per_s",
 )
+SECTIONS = {  # first words of tags by section; TensorBoard sorts by name, hence the numbers
+    "1_outcome": ("reward", "accuracy", "evaluation", "reward_parts"),
+    "2_rollouts": ("reward_failures", "rollouts", "groups", "dropped", "dropped_rollouts")
+    + ("columns", "length"),
+    "3_training": ("policy", "ratio", "kl", "trainer"),
+    "4_pace": ("tokens", "time", "wait", "staleness", "parts", "publish"),
+    "5_checks": ("logprob_check",),
+}
+OTHERS = "6_others"
+
+DESCRIPTIONS = {  # by tag, or by its first word and a slash
+    "reward/mean": "Mean reward of the rollouts finished in the step, trained and dropped ones.",
+    "reward/std": "Standard deviation of the rewards of the rollouts finished in the step.",
+    "reward/values": "Number of rollouts by reward.",
+    "accuracy/train": "Share of the rollouts finished in the step to which the first reward "
+    "function gave full marks (reward.full_marks or more).",
+    "evaluation/accuracy": "Share of held-out completions to which the first reward function gave "
+    "full marks (reward.full_marks or more).",
+    "evaluation/accuracy_low": "Lower end of the 95 % interval of evaluation/accuracy (Wilson).",
+    "evaluation/accuracy_high": "Upper end of that interval.",
+    "evaluation/prompts": "Held-out prompts of the evaluation: always all of them.",
+    "evaluation/reward": "Mean reward on held-out prompts.",
+    "evaluation/length": "Mean tokens of a held-out completion.",
+    "evaluation/truncated_share": "Share of held-out completions cut at evaluation.max_tokens.",
+    "evaluation/failed": "Held-out completions whose reward failed; they count as wrong, with "
+    "reward 0.",
+    "reward_parts/": "Mean of what this reward function gave, before it is multiplied by its "
+    "weight.",
+    "reward_failures/": "Rollouts whose reward failed: its code raised, took too long (hung) or "
+    "returned no finite number (invalid).",
+    "rollouts": "Sample completions of the step as text, in turn the best and the worst of a "
+    "group.",
+    "rollouts/trained": "Rollouts trained in the step.",
+    "groups/trained": "Groups (the rollouts of one prompt) trained in the step.",
+    "groups/carried_over": "Groups trained in the step of which some tokens were too old for it: "
+    "tokens/masked counts them.",
+    "dropped/groups": "Groups that the group filter dropped since the last step.",
+    "dropped/solved": "Dropped groups whose rollouts all have full marks: the prompt is too easy, "
+    "or reward.full_marks too low for the scale of the rewards.",
+    "dropped/equal_rewards": "Dropped groups whose rewards are all equal: they give no gradient.",
+    "dropped/failed_reward": "Dropped groups with a rollout whose reward failed.",
+    "dropped/": "Groups dropped for this reason since the last step.",
+    "dropped_rollouts/": "Rollouts that a stage of the recipe's own dropped for this reason since "
+    "the last step; `<stage>_failed`: its code failed on them.",
+    "columns/": "Mean of this column, which a stage of the recipe's own wrote.",
+    "length/tokens": "Tokens of the completions finished in the step.",
+    "length/truncated_share": "Share of completions cut at sampling.max_tokens.",
+    "length/mean": "Mean tokens of a completion.",
+    "length/p50": "Tokens that half of the completions do not exceed.",
+    "length/p90": "Tokens that nine of ten completions do not exceed.",
+    "length/max": "Tokens of the longest completion.",
+    "policy/entropy": "Mean entropy of the trainer's next-token distribution, in nats.",
+    "policy/grad_norm": "Norm of the gradient before clipping.",
+    "ratio/mean": "Mean of pi/mu over trained tokens, trainer over generator: 1 where they agree.",
+    "ratio/max": "Largest pi/mu of a trained token.",
+    "ratio/clipped_share": "Share of trained tokens whose ratio was clipped.",
+    "kl/generator_trainer": "KL divergence between generator and trainer, per token, in nats.",
+    "kl/reference": "The KL penalty's estimate per token against the frozen model, in nats.",
+    "trainer/loss": "The loss of the step: a sum over tokens, divided as algorithm.normalization "
+    "says.",
+    "trainer/lr": "Learning rate of the step.",
+    "trainer/": "A number that the trainer reported at the optimizer step.",
+    "tokens/per_s": "Response tokens trained per second of the step.",
+    "tokens/trained": "Response tokens trained in the step.",
+    "tokens/masked": "Response tokens with zero weight in the loss: too old, or of a truncated "
+    "rollout.",
+    "time/step_s": "Seconds from the end of the step before to the end of this one.",
+    "time/publish_s": "Seconds that the latest publish took, until the generators decoded with the "
+    "new version.",
+    "time/": "Seconds that this took.",
+    "wait/": "Seconds that a process of this executor waited during the step, on average.",
+    "staleness/mean": "Mean age of trained tokens, in versions.",
+    "staleness/max": "Largest age of a trained token, at most staleness.max_staleness.",
+    "staleness/tokens": "Trained tokens by age, in versions.",
+    "staleness/mixed_version_share": "Share of trained rollouts that several versions wrote.",
+    "publish/exposed_s": "Seconds per publish that are not hidden behind work: the sum of "
+    "publish/trainer_s, publish/commit_s and publish/starved_s. All of a publish's seconds: "
+    "time/publish_s.",
+    "publish/trainer_s": "Seconds per publish that the trainer kept its weights for it before its "
+    "next step, or its next batch had to wait for it.",
+    "publish/commit_s": "Seconds per publish that a replica stood still to commit, on average.",
+    "publish/starved_s": "Seconds per publish that a replica had nothing to decode while the "
+    "version was on its way, on average.",
+    "parts/number": "Parts in which the step was trained.",
+    "parts/least_tokens": "Tokens that must be ready before the trainer starts a part, as measured "
+    "by then.",
+    "logprob_check/rows": "Short rollouts compared between generators and trainer in the step.",
+    "logprob_check/difference": "Largest difference between log-probs of generators and trainer, "
+    "in nats.",
+    "logprob_check/tolerance": "Largest difference of log-probs that the check allows, in nats.",
+}
+
+
+def chart_tag(tag: str) -> str:
+    """`reward/mean` -> `1_outcome/reward/mean`."""
+    word = tag.partition("/")[0]
+    section = next((name for name, words in SECTIONS.items() if word in words), OTHERS)
+    return f"{section}/{tag}"
+
+
+def description(tag: str) -> str:
+    """What the values of `tag` mean; "" for a tag that is not of this package."""
+    return DESCRIPTIONS.get(tag) or DESCRIPTIONS.get(tag.partition("/")[0] + "/", "")
 
 
 class TensorBoardTracker:

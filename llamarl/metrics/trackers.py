@@ -1,22 +1,29 @@
-"""The trackers that the numbers of a run go to beside metrics.jsonl, named by `metrics.trackers`.
+"""Where the numbers of a run go: metrics.jsonl, and the trackers named by `metrics.trackers`.
 
-Owns: what a tracker is, the table of them, and those that pass numbers to other programs. Does not
-own: which numbers (`step_metrics.py`), TensorBoard's files (`tensorboard.py`) or metrics.jsonl
-(`metrics_log.py`). Invariant: a tracker's package is imported only if the recipe names the tracker,
-and none of them loads torch into the controller.
+Owns: the file's format, what a tracker is, the table of them, and those that pass numbers to other
+programs. Does not own: which numbers (`step_metrics.py`) or TensorBoard's files (`tensorboard.py`).
+Invariant: when `log` returns, its values are in metrics.jsonl on disk; a tracker's package is
+imported only if the recipe names the tracker, and none of them loads torch into the controller.
 """
 
+import dataclasses
+import json
+import logging
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from llamarl.config.check import require, require_choice
 from llamarl.extensions import load_extensions
+from llamarl.json_file import parse
 from llamarl.metrics.step_metrics import Histograms, Scalars, Texts
 
+METRICS_FILE = "metrics.jsonl"
 PROJECT = "llamarl"  # where runs are filed, unless the tracker's own variables say otherwise
 STEP = "step"
 
@@ -73,6 +80,88 @@ def open_trackers(
             reason = " ".join(str(error).split())
             raise ValueError(f"metrics.trackers must open, got {name}: {reason}") from None
     return trackers
+
+
+def flatten(section: object, prefix: str = "") -> dict[str, object]:
+    """`Config(trainer=TrainerConfig(lr=0.1))` -> {"trainer.lr": 0.1, ...}."""
+    assert dataclasses.is_dataclass(section)
+    flat: dict[str, object] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+class MetricsLog:
+    """Appends to `run_dir/metrics.jsonl` and passes the same to `trackers` (by name).
+
+    Each line is {"step": int, "unix_s": float, <tag>: float, ...} plus "histograms" and "texts"
+    where there are any; NaN and infinities are null. A step may have several lines (training,
+    evaluation) and after a resume repeats: the last value of a tag counts, see `read_metrics`.
+    A tracker that fails gets nothing more; the run continues.
+    """
+
+    def __init__(self, run_dir: str | Path, trackers: Mapping[str, Tracker] | None = None) -> None:
+        path = Path(run_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.exists() and not _ends_a_line(path)
+        self._jsonl = path.open("a")
+        if unfinished:
+            self._jsonl.write("\n")
+        self._trackers = dict(trackers or {})
+
+    def log(
+        self,
+        step: int,
+        scalars: Scalars,
+        histograms: Histograms | None = None,
+        texts: Texts | None = None,
+    ) -> None:
+        """Write the values of `step` (optimizer steps completed)."""
+        line: dict[str, Any] = {"step": step, "unix_s": time.time()}
+        line |= {tag: _finite(value) for tag, value in scalars.items()}
+        if histograms:
+            line["histograms"] = histograms
+        if texts:
+            line["texts"] = texts
+        self._jsonl.write(json.dumps(line, default=str) + "\n")
+        self._jsonl.flush()
+        self._each(lambda tracker: tracker.log(step, scalars, histograms or {}, texts or {}))
+
+    def close(self) -> None:
+        """Close the file and the trackers."""
+        self._jsonl.close()
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - another program's failure, not the run's
+                del self._trackers[name]
+                logging.warning("tracker %s failed and gets nothing more: %s", name, error)
+
+
+def read_metrics(
+    path: str | Path, tags: Collection[str] | None = None
+) -> dict[int, dict[str, Any]]:
+    """Step -> merged line of a metrics.jsonl, later lines winning; unfinished and damaged ones are
+    skipped. With `tags`, only these are kept of each line, so that its texts take no memory."""
+    steps: dict[int, dict[str, Any]] = {}
+    with Path(path).open("rb") as file:
+        for text in file:
+            try:
+                line = parse(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and type(step := line.get("step")) is int:
+                if tags is not None:
+                    line = {tag: line[tag] for tag in tags if tag in line}
+                steps.setdefault(step, {}).update(line)
+    return dict(sorted(steps.items()))
 
 
 @dataclass(frozen=True)
@@ -135,6 +224,19 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, object], first_step: i
 def _run_name(run_dir: Path, first_step: int) -> str:
     """A resumed run gets another name, as these trackers keep what the earlier one logged."""
     return f"{run_dir.name} from step {first_step}" if first_step else run_dir.name
+
+
+def _ends_a_line(path: Path) -> bool:
+    """True if the file is empty or its last byte ends a line."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 TRACKERS = {

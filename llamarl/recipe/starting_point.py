@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoints import checkpoint, records
+from llamarl.checkpoints import checkpoint, positions
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.recipe.inputs import Inputs, check_identity, identity, make_prompts
@@ -28,7 +28,7 @@ def starting_point(
 
     It may be that of the last step, after which only an evaluation or the export is missing.
     ValueError if the folder that checkpoint.resume names, or every one that it could choose, is
-    damaged, if the run differs from the one that was saved, or if the records that this run would
+    damaged, if the run differs from the one that was saved, or if the files that this run would
     append to are damaged.
     """
     resume = config.checkpoint.resume
@@ -48,7 +48,7 @@ def starting_point(
     check_identity(state["identity"], identity(config, inputs))
     make_prompts(config, inputs, state)  # refuses open prompts that are not in the files
     if resume == "auto":
-        _check_records(run_dir, folder, state)
+        _check_positions(run_dir, folder, state)
     for newer, error in damaged.items():
         reason, kept = error.__cause__ or error, checkpoint.set_aside(newer)
         LOGGER.warning("resuming from %s, for %s (kept as %s)", folder.name, reason, kept.name)
@@ -100,7 +100,7 @@ def _read(folder: Path) -> dict[str, Any]:
     check(is_version, "evaluated", "be a version")
     check(type(state.get("solved", "")) is str, "solved", "be text")
     check(isinstance(state.get("identity"), dict), "identity", "be an object")
-    check(records.is_sound(state.get("records")), "records", "list parts")
+    check(positions.is_sound(state.get("positions")), "positions", "list parts")
     return state
 
 
@@ -110,9 +110,9 @@ def _are_pairs(value: object) -> bool:
     )
 
 
-def _check_records(run_dir: str, folder: Path, state: dict[str, Any]) -> None:
+def _check_positions(run_dir: str, folder: Path, state: dict[str, Any]) -> None:
     try:
-        records.verify(run_dir, state["records"])
+        positions.verify(run_dir, state["positions"])
     except ValueError as error:
         raise ValueError(
             f"{error}: restore the file, or resume without it in a new run_dir with "

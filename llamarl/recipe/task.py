@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.algorithms.losses.task import TaskConfig
+from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.experience.graph import Graph, make_graph

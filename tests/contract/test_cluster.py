@@ -14,7 +14,7 @@ import pytest
 
 from llamarl.cluster import Cluster, RemoteError, make_cluster, process_name
 from llamarl.config import ClusterConfig
-from llamarl.metrics.span_file import SpanReader
+from llamarl.metrics.span import SpanReader
 from tests.distributed.executors import FullDisk, Probe
 
 LIMIT_S = 30.0

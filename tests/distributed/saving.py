@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from llamarl.checkpoints import checkpoint
-from llamarl.executors import training
+from llamarl.executors import policy_step
 from tests.distributed.rollouts import MemoryStorage
 from tests.distributed.training import flat, make_executor
 
@@ -23,7 +23,7 @@ async def save_for_ever(rank, num_ranks, job, run_dir):
 async def save_beside_a_step(rank, num_ranks, job, folder, available_bytes):
     """Copies version 0, makes version 1, then writes the copy; whether it could be made, and the
     shards before and after."""
-    training.available_bytes = lambda: available_bytes
+    policy_step.available_bytes = lambda: available_bytes
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
     before = flat(executor)
@@ -44,25 +44,25 @@ async def save_after_a_broken_step(rank, num_ranks, job, folder, breaks_amid_upd
     """What a save says after a step that failed, and whether any weight had changed by then."""
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
-    update = executor.training.policy.update
-    before = [tensor.clone() for tensor in executor.training.policy.movable("weights")]
+    update = executor.policy_step.policy.update
+    before = [tensor.clone() for tensor in executor.policy_step.policy.movable("weights")]
 
     def broken_update(lr):
         update(lr)
         raise MemoryError("the optimizer broke")
 
     if breaks_amid_update:
-        executor.training.policy.update = broken_update
+        executor.policy_step.policy.update = broken_update
     await executor.accumulate(job.steps[0][0])
     if not breaks_amid_update:
-        next(iter(executor.training.policy.parameters.values())).grad.fill_(float("nan"))
+        next(iter(executor.policy_step.policy.parameters.values())).grad.fill_(float("nan"))
     failures = []
     for call in (executor.step, lambda: executor.save(folder)):
         try:
             await call()
         except Exception as error:
             failures.append(repr(error))
-    after = executor.training.policy.movable("weights")
+    after = executor.policy_step.policy.movable("weights")
     has_changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     await executor.close()
     return failures, has_changed

@@ -44,7 +44,7 @@ class _Kept(logging.Handler):
         WARNINGS.append(record.getMessage())
 
 
-logging.getLogger("llamarl.executors.training").addHandler(_Kept())
+logging.getLogger("llamarl.executors.policy_step").addHandler(_Kept())
 
 
 @dataclass
@@ -132,7 +132,7 @@ async def train(rank, num_ranks, job):
     seen = {"sockets": listening(), "version": 0, "stats": [], "gradients": []}
     if job.restore:
         seen["version"] = await executor.restore(job.restore)
-    parameters = executor.training.policy.parameters
+    parameters = executor.policy_step.policy.parameters
     for number, batches in enumerate(job.steps):
         if job.save and number == len(job.steps) - 1:
             await executor.save(job.save)
@@ -194,11 +194,11 @@ async def take_turns(rank, num_ranks, job):
     """
     executor = make_executor(rank, num_ranks, job, MemoryStorage(job.cells))
     await executor.start()
-    addresses = [p.to_local().data_ptr() for p in executor.training.policy.parameters.values()]
+    addresses = [p.to_local().data_ptr() for p in executor.policy_step.policy.parameters.values()]
     seen = {"shrunk": [], "left": [], "stats": [], "errors": []}
 
     async def offload(kinds):
-        seen["left"].append(sum(map(_num_bytes, map(executor.training.policy.movable, kinds))))
+        seen["left"].append(sum(map(_num_bytes, map(executor.policy_step.policy.movable, kinds))))
         before = resident_bytes()
         await endpoint(executor, "offload")(kinds)
         await endpoint(executor, "offload")(kinds)  # without effect
@@ -230,10 +230,10 @@ async def take_turns(rank, num_ranks, job):
     await endpoint(executor, "onload")(["weights", "state"])
     seen["shards"] = {
         n: p.detach().to_local().numpy().copy()
-        for n, p in executor.training.policy.parameters.items()
+        for n, p in executor.policy_step.policy.parameters.items()
     }
     seen["moved"] = addresses != [
-        p.to_local().data_ptr() for p in executor.training.policy.parameters.values()
+        p.to_local().data_ptr() for p in executor.policy_step.policy.parameters.values()
     ]
     await executor.close()
     return seen
@@ -247,11 +247,11 @@ def _everything(executor):
     """All that a step depends on: weights, gradients, moments, random numbers, statistics."""
     found = {}
     for kind in ("weights", "state"):
-        for number, tensor in enumerate(executor.training.policy.movable(kind)):
+        for number, tensor in enumerate(executor.policy_step.policy.movable(kind)):
             found[f"{kind} {number}"] = tensor.clone()
     return found | {
         "rng": torch.get_rng_state(),
-        "loss_metrics": executor.training.passes.loss_metrics.vector(),
+        "loss_metrics": executor.policy_step.passes.loss_metrics.vector(),
     }
 
 
@@ -349,6 +349,6 @@ def flat(executor):
     return np.concatenate(
         [
             p.detach().to_local().numpy().ravel()
-            for p in executor.training.policy.parameters.values()
+            for p in executor.policy_step.policy.parameters.values()
         ]
     )

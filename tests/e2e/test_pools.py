@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.metrics.span_file import SpanReader
+from llamarl.metrics.span import SpanReader
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.config import EmbeddedConfig
-from llamarl.executors.offloader import Offloader
+from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.sampling import SamplingRows, sample
 from tests.unit.engine_models import (
@@ -113,7 +113,7 @@ def test_graphs_decode_faster_than_single_calls() -> None:
 
 def test_weights_and_cache_leave_the_device_and_come_back(tmp_path: Path) -> None:
     stayed, left = make_cuda_engine(1, quantization="fp8"), make_cuda_engine(1, quantization="fp8")
-    offload = Offloader("pinned", str(tmp_path), "generator-0")
+    offload = MemoryMover("pinned", str(tmp_path), "generator-0")
     done = {}
     for _ in range(5):
         done |= {item.request.row_id: item for item in left.step()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamarl.executors.offloader import CHUNK_BYTES, Offloader
+from llamarl.executors.memory_mover import CHUNK_BYTES, MemoryMover
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,7 +13,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("kind", ["pinned", "file"])
 def test_device_memory_leaves_for_others_and_comes_back_bit_for_bit(kind, tmp_path):
-    offload = Offloader(kind, str(tmp_path), "trainer-0")
+    offload = MemoryMover(kind, str(tmp_path), "trainer-0")
     large = torch.randn(CHUNK_BYTES // 4 + 12345, device="cuda")  # more than one bounce
     small = torch.arange(10, device="cuda", dtype=torch.bfloat16)
     on_cpu = torch.randn(1000)
@@ -43,7 +43,7 @@ def test_device_memory_leaves_for_others_and_comes_back_bit_for_bit(kind, tmp_pa
 
 @pytest.mark.parametrize("kind", ["pinned", "file"])
 def test_what_need_not_come_back_comes_back_as_zeros(kind, tmp_path):
-    offload = Offloader(kind, str(tmp_path), "generator-0")
+    offload = MemoryMover(kind, str(tmp_path), "generator-0")
     cache = torch.randn(1 << 20, device="cuda")
     assert offload.offload("kv", [cache], keep=False) == 4 << 20
     assert cache.untyped_storage().nbytes() == 0

@@ -162,7 +162,7 @@ def test_whenever_a_run_is_cancelled_nothing_learnt_is_lost_and_nothing_is_done_
     stream = PromptStream(PROMPTS, seed=0, shuffle=True, position=0)
     expected = [next(stream) for _ in range(last["position"])]
     assert sorted(drawn) == sorted((prompt.epoch, prompt.prompt_id) for prompt in expected)
-    # What the first run evaluated after its save is cut from the records and done again.
+    # What the first run evaluated after its save is cut from the files and done again.
     versions = [each.version for each in first.run_logger.evaluations]
     versions = [version for version in versions if version <= state["evaluated"]]
     versions += [each.version for each in second.run_logger.evaluations]
@@ -198,7 +198,7 @@ def test_a_group_that_is_dropped_amid_a_save_is_either_open_in_it_or_archived(
     assert states
     archive = tmp_path / "archive" / "rollouts-0.jsonl"
     for state in states:
-        num_bytes = state["records"]["archive/rollouts-0.jsonl"][-1][0]
+        num_bytes = state["positions"]["archive/rollouts-0.jsonl"][-1][0]
         lines = [json.loads(line) for line in archive.read_bytes()[:num_bytes].splitlines()]
         rows = [line["row_id"] for line in lines if line["outcome"] in ("trained", "dropped")]
         found = {loop.prompt_of[row_id] for row_id in rows}

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoints import checkpoint, records
+from llamarl.checkpoints import checkpoint, positions
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import GroupLost
-from llamarl.metrics.metrics_log import METRICS_FILE, MetricsLog
+from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import Prompt, StepStats
@@ -116,9 +116,9 @@ class History:
             self.check(folder, checkpoint.read_state(path))
 
     def check(self, folder: Path, state: dict[str, Any]) -> None:
-        """The records hold all that was done before `state`, once, and what is open is in it."""
+        """The files hold all that was done before `state`, once, and what is open is in it."""
         version = state.get("version", 0)
-        ends = {name: parts[-1][0] for name, parts in state.get("records", {}).items() if parts}
+        ends = {name: parts[-1][0] for name, parts in state.get("positions", {}).items() if parts}
         steps = [each["step"] for each in read_lines(folder, METRICS_FILE, ends)]
         assert steps == [*range(1, version + 1)]
         lines = self.check_lines(read_lines(folder, ARCHIVE, ends))
@@ -174,7 +174,7 @@ class History:
 
 
 def read_lines(folder: Path, name: str, ends: dict[str, int] | None = None) -> list[dict[str, Any]]:
-    """The lines of a record, up to the byte where it ends."""
+    """The lines of a file, up to the byte where it ends."""
     path = folder / name
     data = path.read_bytes() if path.exists() else b""
     end = len(data) if ends is None else ends.get(name, 0)
@@ -182,11 +182,11 @@ def read_lines(folder: Path, name: str, ends: dict[str, int] | None = None) -> l
 
 
 def resume(loop: Loop, folder: Path) -> dict[str, Any]:
-    """The state that the next session begins with; the records are cut to it."""
+    """The state that the next session begins with; the files are cut to it."""
     automatic = replace(loop.config.checkpoint, resume="auto")
     config = replace(loop.config, checkpoint=automatic)
     state, _ = starting_point(config, loop.inputs, str(folder))
-    records.cut(folder, state.get("records", {}))
+    positions.cut(folder, state.get("positions", {}))
     return state
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.metrics.span_file import Span
+from llamarl.metrics.span import Span
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

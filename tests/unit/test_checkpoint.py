@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import pytest
 
-from llamarl.checkpoints import checkpoint, manifest, records
+from llamarl.checkpoints import checkpoint, manifest, positions
 from llamarl.checkpoints.checkpoint import (
     begin,
     commit,
@@ -149,10 +149,10 @@ def test_records_are_cut_to_what_they_were_at_the_checkpoint(tmp_path):
     folder = asyncio.run(checkpoint.save(tmp_path, Saver(), {"version": 1}, keep=1))
     metrics.write_text("one\ntwo\n")
     archive.write_text("row\n")
-    records.cut(tmp_path, read_state(folder)["records"])
+    positions.cut(tmp_path, read_state(folder)["positions"])
     assert metrics.read_text() == "one\n"
     assert archive.read_text() == ""
-    records.cut(tmp_path, {})
+    positions.cut(tmp_path, {})
     assert metrics.read_text() == ""
     assert checkpoint.holds_run(tmp_path), "a checkpoint alone is enough to lose"
 

@@ -1,8 +1,15 @@
-"""What a run shows on its way: the live display, a log file's lines, samples."""
+"""What a run shows on its way: the live display, what Ctrl-C does to it, a log file's lines,
+samples, the interval of an accuracy."""
 
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
 import threading
 import time
 from dataclasses import replace
@@ -13,11 +20,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from llamarl.metrics.console import Progress
-from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.recent_spans import RecentSpans
-from llamarl.metrics.run_logger import RunLogger
+from llamarl.metrics.run_logger import RunLogger, question_of
 from llamarl.metrics.span import Spans
-from llamarl.types import Evaluation
+from llamarl.metrics.step_metrics import interval, with_interval
+from llamarl.metrics.trackers import MetricsLog
+from llamarl.types import Evaluation, Prompt
+from tests.signals import restore_ctrl_c
 from tests.unit.test_metrics_step import TRAINED
 from tests.unit.test_metrics_time import write_spans
 
@@ -201,3 +210,81 @@ def test_a_log_file_shows_a_sample_with_each_evaluation():
     lines = [line.partition("] ")[2] for line in console.export_text().splitlines()]
     assert lines[2] == "sample: 2 + 2? -> 4  (reward 1)"
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"),
+    [  # R: binom::binom.confint(x, n, methods="wilson")
+        (0.0, 10, 0.0, 0.2775),
+        (0.5, 10, 0.2366, 0.7634),
+        (1.0, 10, 0.7225, 1.0),
+        (0.9, 1000, 0.8799, 0.9171),
+    ],
+)
+def test_the_interval_is_wilsons(share: float, count: int, low: float, high: float) -> None:
+    assert interval(share, count) == pytest.approx((low, high), abs=1e-4)
+    assert with_interval(0.5, 10) == "50.0% of 10 (23.7% to 76.3%)"
+
+
+def test_a_sample_begins_with_the_question_not_with_the_template() -> None:
+    def prompt(question: object) -> Prompt:
+        return Prompt(prompt_id=1, text="<|im_start|>", token_ids=(1,), fields={"q": question})
+
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2?"}]
+    assert question_of(prompt(chat), "q") == "1+2?"
+    assert question_of(prompt("1+3?"), "q") == "1+3?"
+    assert question_of(prompt("1+3?"), "question") == "<|im_start|>"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1"}]}]
+    assert question_of(prompt(parts), "q") == "<|im_start|>"
+
+
+ON_A_TERMINAL = """
+import fcntl, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from rich.console import Console
+from llamarl.metrics.console import Progress
+console = Console(force_terminal=True)
+with Progress(4, live=True, console=console):
+    try:
+        sys.stdout.write("READY")
+        sys.stdout.flush()
+        for _ in range(600):  # a signal just before a sleep does not shorten that one
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def read_until(terminal: int, words: bytes, process: subprocess.Popen[bytes] | None) -> bytes:
+    seen, limit_s = b"", time.monotonic() + 60
+    while words not in seen and time.monotonic() < limit_s:
+        if select.select([terminal], [], [], 0.1)[0]:
+            seen += os.read(terminal, 4096)
+        elif process is not None and process.poll() is not None:
+            break
+    return seen
+
+
+def test_ctrl_c_is_not_drawn_into_the_display_and_the_terminal_is_left_as_it_was() -> None:
+    terminal, child_end = pty.openpty()
+    before = termios.tcgetattr(child_end)
+    assert before[3] & termios.ECHOCTL
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n" + ON_A_TERMINAL,
+        ],
+        stdin=child_end,
+        stdout=child_end,
+        stderr=child_end,
+        start_new_session=True,
+        preexec_fn=restore_ctrl_c,
+    )
+    assert b"READY" in read_until(terminal, b"READY", process)
+    os.write(terminal, b"\x03")
+    assert b"^C" not in read_until(terminal, b"^C", process)
+    assert process.wait(60) == 0
+    assert termios.tcgetattr(child_end) == before
+    os.close(terminal)
+    os.close(child_end)

@@ -18,7 +18,7 @@ import pytest
 from llamarl.environments.rewards.functions import REWARDS
 from llamarl.experience.graph import INFER, SCORE
 from llamarl.main import COMMANDS
-from llamarl.metrics.charts import DESCRIPTIONS
+from llamarl.metrics.tensorboard import DESCRIPTIONS
 from llamarl.recipe.composition import reference
 from llamarl.recipe.config_reference import ELSEWHERE
 from tests.e2e.forks import Forks

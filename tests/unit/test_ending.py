@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from llamarl import jobs
-from llamarl.metrics.ending import resume_command
-from llamarl.metrics.provenance import record_provenance
+from llamarl.metrics.rendering import resume_command
+from llamarl.metrics.summary import write_provenance
 from llamarl.models.architecture import read_architecture
 from tests.unit.test_config import MINIMUM, make_config
 
@@ -25,7 +25,7 @@ def test_the_command_of_a_run_can_be_pasted_anywhere(
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    record_provenance(tmp_path, TRAIN, "")
+    write_provenance(tmp_path, TRAIN, "")
     words = shlex.split((tmp_path / "command.txt").read_text())
     assert words == ["cd", str(folder), "&&", *TRAIN]
 

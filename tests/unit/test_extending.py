@@ -19,7 +19,7 @@ from llamarl.algorithms.group_filters import filter_group
 from llamarl.algorithms.loss_inputs import LossInputs
 from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.algorithms.losses.task import TaskConfig
+from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.config import Config, TrainerConfig
 from llamarl.errors import TaskError

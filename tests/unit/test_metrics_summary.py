@@ -15,11 +15,11 @@ from rich.console import Console
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.console import Progress
-from llamarl.metrics.drops import MEANINGS, Drops
-from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.rendering import render_summary
 from llamarl.metrics.span import Spans
+from llamarl.metrics.step_metrics import MEANINGS, Drops
 from llamarl.metrics.summary import summarize
+from llamarl.metrics.trackers import MetricsLog
 from llamarl.types import FinishReason, Group
 from tests.unit.test_console import drive, show
 from tests.unit.test_metrics_step import make_group, make_row
@@ -98,7 +98,11 @@ def run_dir(tmp_path):
     write_spans(spans, "controller", [("publish", "publish", 15, 16)])
     log = MetricsLog(tmp_path)
     log.log(1, {"ratio/mean": 1.0, "ratio/clipped_share": 0.0, "tokens/trained": 10})
-    log.log(2, {"ratio/mean": 0.5, "ratio/clipped_share": 0.1, "tokens/trained": 30})
+    log.log(1, {"reward/mean": 0.25})
+    log.log(
+        2,
+        {"reward/mean": 0.75, "ratio/mean": 0.5, "ratio/clipped_share": 0.1, "tokens/trained": 30},
+    )
     log.log(2, {"evaluation/accuracy": 0.123})
     log.close()
     return tmp_path
@@ -116,7 +120,7 @@ def test_the_summary_equals_the_hand_worked_one(run_dir):
         "interval_after": [pytest.approx(0.3424, abs=1e-4), 1.0],
         "version_after": 2,
         "held_out_prompts": 2,
-        "training_reward": None,
+        "training_reward": [0.25, 0.75],
         "steps": 3,
         "wall_s": 15.0,
         "tokens_per_s": 9.0,

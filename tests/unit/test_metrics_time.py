@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.metrics.aggregate import by_executor, read_timeline
 from llamarl.metrics.intervals import intersect, length, overlaps, subtract, union
-from llamarl.metrics.recent_spans import MAX_FILES, RecentSpans
-from llamarl.metrics.span import FLUSH_SPANS, Spans
-from llamarl.metrics.span_file import SpanReader
-from llamarl.metrics.trace import TraceFile
+from llamarl.metrics.recent_spans import MAX_FILES, Exposure, RecentSpans
+from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.span import FLUSH_SPANS, Span, SpanReader, Spans
+from llamarl.metrics.summary import TraceFile
 
 S = 10**9
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=8)
@@ -273,7 +272,7 @@ def test_recent_waits_are_read_from_a_limited_number_of_files_per_executor(tmp_p
     write_spans(tmp_path, "generator-0", [("requests", "wait", 2, 66)])
     expected = {"trainer": 0.0, "generator": pytest.approx(64 / MAX_FILES)}
     assert times.take_waits_s() == expected, "the same files"
-    assert len(times._readers) == MAX_FILES + 1
+    assert len(times._files.readers) == MAX_FILES + 1
 
 
 def test_the_trace_is_valid_and_aligns_the_clocks(run_spans, tmp_path):
@@ -320,3 +319,61 @@ def test_spans_on_one_track_never_overlap(tmp_path_factory, times):
             assert not moments & tracks.setdefault(event["tid"], set())
             tracks[event["tid"]] |= moments
     assert sum(map(len, tracks.values())) == sum(max(t) - min(t) for t in times)
+
+
+def span_of(name: str, cat: str, start_s: float, end_s: float, **args: int) -> Span:
+    return Span(
+        session=0, name=name, cat=cat, start_ns=int(start_s * S), end_ns=int(end_s * S), args=args
+    )
+
+
+def exposure_of_a_begun_run() -> Exposure:
+    """The publish that a run starts with has ended."""
+    exposure = Exposure()
+    end_publishes(exposure, (-9, 0))
+    exposure.add("generator-0", span_of("requests", "wait", -9, 0))
+    return exposure
+
+
+def end_publishes(exposure: Exposure, *publishes: tuple[float, float]) -> None:
+    for start_s, end_s in publishes:
+        exposure.add("controller-0", span_of("publish", "publish", start_s, end_s, version=1))
+        exposure.add("controller-0", span_of("publish", "publish", start_s, end_s, replica=0))
+
+
+def test_nothing_is_said_before_a_second_publish_has_ended() -> None:
+    exposure = exposure_of_a_begun_run()
+    assert exposure.take() == {}
+    end_publishes(exposure, (1, 2))
+    assert exposure.take() == {}
+
+
+def test_a_publish_beside_decoding_and_training_exposes_its_commit_only() -> None:
+    exposure = exposure_of_a_begun_run()
+    end_publishes(exposure, (1, 2), (11, 12))
+    exposure.add("generator-0", span_of("decode", "busy", 0, 1.9, tokens=8))
+    exposure.add("generator-0", span_of("commit", "busy", 1.9, 1.92, version=1))
+    exposure.add("generator-0", span_of("requests", "wait", 5, 8))  # no version was on its way
+    found = exposure.take()
+    assert found.pop("exposed_s") == pytest.approx(0.02)
+    assert found == pytest.approx({"trainer_s": 0.0, "commit_s": 0.02, "starved_s": 0.0})
+
+
+def test_waits_are_means_over_replicas_and_per_publish_and_count_once() -> None:
+    exposure = exposure_of_a_begun_run()
+    end_publishes(exposure, (1, 2), (11, 12), (21, 22))
+    exposure.add("generator-0", span_of("requests", "wait", 0, 1.5))
+    exposure.add("generator-1", span_of("requests", "wait", 1.25, 11.5))
+    exposure.add("generator-1", span_of("buckets", "wait", 11.6, 11.8))
+    exposure.add("trainer-0", span_of("publish", "wait", 11, 11.4, version=1))
+    exposure.add("trainer-1", span_of("publish", "wait", 11, 11.2, version=1))
+    exposure.add("controller-0", span_of("last_publish", "wait", 11.5, 12))
+    exposure.add("generator-0", span_of("requests", "wait", 21, 21.75))
+    # Starved: 0.5 s and 1.25 s in two publishes; trainer: 0.3 s as a mean of ranks, and 0.5 s.
+    expected = {"trainer_s": 0.4, "commit_s": 0.05, "starved_s": 0.4375, "exposed_s": 0.8875}
+    assert exposure.take() == pytest.approx(expected)
+    assert exposure.take() == {}
+    end_publishes(exposure, (31, 32))
+    exposure.add("generator-1", span_of("decode", "busy", 21, 22, tokens=8))
+    expected = {"trainer_s": 0.0, "commit_s": 0.0, "starved_s": 0.375, "exposed_s": 0.375}
+    assert exposure.take() == pytest.approx(expected)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from llamarl.executors.offloader import Offloader
+from llamarl.executors.memory_mover import MemoryMover
 from llamarl.weights.transports.shared_memory import Segment
 from tests.allocation import resident_bytes
 
@@ -23,7 +23,7 @@ def filled(num_elements, dtype=torch.float32):
 
 @pytest.fixture
 def offload(tmp_path):
-    offload = Offloader("file", str(tmp_path), "trainer-0")
+    offload = MemoryMover("file", str(tmp_path), "trainer-0")
     yield offload
     offload.close()
 
@@ -115,7 +115,7 @@ def test_prefetch_brings_the_whole_file_nearer_meanwhile(offload):
 
 
 def test_none_moves_nothing(tmp_path):
-    offload = Offloader("none", "/nonexistent", "generator-0")
+    offload = MemoryMover("none", "/nonexistent", "generator-0")
     tensor = filled(100)
     assert offload.offload("kv", [tensor], keep=False) == offload.onload("kv") == 0
     assert torch.equal(tensor, filled(100))
@@ -123,14 +123,14 @@ def test_none_moves_nothing(tmp_path):
 
 def test_a_folder_in_memory_or_a_missing_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must be on a real filesystem, got /dev/shm on tmpfs"):
-        Offloader("file", "/dev/shm", "trainer-0")
+        MemoryMover("file", "/dev/shm", "trainer-0")
     with pytest.raises(ValueError, match=r"must be a folder, got .*/missing"):
-        Offloader("file", str(tmp_path / "missing"), "trainer-0")
+        MemoryMover("file", str(tmp_path / "missing"), "trainer-0")
 
 
 def test_pinned_memory_is_not_for_tensors_of_the_cpu(tmp_path):
     with pytest.raises(ValueError, match="must be file or none for CPU memory, got pinned"):
-        Offloader("pinned", str(tmp_path), "trainer-0").offload("state", [filled(9)])
+        MemoryMover("pinned", str(tmp_path), "trainer-0").offload("state", [filled(9)])
 
 
 def test_memory_of_a_real_file_is_not_punched_full_of_holes(offload, tmp_path):
@@ -147,8 +147,8 @@ def test_a_full_disk_is_an_error_at_once_and_nothing_has_moved(tmp_path):
     """In a process of its own: the limit on file sizes stands in for the end of the disk."""
     program = f"""
 import resource, torch
-from llamarl.executors.offloader import Offloader
-offload = Offloader("file", {str(tmp_path)!r}, "trainer-1")
+from llamarl.executors.memory_mover import MemoryMover
+offload = MemoryMover("file", {str(tmp_path)!r}, "trainer-1")
 tensor = torch.arange(1 << 20)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 try:

@@ -82,9 +82,9 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "solved": ({"solved": True}, "solved in .* must be text"),
     "no identity": ({"identity": None}, "identity in .* must be an object"),
     "empty identity": ({"identity": {}}, "must say what seed was"),
-    "records": (
-        {"records": {"metrics.jsonl": 7}},
-        "records in .* must list parts, got .*metrics.jsonl",
+    "positions": (
+        {"positions": {"metrics.jsonl": 7}},
+        "positions in .* must list parts, got .*metrics.jsonl",
     ),
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.metrics.span_file import Span
+from llamarl.metrics.span import Span
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.reshard import num_bytes, plan
 

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.metrics.metrics_log import MetricsLog, read_metrics
-from llamarl.metrics.trackers import TRACKERS, TrackerEntry, check_trackers, open_trackers
+from llamarl.metrics.trackers import (
+    TRACKERS,
+    MetricsLog,
+    TrackerEntry,
+    check_trackers,
+    open_trackers,
+    read_metrics,
+)
 from tests.e2e.forks import Forks
 from tests.unit.test_extending import block, write_recipe
 

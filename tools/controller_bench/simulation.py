@@ -43,10 +43,9 @@ from llamarl.config.run import PlanConfig
 from llamarl.experience.graph import make_graph
 from llamarl.experience.store import Store
 from llamarl.metrics.console import Progress
-from llamarl.metrics.metrics_log import MetricsLog
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
-from llamarl.metrics.trackers import open_trackers
+from llamarl.metrics.trackers import MetricsLog, open_trackers
 from llamarl.models.architecture import read_architecture
 from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess, make_executors
 from llamarl.planner.simulation.costs import Costs

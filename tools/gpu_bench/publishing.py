@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_bench.setting import Setting, best_s, make_checkpoint, synchronize
-from llamarl.executors.offloader import Offloader
+from llamarl.executors.memory_mover import MemoryMover
 from llamarl.generation.parameters import DTYPES, BufferLayout
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import parameter_shapes
@@ -77,7 +77,7 @@ def measure(setting: Setting) -> dict[str, float]:
 def offload(setting: Setting) -> dict[str, float]:
     """Seconds to offload and to onload, and the GB/s."""
     kind = "pinned" if setting.is_cuda else "file"
-    mover = Offloader(kind, setting.folder, "bench")
+    mover = MemoryMover(kind, setting.folder, "bench")
     memory = torch.empty(setting.offload_bytes, dtype=torch.uint8, device=setting.device)
     memory.random_(0, 256)
     figures: dict[str, float] = {"moved_bytes": memory.numel()}

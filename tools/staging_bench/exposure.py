@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.metrics.intervals import Intervals, intersect, length, subtract, union
-from llamarl.metrics.span_file import Span, SpanReader, span_files
+from llamarl.metrics.span import Span, SpanReader, span_files
 
 SOON_NS = 50_000_000  # work that waited for a commit begins within this time after it
 Spans = dict[str, list[Span]]  # by process

@@ -15,8 +15,7 @@ from llamarl.cluster.call_result import endpoint
 from llamarl.config import EmbeddedConfig, PlacementConfig, WeightsConfig
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.specs import GeneratorSpec
-from llamarl.metrics.span import Spans
-from llamarl.metrics.span_file import Span, SpanReader
+from llamarl.metrics.span import Span, SpanReader, Spans
 from llamarl.types import Columns, Request, Sampling
 from weights_bench.model import Model, config_json
 

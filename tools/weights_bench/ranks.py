@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from llamarl.executors.offloader import trim
+from llamarl.executors.memory_mover import trim
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer

@@ -27,7 +27,7 @@ import pkgutil
 from functools import cache
 
 from llamarl.algorithms.loss_inputs import TokenLoss
-from llamarl.algorithms.losses.task import TaskConfig, load_loss
+from llamarl.algorithms.losses.task_loss import TaskConfig, load_loss
 from llamarl.config import AlgorithmConfig
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llamarl.config.check import require
 from llamarl.experience.columns import DERIVED
-from llamarl.metrics.aggregate import by_executor, executor_of, read_timeline
-from llamarl.metrics.span_file import Span
+from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.span import Span, executor_of
 
 NS_PER_S = 1e9
 

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.config import Config
-from llamarl.metrics.aggregate import executor_of
 from llamarl.metrics.intervals import Intervals, overlaps, union
-from llamarl.metrics.span_file import Span, SpanReader, span_files
+from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
 from llamarl.models.architecture import Architecture
 from llamarl.planner.simulation.costs import Costs

@@ -1,4 +1,4 @@
-"""Records: a checkpoint stands for whole lines, which a resumed run finds as they were."""
+"""Positions: a checkpoint stands for whole lines, which a resumed run finds as they were."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.checkpoints import records
-from llamarl.checkpoints.records import MAX_PARTS, cut, digest, is_sound, measure, verify
+from llamarl.checkpoints import positions
+from llamarl.checkpoints.positions import MAX_PARTS, cut, digest, is_sound, measure, verify
 
 
 def write_lines(path: Path, numbers: range, mixed: str = "") -> None:
@@ -20,7 +20,7 @@ def write_lines(path: Path, numbers: range, mixed: str = "") -> None:
         file.write(mixed)
 
 
-def test_a_record_is_measured_in_whole_lines_and_cut_there(tmp_path: Path) -> None:
+def test_a_file_is_measured_in_whole_lines_and_cut_there(tmp_path: Path) -> None:
     path = tmp_path / "archive" / "rollouts-0.jsonl"
     write_lines(path, range(3))
     whole = path.read_text()
@@ -38,11 +38,11 @@ def test_only_what_came_since_the_last_checkpoint_is_read(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     read = []
-    whole_hash = records._hash
+    whole_hash = positions._hash
     monkeypatch.setattr(
-        records, "_hash", lambda path, *ends: (read.append(ends), whole_hash(path, *ends))[1]
+        positions, "_hash", lambda path, *ends: (read.append(ends), whole_hash(path, *ends))[1]
     )
-    saved: dict[str, records.Parts] = {}
+    saved: dict[str, positions.Parts] = {}
     for number in range(3 * MAX_PARTS):
         write_lines(path, range(number, number + 1))
         saved = json.loads(json.dumps(digest(tmp_path, measure(tmp_path), saved)))
@@ -61,7 +61,7 @@ LINE = b'{"a":1}\n'
 def test_any_committed_bit_is_found_and_a_line_that_is_no_object_is_named(
     place: int, bit: int, split: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("records")
+    folder = tmp_path_factory.mktemp("run")
     path = folder / "metrics.jsonl"
     path.write_bytes(LINE * split)
     saved = digest(folder, measure(folder), {})
@@ -79,7 +79,7 @@ def test_any_committed_bit_is_found_and_a_line_that_is_no_object_is_named(
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_record_that_is_shorter_than_it_was_is_named(damage: str, tmp_path: Path) -> None:
+def test_a_file_that_is_shorter_than_it_was_is_named(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, range(4))
     saved = digest(tmp_path, measure(tmp_path), {})

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Records(list[T]):
+class WireList(list[T]):
     """Records of one `light` class, which arrive as a plain list: pickled as one object, for calls
     between processes look at each object that is not Python's own."""
 

@@ -27,7 +27,7 @@ from llamarl.algorithms.losses import find_loss
 from llamarl.algorithms.policy_loss import denominator, is_inert
 from llamarl.algorithms.schedule import learning_rate
 from llamarl.data.packing import pack
-from llamarl.executors.offloader import Offloader
+from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.passes import Passes
 from llamarl.executors.specs import TrainerSpec
 from llamarl.executors.weight_source import SourcePart
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 SHOWN_ROWS = 8  # row ids named in an error
 
 
-class Training:
+class PolicyStep:
     """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch`,
     `save_copy` and `require_presence`; all but `share`, `prefetch`, `require_presence`, `offload`
     and `onload` are called on all ranks.
@@ -61,8 +61,8 @@ class Training:
     ) -> None:
         self._spec, self._rank, self._num_ranks, self._spans = spec, rank, num_ranks, spans
         self._data_rank = rank // spec.config.tensor_parallel
-        self._offloader = Offloader.placed(spec.placement, spec.run_dir, f"trainer-{rank}")
-        resources.callback(self._offloader.close)
+        self._mover = MemoryMover.placed(spec.placement, spec.run_dir, f"trainer-{rank}")
+        resources.callback(self._mover.close)
         token_loss = find_loss(spec.algorithm, spec.task_source)
         device = compute_device(spec.config.device, "trainer.device")
         use_device(device)
@@ -183,19 +183,19 @@ class Training:
 
     def offload(self, tag: str) -> int:
         """Move "weights" or "state" (gradients and moments) off the device; returns the bytes."""
-        return self._offloader.offload(tag, self.policy.movable(tag))
+        return self._mover.offload(tag, self.policy.movable(tag))
 
     def prefetch(self, tag: str) -> None:
         """Start reading what was offloaded."""
-        self._offloader.prefetch(tag)
+        self._mover.prefetch(tag)
 
     def onload(self, tag: str) -> int:
         """Bring it back; returns the bytes."""
-        return self._offloader.onload(tag)
+        return self._mover.onload(tag)
 
     def require_presence(self) -> None:
         """RuntimeError while weights or state are off the device: zeros lie in their place."""
-        if gone := [tag for tag in self.tags if self._offloader.is_away(tag)]:
+        if gone := [tag for tag in self.tags if self._mover.is_away(tag)]:
             raise RuntimeError(
                 f"weights and state must be on the trainer's device, got {', '.join(gone)} off it"
             )

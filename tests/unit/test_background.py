@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from llamarl.executors.beside import Beside
+from llamarl.executors.background import Background
 
 
 async def fail_after(wait: asyncio.Event) -> None:
@@ -20,16 +20,16 @@ def test_a_call_that_fails_after_its_caller_gave_up_ends_and_logs_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
-        beside, wait = Beside(), asyncio.Event()
-        caller = asyncio.create_task(beside.wait_for(fail_after(wait)))
+        background, wait = Background(), asyncio.Event()
+        caller = asyncio.create_task(background.wait_for(fail_after(wait)))
         await asyncio.sleep(0)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         with pytest.raises(RuntimeError, match="1 calls must end within"):
-            await beside.drained(0.01)
+            await background.drained(0.01)
         wait.set()
-        await beside.drained(5.0)
+        await background.drained(5.0)
         gc.collect()
 
     with caplog.at_level(logging.ERROR):
@@ -42,6 +42,6 @@ def test_a_failure_comes_back_to_the_caller_that_waits() -> None:
         wait = asyncio.Event()
         wait.set()
         with pytest.raises(ValueError, match="it failed"):
-            await Beside().wait_for(fail_after(wait))
+            await Background().wait_for(fail_after(wait))
 
     asyncio.run(main())

@@ -46,7 +46,7 @@ class _Offloaded:
     is_kept: bool
 
 
-class Offloader:
+class MemoryMover:
     """Moves named sets of tensors of one executor rank out of memory and back.
 
     `mode`: "file" (CPU or CUDA tensors, to files in `folder`), "pinned" (CUDA tensors, to pinned

@@ -1,4 +1,4 @@
-"""The records that a run writes line by line (metrics, archive), as far as a checkpoint reaches.
+"""The files that a run writes line by line (metrics, archive), as far as a checkpoint reaches.
 
 Owns: measuring these files at a checkpoint, verifying and cutting them when a run resumes. Does not
 own: what is in the lines. Invariant: a measured part ends with a whole line, and a resumed run
@@ -23,14 +23,14 @@ Parts = list[list[Any]]
 
 
 def measure(run_dir: str | Path) -> dict[str, int]:
-    """The length of each record in bytes of whole lines, by its path in `run_dir`."""
+    """The length of each file in bytes of whole lines, by its path in `run_dir`."""
     return {name: _whole_lines(path) for name, path in _files(run_dir).items()}
 
 
 def digest(
     run_dir: str | Path, num_bytes: Mapping[str, int], before: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """The parts of each record up to `num_bytes`, after those of an earlier checkpoint, `before`.
+    """The parts of each file up to `num_bytes`, after those of an earlier checkpoint, `before`.
 
     Reads only what was written since then, so the cost of a save does not grow with the run.
     """
@@ -46,7 +46,7 @@ def digest(
 
 
 def verify(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
-    """ValueError, naming file and line, unless the records still begin with what was saved."""
+    """ValueError, naming file and line, unless the files still begin with what was saved."""
     files = _files(run_dir)
     for name, parts in saved.items():
         path = Path(run_dir, name)
@@ -61,7 +61,7 @@ def verify(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
 
 
 def cut(run_dir: str | Path, saved: Mapping[str, Parts]) -> None:
-    """Cut the records to what was saved. The run repeats what came after, so each rollout is in the
+    """Cut the files to what was saved. The run repeats what came after, so each rollout is in the
     archive once."""
     for name, path in _files(run_dir).items():
         end = saved[name][-1][0] if saved.get(name) else 0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Beside:
+class Background:
     """Waits for work; a caller that gives up does not end it."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What the processes of a run did with their time, computed from their span files.
+"""What the processes of a run did with their time, computed from their spans.
 
 Owns: busy and wait shares, overlap of generator and trainer, tokens decoded during publishes. Does
-not own: reading the files (`span_file.py`), shares during the run (`recent_spans.py`).
-Invariant: busy and wait shares of a process are disjoint, so they sum to at most 1.
+not own: reading the files (`span.py`), shares during the run (`recent_spans.py`). Invariant: busy
+and wait shares of a process are disjoint, so they sum to at most 1.
 
 A process is named `<executor>-<number>`, with `-<rank>` behind it if the executor has several
 ranks. An executor's shares are the mean over its processes.
@@ -12,32 +12,22 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from llamarl.metrics.intervals import EMPTY, Intervals, intersect, length, overlaps, subtract, union
-from llamarl.metrics.span_file import Span, SpanReader, span_files
+from llamarl.metrics.span import Span, SpanFolder, executor_of
 
 LAST_NS = 2**63 - 1
 DECODE, PUBLISH = ("busy", "decode"), ("publish", "publish")  # categories and names of spans
 
-
-@dataclass(slots=True)
-class Track:
-    """The spans of one process under one category and name; times are Unix nanoseconds."""
-
-    times_ns: array[int] = field(default_factory=lambda: array("q"))  # start, end, start, end, ...
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-
-    def intervals(self) -> Intervals:
-        """Every span, [n, 2], in the order recorded."""
-        return np.array(self.times_ns, dtype=np.int64).reshape(-1, 2)
-
-
-Tracks = dict[tuple[str, str], Track]  # (category, name) -> spans
+Tracks = dict[tuple[str, str], "array[int]"]
+"""Spans of one process by category and name: start and end in Unix nanoseconds, tokens; again and
+again, in the order recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +70,9 @@ class RunTimeline:
         publishing = _union_of(each[PUBLISH] for each in all_tracks if PUBLISH in each)
         num_tokens = 0.0
         for decode in (each[DECODE] for each in all_tracks if DECODE in each):
-            spans = decode.intervals()
-            inside_ns = overlaps(self._whole(publishing), spans)
-            inside = inside_ns / np.maximum(spans[:, 1] - spans[:, 0], 1)
-            num_tokens += float(inside @ np.array(decode.tokens, dtype=np.int64))
+            inside_ns = overlaps(self._whole(publishing), _times(decode))
+            inside = inside_ns / np.maximum(_times(decode) @ (-1, 1), 1)
+            num_tokens += float(inside @ _rows(decode)[:, 2])
         return round(num_tokens)
 
     def _whole(self, window: Intervals) -> Intervals:
@@ -99,11 +88,6 @@ class RunTimeline:
         )
 
 
-def executor_of(process: str) -> str:
-    """`generator-0` and `generator-0-1` (rank 1 of replica 0) -> `generator`."""
-    return process.partition("-")[0]
-
-
 def read_timeline(
     folder: str | Path, on_span: Callable[[str, Span], None] = lambda process, span: None
 ) -> RunTimeline:
@@ -111,36 +95,27 @@ def read_timeline(
 
     Also calls `on_span` with each process and span, so that the files need not be read twice.
     """
-    processes: dict[str, Tracks] = {}
+    processes = defaultdict[str, Tracks](dict)
     steps: dict[tuple[str, int], list[int]] = {}
     sessions: dict[tuple[str, int], list[int]] = {}
     whole_ns = 0
-
-    def read(path: Path) -> Iterator[Span]:
-        nonlocal whole_ns
-        for span in SpanReader(path).read():
-            on_span(path.stem, span)
-            if span.is_sum:
-                whole_ns = max(whole_ns, span.end_ns)
-            _stretch(sessions, (path.stem, span.session), span)
-            if (span.cat, span.name) == ("mark", "step"):
-                _stretch(steps, (path.stem, span.session), span)
-            yield span
-
-    for path in span_files(folder):
-        processes[path.stem] = tracks_of(read(path))
-    return RunTimeline(processes, _as_intervals(steps), _as_intervals(sessions), whole_ns)
+    for process, span in SpanFolder(folder).read():
+        on_span(process, span)
+        _add(processes[process], span)
+        if span.is_sum:
+            whole_ns = max(whole_ns, span.end_ns)
+        _stretch(sessions, (process, span.session), span)
+        if (span.cat, span.name) == ("mark", "step"):
+            _stretch(steps, (process, span.session), span)
+    return RunTimeline(dict(processes), _as_intervals(steps), _as_intervals(sessions), whole_ns)
 
 
 def tracks_of(spans: Iterable[Span]) -> Tracks:
     """These spans of one process, by category and name."""
-    tracks: Tracks = defaultdict(Track)
+    tracks: Tracks = {}
     for span in spans:
-        track = tracks[span.cat, span.name]
-        track.times_ns.extend((span.start_ns, span.end_ns))
-        if span.name == "decode":
-            track.tokens.append(span.args.get("tokens", 0))
-    return dict(tracks)
+        _add(tracks, span)
+    return tracks
 
 
 def by_executor(shares: dict[str, Shares]) -> dict[str, Shares]:
@@ -166,7 +141,7 @@ def shares_of(tracks: Tracks, window: Intervals) -> Shares:
     waits = {}
     for (cat, name), track in sorted(tracks.items()):
         if cat == "wait":
-            own = subtract(union(track.intervals()), taken)
+            own = subtract(union(_times(track)), taken)
             waits[name] = _share(intersect(own, window), window)
             taken = union(np.concatenate([taken, own]))
     return Shares(busy, waits)
@@ -176,8 +151,23 @@ def _share(part: Intervals, whole: Intervals) -> float:
     return length(part) / length(whole) if len(whole) else 0.0
 
 
-def _union_of(tracks: Iterable[Track]) -> Intervals:
-    return union(np.concatenate([EMPTY, *(track.intervals() for track in tracks)]))
+def _add(tracks: Tracks, span: Span) -> None:
+    num_tokens = span.args.get("tokens", 0) if span.name == "decode" else 0
+    track = tracks.setdefault((span.cat, span.name), array("q"))
+    track.extend((span.start_ns, span.end_ns, num_tokens))
+
+
+def _rows(track: array[int]) -> npt.NDArray[np.int64]:
+    """[n, 3]: start, end and tokens of each span."""
+    return np.array(track, dtype=np.int64).reshape(-1, 3)
+
+
+def _times(track: array[int]) -> Intervals:
+    return _rows(track)[:, :2]
+
+
+def _union_of(tracks: Iterable[array[int]]) -> Intervals:
+    return union(np.concatenate([EMPTY, *map(_times, tracks)]))
 
 
 def _stretch(extents: dict[tuple[str, int], list[int]], key: tuple[str, int], span: Span) -> None:
