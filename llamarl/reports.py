@@ -36,10 +36,15 @@ def plan(
     """
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
-    from llamarl.planner.report.chart import draw_page
-    from llamarl.planner.report.published_results import published_figures
+    from llamarl.planner.report.page import draw_page
     from llamarl.planner.report.recipe import figures, forecast_recipe
-    from llamarl.planner.report.text import assumptions, render_memory, render_report, title_of
+    from llamarl.planner.report.text import (
+        assumptions,
+        published_figures,
+        render_memory,
+        render_report,
+        title_of,
+    )
     from llamarl.planner.simulation.workload import with_lengths
 
     _check_writable("--json", json)
@@ -58,7 +63,7 @@ def plan(
         _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
     if html is not None:
         words = assumptions(config, forecast)
-        _write("--html", html, draw_page(title_of(config, forecast), forecast, words))
+        _write("--html", html, draw_page(title_of(config, forecast), text, words, forecast))
 
 
 def graph(
@@ -74,8 +79,7 @@ def graph(
 
     Reads no prompts, tokenizer or weights; starts one short process if task.py has stages.
     """
-    from llamarl.planner.report.dataflow import Dataflow
-    from llamarl.planner.report.flows import read_flows
+    from llamarl.planner.report.dataflow import Dataflow, read_flows
 
     _check_writable("--mermaid", mermaid)
     found = read_graph(config, read_task(config))

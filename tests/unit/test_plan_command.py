@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +29,9 @@ from llamarl.planner.forecast import (
     Variant,
 )
 from llamarl.planner.memory.ranks import forecast_memory
-from llamarl.planner.report.chart import COLOURS, LEFT, WIDTH, draw_memory, draw_page, draw_timeline
-from llamarl.planner.report.published_results import PUBLISHED
+from llamarl.planner.report.page import draw_memory, draw_page, draw_timeline
 from llamarl.planner.report.recipe import figures
-from llamarl.planner.report.text import WIDTH as REPORT_WIDTH
-from llamarl.planner.report.text import assumptions, render_report
+from llamarl.planner.report.text import PUBLISHED, WIDTH, assumptions, render_report
 from llamarl.planner.simulation.workload import with_lengths
 from llamarl.recipe.inputs import read_planned_architecture, with_measured_prompts
 from tests.unit.composing import compose_recipe
@@ -212,7 +211,7 @@ def test_the_report_says_what_does_not_fit_and_what_the_gain_is_made_of() -> Non
         "are 1.3 to 2.3 times as long as these forecasts",
     ):
         assert said in words, text
-    assert max(map(len, text.splitlines())) <= REPORT_WIDTH
+    assert max(map(len, text.splitlines())) <= WIDTH
     measured = replace(forecast(), measured_step_s=41.0)  # times of a run, not of the law
     assert "optimistic" not in render_report(compose_recipe(RECIPE, []), measured, None)
 
@@ -226,74 +225,87 @@ def test_json_holds_the_figures_of_the_report() -> None:
     assert found["speedup"] == pytest.approx(3.0)
 
 
-def boxes(lines: list[str]) -> list[tuple[float, float, float, float]]:
-    svg = ElementTree.fromstring("<p>" + "".join(lines) + "</p>")
-    return [
-        (x, x + width, y, y + height)
-        for x, width, y, height in (
-            [float(rect.get(name, "")) for name in ("x", "width", "y", "height")]
-            for rect in svg.iter("rect")
-        )
-    ]
+def bars(lines: Iterable[str]) -> dict[str, list[tuple[str, float, float, str]]]:
+    """Executor -> (name, left edge, right edge in percent of the row, colour) of each of its bars;
+    the limit of the device has no name."""
+    found = {}
+    for row in ElementTree.fromstring("<p>" + "".join(lines) + "</p>").iter("div"):
+        drawn = []
+        for bar in row.iter("i"):
+            style = dict(part.split(": ") for part in bar.get("style", "").split("; "))
+            left = float(style["left"].removesuffix("%"))
+            right = left + float(style.get("width", "0%").removesuffix("%"))
+            drawn.append((bar.text or "", left, right, style.get("background", "")))
+        found[row.findtext("b") or ""] = drawn
+    return found
 
 
-def test_what_happens_at_once_is_drawn_in_lanes_and_stays_in_the_picture() -> None:
-    timeline = step(1.0).timeline
-    colours = {activity.name: "#000000" for activity in timeline}
-    found = boxes(list(draw_timeline(timeline, colours)))
-    assert len(found) == 4
-    for i, (left, right, top, bottom) in enumerate(found):
-        assert LEFT <= left < right <= WIDTH
-        for other_left, other_right, other_top, other_bottom in found[i + 1 :]:
-            apart = right <= other_left + 0.5 or other_right <= left + 0.5
-            assert apart or bottom <= other_top or other_bottom <= top
+def test_a_timeline_shows_who_does_what_when() -> None:
+    found = bars(draw_timeline(step(1.0).timeline))
+    spans = {
+        who: [(name, left, right) for name, left, right, _ in each] for who, each in found.items()
+    }
+    assert spans == {
+        "trainer": [
+            ("accumulate", 0.0, pytest.approx(59.99, abs=0.01)),
+            ("write <1>", pytest.approx(39.99, abs=0.01), pytest.approx(79.99, abs=0.01)),
+        ],
+        "generator-0": [
+            ("decode", 0.0, pytest.approx(99.99, abs=0.01)),
+            ("commit", pytest.approx(99.99, abs=0.01), pytest.approx(100.0)),
+        ],
+    }
 
 
 def test_many_alike_never_push_the_others_out_of_the_picture() -> None:
     crowd = [f"publish-{i}" for i in range(40)]
-    bars = [Activity(executor=e, name="x", start_s=0.0, end_s=1.0) for e in [*crowd, "trainer"]]
-    lines = list(draw_timeline(bars, {"x": "#000000"}))
-    assert len(boxes(lines)) == 5
-    assert any(">trainer</text>" in line for line in lines)
+    lines = list(
+        draw_timeline(
+            [Activity(executor=e, name="x", start_s=0.0, end_s=1.0) for e in [*crowd, "trainer"]]
+        )
+    )
+    assert [*bars(lines)] == [*crowd[:4], "trainer"]
     assert "36 more executors" in lines[-1]
 
 
+def test_a_device_that_is_too_small_ends_before_its_bars() -> None:
+    (*kinds, limit), (*_, other) = bars(draw_memory(forecast())).values()
+    assert [(name, left, right) for name, left, right, _ in kinds] == [
+        ("weights", 0.0, pytest.approx(22.2, abs=0.1)),
+        ("activations", pytest.approx(22.2, abs=0.1), pytest.approx(100.0, abs=0.1)),
+    ]
+    assert limit[1] == other[1] == pytest.approx(88.9, abs=0.1)
+
+
 def test_the_page_is_one_file_of_well_formed_xml() -> None:
-    page = draw_page("a & b", forecast(), ["Prompts have 3 < 4 tokens."])
+    page = draw_page("a & b", "2 < 3\n", ["Prompts have 3 < 4 tokens."], forecast())
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     assert [head.text for head in root.iter("h2")] == [
         "Memory of the fullest rank",
-        "What the times rest on",
         "Timeline: as planned",
         "Timeline: sync",
         "Timeline: sync, colocated",
     ]
-    assert "prefers-color-scheme: dark" in page
     assert not any(word in page for word in ("http", "src=", "url(", "<script"))
-    paragraphs = ["".join(element.itertext()) for element in root.iter("p")]
-    assert [p.split(" s a step")[0] for p in paragraphs if p.endswith("the left edge.")] == [
-        "40.00",
-        "110.00",
-        "120.00",
+    assert [element.text for element in root.iter("pre")] == ["2 < 3\n"]
+    paragraphs = [element.text for element in root.iter("p")]
+    assert paragraphs == [
+        "Prompts have 3 < 4 tokens.",
+        "90.0 GiB from edge to edge.",
+        *["10.0 s from edge to edge."] * 3,
     ]
-    assert [item.text for item in root.iter("li")] == ["Prompts have 3 < 4 tokens."]
-    texts = [element.text for element in root.iter("text")]
-    ticks = [text for text in texts if text and text[0].isdigit()]
-    assert ticks
-    assert {tick.partition(" ")[2] for tick in ticks} == {"GiB", "s"}, "every tick has its unit"
-    assert "decode" in texts
-    assert "commit" not in texts, "a millisecond has no room for its name"
+    tips = [element.get("title") for element in root.iter("i")]
+    assert "trainer: write <1>, 4.00 s from 4.00 s" in tips
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gsm8k_llama32_1b_1gpu", "llama31_8b_math"])
 def test_no_two_kinds_of_a_recipes_memory_share_a_colour(name: str) -> None:
     config = replace(compose_recipe(RECIPES / name, []), recipe_dir=str(RECIPES / name))
-    ranks = forecast_memory(config, read_planned_architecture(config)).ranks
-    kinds = {kind for rank in ranks for kind in rank.bytes_by_kind}
-    assert len(kinds) <= len(COLOURS) == len(set(COLOURS))
-    root = ElementTree.fromstring("<p>" + "".join(draw_memory(ranks)) + "</p>")
-    keys = [key.get("style") for key in root.iter("i")]
-    assert len(keys) == len(set(keys)) == len(kinds)
+    memory = forecast_memory(config, read_planned_architecture(config))
+    kinds = {kind for rank in memory.ranks for kind in rank.bytes_by_kind}
+    drawn = bars(draw_memory(replace(forecast(), memory=memory)))
+    colours = {(kind, colour) for each in drawn.values() for kind, _, _, colour in each if kind}
+    assert len(colours) == len({colour for _, colour in colours}) == len(kinds)
 
 
 def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(

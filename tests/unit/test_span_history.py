@@ -20,7 +20,7 @@ from llamarl.metrics.intervals import length
 from llamarl.metrics.span import Spans
 from llamarl.metrics.span_file import Span, SpanReader, span_files
 from llamarl.metrics.span_history import KEPT_SHARE, sum_old_spans, summed
-from llamarl.planner.report.flows import read_flows
+from llamarl.planner.report.dataflow import read_flows
 from tests.unit.test_metrics_time import write_spans, write_trace
 
 S = 10**9
