@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cost import Cost
+from llamarl.planner.hardware import Cost
 
 FrozenModels = Mapping[str, Architecture]
 """Those that run stages of the recipe's own, by stage: not the reference of a KL term."""

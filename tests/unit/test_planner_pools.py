@@ -18,9 +18,8 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
-from llamarl.planner.cost import HOUR_S, Cost, cost_of
 from llamarl.planner.forecast import StepForecast
-from llamarl.planner.hardware import GPUS
+from llamarl.planner.hardware import GPUS, HOUR_S, Cost, cost_of
 from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import figures, forecast_recipe
 from llamarl.planner.report.text import render_report

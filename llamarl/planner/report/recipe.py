@@ -17,9 +17,8 @@ from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cost import cost_of
 from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
-from llamarl.planner.hardware import check_kinds, timed
+from llamarl.planner.hardware import check_kinds, cost_of, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs

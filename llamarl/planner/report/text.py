@@ -14,7 +14,6 @@ from rich.table import Table
 from llamarl.config import Config
 from llamarl.config.pools import pools_of
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cost import HOUR_S, Cost, kinds_of
 from llamarl.planner.forecast import (
     STAGE,
     BestSplit,
@@ -25,7 +24,7 @@ from llamarl.planner.forecast import (
     RankMemory,
     StepForecast,
 )
-from llamarl.planner.hardware import EFFICIENCY
+from llamarl.planner.hardware import EFFICIENCY, HOUR_S, Cost, kinds_of
 from llamarl.planner.memory.fit import refusal
 
 GIB, GB = 2**30, 10**9
