@@ -36,8 +36,8 @@ from llamarl.planner.memory.activations import (
 )
 from llamarl.planner.memory.fit import check_fit, upper_bound_bytes
 from llamarl.planner.memory.generator import kv_cache_bytes, quantized_bytes
-from llamarl.planner.memory.placements import generator_layouts, trainer_layouts
 from llamarl.planner.memory.ranks import forecast_memory, fullest
+from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
 from llamarl.weights.layout.boxes import RankLayout
 from tests.unit.planner_recipes import LLAMA, make_recipe
 

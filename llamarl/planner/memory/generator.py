@@ -23,7 +23,7 @@ from llamarl.generation.engine import PREFILL_TOKENS
 from llamarl.generation.parameters import DTYPES, BufferLayout, bind, quantize, tensors
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
-from llamarl.planner.memory.placements import weight_buffer
+from llamarl.planner.memory.shardings import weight_buffer
 from llamarl.planner.memory.trainer import Kinds
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.reshard import DTYPE_BYTES

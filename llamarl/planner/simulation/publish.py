@@ -30,7 +30,7 @@ from llamarl.config.rank_assignment import Device, assign, far_sites
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY, Gpu, gpu
-from llamarl.planner.memory.placements import (
+from llamarl.planner.memory.shardings import (
     generator_layouts,
     rank_layout,
     trainer_layouts,
