@@ -286,9 +286,9 @@ class _Kernel(TorchFunctionMode):
         super().__init__()
         self._name = name
 
-    def attend(self, *args: Any) -> torch.Tensor:
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self:
-            return packed_attention(*args)
+            return packed_attention(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._name == "math":

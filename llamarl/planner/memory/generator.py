@@ -51,10 +51,8 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     """Of the fullest rank."""
     generator = config.generator
     item = DTYPE_BYTES[generator.dtype]
-    weight_buffers = [
-        weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks)
-    ]
-    parameters, num_elements = max(weight_buffers, key=lambda each: each[1])
+    buffers = (weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks))
+    parameters, num_elements = max(buffers, key=lambda each: each[1])
     weights: Kinds = {}
     host: Kinds = {}
     in_host = config.weights.staging == "host" and generator.device == "cuda"
@@ -132,9 +130,8 @@ def _largest_linear(config: Config, architecture: Architecture) -> int:
     for name, layout in parameters.items():
         if ".layers.0." in name and name.endswith("_proj.weight"):
             module = ".".join(name.split(".")[-3:-1])
-            sizes[FUSED_INTO.get(module, module)] += sum(
-                math.prod(box.shape) for box in layout.boxes
-            )
+            num_elements = sum(math.prod(box.shape) for box in layout.boxes)
+            sizes[FUSED_INTO.get(module, module)] += num_elements
     return max(sizes.values())
 
 
