@@ -267,9 +267,10 @@ class Cost:
 def kinds_of(config: Config) -> dict[str, int]:
     """The GPUs that have a rank, by kind, the trainer's first."""
     devices = {device for places in assign(config).values() for device in places}
-    places = {(device.host, device.gpu): device.gpu_kind for device in devices}
-    counts = Counter(kind or config.cluster.gpu for (_, i), kind in places.items() if i is not None)
-    return dict(sorted(counts.items(), key=lambda item: item[0] != config.cluster.planned_gpu))
+    places = {(each.host, each.gpu): each.gpu_kind for each in devices if each.gpu is not None}
+    usual = config.cluster.planned_gpu
+    counts = Counter(kind or usual for kind in places.values())
+    return dict(sorted(counts.items(), key=lambda item: item[0] != usual))
 
 
 def cost_of(config: Config) -> Cost | None:

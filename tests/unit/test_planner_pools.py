@@ -204,6 +204,9 @@ def test_a_cost_needs_the_price_of_every_kind() -> None:
     own = cost_of(recipe(*pools, gpu_prices=["H800-80GB=2", "H20-96GB=0.5"]))
     assert own is not None
     assert own.per_hour == 20
+    one_kind = cost_of(recipe(gpu="auto", gpu_prices=["H100-80GB=2"]))
+    assert one_kind is not None
+    assert one_kind.per_hour == 16, "a plan for no kind is one for an H100"
     with pytest.raises(ValueError, match=r"plan\.gpu_prices must name H20-96GB, got H800-80GB"):
         cost_of(recipe(*pools, gpu_prices=["H800-80GB=2"]))
 

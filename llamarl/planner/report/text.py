@@ -89,12 +89,9 @@ def published_figures(architecture: Architecture) -> Published | None:
 
 def title_of(config: Config, forecast: Forecast) -> str:
     """One line: what is planned, on what, and whether it fits."""
-    kinds = {config.cluster.planned_gpu: forecast.num_gpus}
-    if config.generator.pools:
-        kinds = kinds_of(config)
-    size = (
-        " and ".join(f"{n} x {kind}" for kind, n in kinds.items()) if forecast.num_gpus else "CPUs"
-    )
+    one_kind = {config.cluster.planned_gpu: forecast.num_gpus} if forecast.num_gpus else {}
+    kinds = kinds_of(config) if config.generator.pools else one_kind
+    size = " and ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "CPUs"
     hosts = f"{forecast.num_hosts} host{'s' * (forecast.num_hosts > 1)}"
     name = config.recipe_dir.rstrip("/").rpartition("/")[2]
     verdict = "fits" if forecast.memory.fits else "does not fit"
@@ -123,7 +120,7 @@ def render(parts: Iterable[RenderableType]) -> str:
 
 
 def assumptions(config: Config, forecast: Forecast) -> list[str]:
-    """What the forecast's times rest on, in sentences."""
+    """What the forecast's times rest on that the report does not say, in sentences."""
     plan, sampling = config.plan, config.sampling
     words = [
         f"Prompts have {plan.prompt_tokens} tokens. Half of the rollouts stay below "
@@ -139,23 +136,7 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
             f"Executors take as long as {EFFICIENCY:.0%} of the hardware's published "
             "peaks in arithmetic and bandwidth say."
         )
-    if forecast.num_gpus and forecast.measured_step_s is None:
-        words.append(CAVEAT)
-    if missing := _left_out(config, forecast):
-        words.append(missing)
-    if forecast.step.divisor > 1:
-        divisor = f"1/{forecast.step.divisor}"
-        words.append(f"Simulated was {divisor} of the cluster with {divisor} of the rollouts.")
     return words
-
-
-def _left_out(config: Config, forecast: Forecast) -> str:
-    """What of the recipe's own stages is not in the forecast; "" without any."""
-    kinds = {kind for rank in forecast.memory.ranks for kind in rank.bytes_by_kind}
-    own = config.experience.stages
-    known = [name for name in own if STAGE + name in kinds]
-    but = f", but for the memory of {', '.join(known)}" if known else ""
-    return f"Stages of the recipe's own ({', '.join(own)}) are left out{but}." if own else ""
 
 
 def _parts(
@@ -163,12 +144,17 @@ def _parts(
 ) -> Iterator[RenderableType]:
     yield ""
     yield from _memory_parts(forecast.memory, config)
-    if missing := _left_out(config, forecast):
-        yield missing
+    kinds = {kind for rank in forecast.memory.ranks for kind in rank.bytes_by_kind}
+    if own := config.experience.stages:
+        known = [name for name in own if STAGE + name in kinds]
+        but = f", but for the memory of {', '.join(known)}" if known else ""
+        yield f"Stages of the recipe's own ({', '.join(own)}) are left out{but}."
     yield _publish_words(forecast.publish)
     yield ""
     yield _step_table(config, forecast)
-    yield f"waits as planned: {_shares(forecast.step.wait_shares)}"
+    waits = forecast.step.wait_shares.items()
+    shown = (f"{name} {share:.0%}" for name, share in waits if share >= 0.005)
+    yield f"waits as planned: {', '.join(shown)}"
     if forecast.cost is not None:
         yield _cost_words(forecast.cost, forecast.step)
     if forecast.step.pools:
@@ -184,10 +170,10 @@ def _parts(
             f"the last replica has a version after {forecast.step.publish_s:.1f} s: commits take "
             f"turns, or wait for the step at work"
         )
-    if forecast.num_gpus and forecast.measured_step_s is None:
-        yield CAVEAT
     if forecast.measured_step_s is not None:
         yield f"the run that the times come from took {forecast.measured_step_s:.2f} s a step"
+    elif forecast.num_gpus:
+        yield CAVEAT
     if forecast.split is not None:
         yield from _split_parts(forecast.split)
     if forecast.decomposition is not None:
@@ -205,15 +191,16 @@ def _memory_parts(memory: MemoryForecast, config: Config) -> Iterator[Renderable
 
 def _memory_table(memory: MemoryForecast) -> Table:
     """Kinds down, executors across; whether it fits stands below."""
-    names = [f"{rank.executor} x{rank.num_ranks}" for rank in memory.ranks]
+    ranks = memory.ranks
+    names = [f"{rank.executor} x{rank.num_ranks}" for rank in ranks]
     table = _table("memory of the fullest rank, GiB", *names)
-    for kind in dict.fromkeys(kind for rank in memory.ranks for kind in rank.bytes_by_kind):
-        table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in memory.ranks))
-    table.add_row("total", *(_gib(rank.total_bytes) for rank in memory.ranks))
-    table.add_row("of", *(_gib(rank.device_bytes) for rank in memory.ranks))
-    table.add_row("", *map(_margin, memory.ranks))
-    if any(rank.host_bytes_by_kind for rank in memory.ranks):
-        host = (sum(rank.host_bytes_by_kind.values()) for rank in memory.ranks)
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.bytes_by_kind):
+        table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in ranks))
+    table.add_row("total", *(_gib(rank.total_bytes) for rank in ranks))
+    table.add_row("of", *(_gib(rank.device_bytes) for rank in ranks))
+    table.add_row("", *map(_margin, ranks))
+    if any(rank.host_bytes_by_kind for rank in ranks):
+        host = (sum(rank.host_bytes_by_kind.values()) for rank in ranks)
         table.add_row("in host memory", *map(_gib, host))
     return table
 
@@ -261,13 +248,12 @@ def _pool_table(config: Config, forecast: Forecast) -> Table:
     table = _table("pools: what they write", *columns)
     for pool in pools_of(config.generator):
         step, num_ranks = forecast.step.pools[pool.key], pool.generator.num_ranks
-        kind = (
-            (pool.gpu or config.cluster.planned_gpu) if pool.generator.device == "cuda" else "CPU"
-        )
-        cost, per_cost = forecast.cost, "-"
-        if cost is not None and pool.generator.device == "cuda":
-            price = len(pool.replicas) * num_ranks * cost.prices[kind]
-            per_cost = f"{step.tokens_per_s * HOUR_S / price / 1e6:,.3f}"
+        kind, per_cost = "CPU", "-"
+        if pool.generator.device == "cuda":
+            kind = pool.gpu or config.cluster.planned_gpu
+            if forecast.cost is not None:
+                price = len(pool.replicas) * num_ranks * forecast.cost.prices[kind]
+                per_cost = f"{step.tokens_per_s * HOUR_S / price / 1e6:,.3f}"
         table.add_row(
             pool.key,
             str(len(pool.replicas)),
@@ -304,16 +290,17 @@ def _gain_parts(decomposition: Decomposition) -> Iterator[str]:
 def _published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
     yield ""
     yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
-    table = _table(None, "published", "forecast")
-    gain = forecast.decomposition
-    here = f"{gain.speedup:.2f}x" if gain else "-"
-    baseline = f"{gain.baseline.step.step_s:.1f} s" if gain else "-"
+    table, gain = _table(None, "published", "forecast"), forecast.decomposition
+    baseline = gain and f"{gain.baseline.step.step_s:.1f} s"
     publish_s = f"{published.publish_s:.2f} s" if published.publish_s else "not given"
-    table.add_row("baseline step", f"{published.baseline_s:.1f} s", baseline)
-    table.add_row("step", f"{published.step_s:.1f} s", f"{forecast.step.step_s:.1f} s")
-    table.add_row("speed-up", f"{published.speedup:g}x", here)
-    table.add_row("publish", publish_s, f"{forecast.publish.seconds:.2f} s")
-    table.add_row("GPUs", str(published.num_gpus or "not given"), str(forecast.num_gpus))
+    for row in (
+        ("baseline step", f"{published.baseline_s:.1f} s", baseline),
+        ("step", f"{published.step_s:.1f} s", f"{forecast.step.step_s:.1f} s"),
+        ("speed-up", f"{published.speedup:g}x", gain and f"{gain.speedup:.2f}x"),
+        ("publish", publish_s, f"{forecast.publish.seconds:.2f} s"),
+        ("GPUs", str(published.num_gpus or "not given"), str(forecast.num_gpus)),
+    ):
+        table.add_row(*(cell or "-" for cell in row))
     yield table
     yield from (f"- {words}" for words in DIFFERENCES)
 
@@ -325,10 +312,6 @@ def _table(title: str | None, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _shares(shares: dict[str, float]) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
 def _gib(num_bytes: int) -> str:
