@@ -36,12 +36,12 @@ def plan(
     """
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
-    from llamarl.planner.report.page import draw_page
     from llamarl.planner.report.recipe import figures, forecast_recipe
     from llamarl.planner.report.text import (
         assumptions,
         published_figures,
         render_memory,
+        render_page,
         render_report,
         title_of,
     )
@@ -62,8 +62,9 @@ def plan(
     if json is not None:
         _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
     if html is not None:
-        words = assumptions(config, forecast)
-        _write("--html", html, draw_page(title_of(config, forecast), text, words, forecast))
+        title, words = title_of(config, forecast), assumptions(config, forecast)
+        page = render_page(title, text, words, forecast.memory)
+        _write("--html", html, page)
 
 
 def graph(

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 
 from llamarl.config import PlanConfig
 from llamarl.planner.forecast import (
-    Activity,
     Advice,
     BestSplit,
     Decomposition,
@@ -29,9 +27,14 @@ from llamarl.planner.forecast import (
     Variant,
 )
 from llamarl.planner.memory.ranks import forecast_memory
-from llamarl.planner.report.page import draw_memory, draw_page, draw_timeline
 from llamarl.planner.report.recipe import figures
-from llamarl.planner.report.text import PUBLISHED, WIDTH, assumptions, render_report
+from llamarl.planner.report.text import (
+    PUBLISHED,
+    WIDTH,
+    assumptions,
+    render_page,
+    render_report,
+)
 from llamarl.planner.simulation.workload import with_lengths
 from llamarl.recipe.inputs import read_planned_architecture, with_measured_prompts
 from tests.unit.composing import compose_recipe
@@ -119,12 +122,6 @@ def test_a_mistake_is_one_line(
 
 
 def step(step_s: float, **values: object) -> StepForecast:
-    bars = (
-        Activity(executor="trainer", name="accumulate", start_s=100.0, end_s=106.0),
-        Activity(executor="trainer", name="write <1>", start_s=104.0, end_s=108.0),
-        Activity(executor="generator-0", name="decode", start_s=100.0, end_s=110.0),
-        Activity(executor="generator-0", name="commit", start_s=110.0, end_s=110.001),
-    )
     plain = StepForecast(
         step_s=step_s,
         busy_shares={"trainer": 0.6, "generator": 0.9},
@@ -133,7 +130,6 @@ def step(step_s: float, **values: object) -> StepForecast:
         max_staleness=1,
         trained_tokens_per_s=12345.6,
         publish_s=2.0,
-        timeline=bars,
     )
     return replace(plain, **values)  # type: ignore[arg-type]
 
@@ -225,11 +221,11 @@ def test_json_holds_the_figures_of_the_report() -> None:
     assert found["speedup"] == pytest.approx(3.0)
 
 
-def bars(lines: Iterable[str]) -> dict[str, list[tuple[str, float, float, str]]]:
-    """Executor -> (name, left edge, right edge in percent of the row, colour) of each of its bars;
-    the limit of the device has no name."""
+def bars(page: str) -> dict[str, list[tuple[str, float, float, str]]]:
+    """Executor -> (kind, left edge, right edge in percent of the row, colour) of each of its bars;
+    the limit of the device has no kind."""
     found = {}
-    for row in ElementTree.fromstring("<p>" + "".join(lines) + "</p>").iter("div"):
+    for row in ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n")).iter("div"):
         drawn = []
         for bar in row.iter("i"):
             style = dict(part.split(": ") for part in bar.get("style", "").split("; "))
@@ -240,37 +236,11 @@ def bars(lines: Iterable[str]) -> dict[str, list[tuple[str, float, float, str]]]
     return found
 
 
-def test_a_timeline_shows_who_does_what_when() -> None:
-    found = bars(draw_timeline(step(1.0).timeline))
-    spans = {
-        who: [(name, left, right) for name, left, right, _ in each] for who, each in found.items()
-    }
-    assert spans == {
-        "trainer": [
-            ("accumulate", 0.0, pytest.approx(59.99, abs=0.01)),
-            ("write <1>", pytest.approx(39.99, abs=0.01), pytest.approx(79.99, abs=0.01)),
-        ],
-        "generator-0": [
-            ("decode", 0.0, pytest.approx(99.99, abs=0.01)),
-            ("commit", pytest.approx(99.99, abs=0.01), pytest.approx(100.0)),
-        ],
-    }
-
-
-def test_many_alike_never_push_the_others_out_of_the_picture() -> None:
-    crowd = [f"publish-{i}" for i in range(40)]
-    lines = list(
-        draw_timeline(
-            [Activity(executor=e, name="x", start_s=0.0, end_s=1.0) for e in [*crowd, "trainer"]]
-        )
-    )
-    assert [*bars(lines)] == [*crowd[:4], "trainer"]
-    assert "36 more executors" in lines[-1]
-
-
 def test_a_device_that_is_too_small_ends_before_its_bars() -> None:
-    (*kinds, limit), (*_, other) = bars(draw_memory(forecast())).values()
-    assert [(name, left, right) for name, left, right, _ in kinds] == [
+    drawn = bars(render_page("a", "b", [], forecast().memory))
+    assert [*drawn] == ["trainer", "generator"]
+    (*kinds, limit), (*_, other) = drawn.values()
+    assert [(kind, left, right) for kind, left, right, _ in kinds] == [
         ("weights", 0.0, pytest.approx(22.2, abs=0.1)),
         ("activations", pytest.approx(22.2, abs=0.1), pytest.approx(100.0, abs=0.1)),
     ]
@@ -278,24 +248,16 @@ def test_a_device_that_is_too_small_ends_before_its_bars() -> None:
 
 
 def test_the_page_is_one_file_of_well_formed_xml() -> None:
-    page = draw_page("a & b", "2 < 3\n", ["Prompts have 3 < 4 tokens."], forecast())
+    page = render_page("a & b", "2 < 3\n", ["Prompts have 3 < 4 tokens."], forecast().memory)
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
-    assert [head.text for head in root.iter("h2")] == [
-        "Memory of the fullest rank",
-        "Timeline: as planned",
-        "Timeline: sync",
-        "Timeline: sync, colocated",
-    ]
     assert not any(word in page for word in ("http", "src=", "url(", "<script"))
+    assert [element.text for element in root.iter("h1")] == ["a & b"]
     assert [element.text for element in root.iter("pre")] == ["2 < 3\n"]
-    paragraphs = [element.text for element in root.iter("p")]
-    assert paragraphs == [
+    assert [element.text for element in root.iter("p")] == [
         "Prompts have 3 < 4 tokens.",
         "90.0 GiB from edge to edge.",
-        *["10.0 s from edge to edge."] * 3,
     ]
-    tips = [element.get("title") for element in root.iter("i")]
-    assert "trainer: write <1>, 4.00 s from 4.00 s" in tips
+    assert "generator: kv_cache 10.0 GiB" in [each.get("title") for each in root.iter("i")]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "gsm8k_llama32_1b_1gpu", "llama31_8b_math"])
@@ -303,7 +265,7 @@ def test_no_two_kinds_of_a_recipes_memory_share_a_colour(name: str) -> None:
     config = replace(compose_recipe(RECIPES / name, []), recipe_dir=str(RECIPES / name))
     memory = forecast_memory(config, read_planned_architecture(config))
     kinds = {kind for rank in memory.ranks for kind in rank.bytes_by_kind}
-    drawn = bars(draw_memory(replace(forecast(), memory=memory)))
+    drawn = bars(render_page("a", "b", [], memory))
     colours = {(kind, colour) for each in drawn.values() for kind, _, _, colour in each if kind}
     assert len(colours) == len({colour for _, colour in colours}) == len(kinds)
 

@@ -112,7 +112,7 @@ def figures(forecast: Forecast) -> dict[str, Any]:
         "memory": [asdict(rank) for rank in forecast.memory.ranks],
         "advice": [advice.text for advice in forecast.memory.advice],
         "publish": asdict(forecast.publish),
-        "steps": {name: asdict(replace(step, timeline=())) for name, step in steps.items()},
+        "steps": {name: asdict(step) for name, step in steps.items()},
     }
     if forecast.decomposition is not None:
         found["speedup"] = forecast.decomposition.speedup

@@ -1,12 +1,14 @@
-"""A forecast as text.
+"""A forecast as text, and as a page with a picture of memory.
 
 Owns: the tables of `llamarl plan`, the words around them, and what others report, beside which a
 forecast is shown. Does not own: any number of a forecast. Invariant: lines of at most WIDTH
-characters, the same on a terminal and in a file; nothing that others report enters a forecast.
+characters, the same on a terminal and in a file; nothing that others report enters a forecast; the
+page is well-formed XML and refers to nothing outside itself.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from xml.sax.saxutils import escape, quoteattr
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -29,6 +31,15 @@ from llamarl.planner.memory.fit import refusal
 
 GIB, GB = 2**30, 10**9
 WIDTH = 100
+STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; }
+.row { position: relative; height: 24px; margin: 4px 0 4px 130px; background: #8882; }
+.row b { position: absolute; left: -130px; font-weight: normal; }
+.row i { position: absolute; height: 100%; overflow: hidden; font: 11px/24px system-ui;
+  color: #000; }
+.row i.limit { border-left: 2px dashed #d55e00; }
+"""
+TURN_DEGREES = 137.5  # from one colour to the next: no two of the first dozens are alike
 FACTORS = {
     "overlap": "overlap",
     "batch_and_degree": "batch sizes and parallel degree",
@@ -117,6 +128,35 @@ def render(parts: Iterable[RenderableType]) -> str:
         for part in parts:
             console.print(part, highlight=False, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def render_page(title: str, report: str, words: Iterable[str], memory: MemoryForecast) -> str:
+    """The report as one HTML page, with `words` on what its times rest on and a bar per executor,
+    cut by kind of memory."""
+    body = [f"<h1>{escape(title)}</h1>", f"<pre>{escape(report)}</pre>"]
+    body += [f"<p>{escape(sentence)}</p>" for sentence in words]
+    body += ["<h2>Memory of the fullest rank</h2>", *_memory_bars(memory)]
+    head = f'<meta charset="utf-8"/><title>{escape(title)}</title><style>{STYLE}</style>'
+    lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}</head><body>', *body]
+    return "\n".join([*lines, "</body></html>", ""])
+
+
+def _memory_bars(memory: MemoryForecast) -> Iterator[str]:
+    """A dashed line stands where the device ends."""
+    kinds = list(dict.fromkeys(kind for rank in memory.ranks for kind in rank.bytes_by_kind))
+    most = max(max(rank.device_bytes, rank.total_bytes) for rank in memory.ranks)
+    for rank in memory.ranks:
+        yield f'<div class="row"><b>{escape(rank.executor)}</b>'
+        left = 0
+        for kind, num_bytes in rank.bytes_by_kind.items():
+            tip = quoteattr(f"{rank.executor}: {kind} {num_bytes / GIB:.1f} GiB")
+            place = f"left: {100 * left / most:.3f}%; width: {100 * num_bytes / most:.3f}%"
+            hue = kinds.index(kind) * TURN_DEGREES % 360
+            colour = f"background: hsl({hue} 60% 70%)"
+            yield f'<i style="{place}; {colour}" title={tip}>{escape(kind)}</i>'
+            left += num_bytes
+        yield f'<i class="limit" style="left: {100 * rank.device_bytes / most:.3f}%"></i></div>'
+    yield f"<p>{most / GIB:.1f} GiB from edge to edge.</p>"
 
 
 def assumptions(config: Config, forecast: Forecast) -> list[str]:

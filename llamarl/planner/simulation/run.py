@@ -204,7 +204,6 @@ def forecast(
         max_staleness=max(ages, default=0),
         trained_tokens_per_s=num_tokens / (end_s - start_s),
         publish_s=sum(publishes_s) / max(1, len(publishes_s)),
-        timeline=timeline.drawn(),
         pools=_pool_steps(timeline, config, start_s, end_s) if config else {},
     )
 
