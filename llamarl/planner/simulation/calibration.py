@@ -153,7 +153,6 @@ def _fit_costs(spans: Processes, rows: list[dict[str, Any]], num_cores: int) -> 
 def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Trace:
     """The trace with `row_s`, which no span shows: chosen so that a simulation of the run itself,
     whose `config` this is, takes as long as the run did; 0 if it already does."""
-
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
     num_steps = max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1)
 

@@ -6,7 +6,7 @@ simulation pays nothing for messages that cost nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,11 +129,9 @@ def make_executors(
 
 def _collectors(
     config: Config, generators: Mapping[int, SimulatedProcess]
-) -> list[SimulatedProcess]:
+) -> Iterator[SimulatedProcess]:
     """Real collectors, each with an equal share of the replicas."""
-    spans = Spans("collector", None)
-    collectors = [
-        CollectorExecutor(spec, rank=0, num_ranks=1, spans=spans)
-        for spec in collector_specs(config, {**generators})
-    ]
-    return [SimulatedProcess(f"collector-{i}", each) for i, each in enumerate(collectors)]
+    for i, spec in enumerate(collector_specs(config, {**generators})):
+        spans = Spans("collector", None)
+        real = CollectorExecutor(spec, rank=0, num_ranks=1, spans=spans)
+        yield SimulatedProcess(f"collector-{i}", real)

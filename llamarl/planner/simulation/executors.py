@@ -78,11 +78,8 @@ class SimulatedScorer(SimulatedExecutor):
         async with self._lock:
             with self._timeline.bar("scorer", "score"):
                 await self._cores.work(self._costs.score_call_s + seconds)
-        scores = [
-            self._workload.score(row_id, prompt)
-            for (row_id,), prompt in items
-            if prompt is not None
-        ]
+        asked = ((row_id, prompt) for (row_id,), prompt in items if prompt is not None)
+        scores = [self._workload.score(row_id, prompt) for row_id, prompt in asked]
         await self._rollouts.add_rewards(scores, self._attempt)
         return scores
 
@@ -133,13 +130,7 @@ class SimulatedTrainer(Layouts):
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        costs: Costs,
-        cores: Cores,
-        *,
-        hosts: tuple[str, ...],
-        device: Cores,
+        self, setting: Setting, costs: Costs, cores: Cores, *, hosts: tuple[str, ...], device: Cores
     ) -> None:
         super().__init__(setting, costs, cores, hosts=hosts)
         self._device = device

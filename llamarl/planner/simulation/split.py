@@ -91,11 +91,7 @@ def nearby_splits(config: Config, num_gpus: int, share: float, num_neighbours: i
         is_mesh = num_ranks % (trainer.tensor_parallel * trainer.replicate) == 0
         if num_ranks < 1 or num_replicas < 1 or not is_mesh:
             continue
-        found.append(
-            replace(
-                config,
-                trainer=replace(trainer, num_ranks=num_ranks),
-                generator=replace(generator, num_replicas=num_replicas),
-            )
-        )
+        own = replace(trainer, num_ranks=num_ranks)
+        others = replace(generator, num_replicas=num_replicas)
+        found.append(replace(config, trainer=own, generator=others))
     return found

@@ -39,11 +39,11 @@ def decompose(
     recipe = Variant(words="the recipe", config=config, step=step)
     wide = _unquantized(config, architecture)
     words = f"the recipe with a generator in {config.generator.dtype}"
+    is_plain = wide == config
+    variant = replace(recipe, words=words) if is_plain else _simulated(words, wide, architecture)
     stages = {
         "overlap": _overlapped(config, baseline, architecture),
-        "batch_and_degree": replace(recipe, words=words)
-        if wide == config
-        else _simulated(words, wide, architecture),
+        "batch_and_degree": variant,
         "precision": recipe,
     }
     return Decomposition(baseline=baseline, stages=stages)
@@ -133,11 +133,10 @@ def _overlapped(config: Config, baseline: Variant, architecture: Architecture) -
         words = f"the same: {num_gpus} {ranks} cannot be split, for each side needs {unit}"
         return replace(baseline, words=words)
     num_ranks = max(1, num_gpus // 2 // unit) * unit
+    num_replicas = max(1, (num_gpus - num_ranks) // generator.num_ranks)
     apart = replace(
         config,
-        generator=replace(
-            generator, num_replicas=max(1, (num_gpus - num_ranks) // generator.num_ranks)
-        ),
+        generator=replace(generator, num_replicas=num_replicas),
         trainer=replace(trainer, num_ranks=num_ranks),
         placement=replace(config.placement, colocated=False, offload="file"),
     )
@@ -170,12 +169,8 @@ def _unquantized(config: Config, architecture: Architecture) -> Config:
         needed += kv_bytes(wide, architecture) * context * generator.max_num_seqs / 2
         if needed <= room:
             break
-        generator = replace(
-            generator,
-            num_ranks=2 * generator.num_ranks,
-            num_replicas=generator.num_replicas // 2,
-            max_num_seqs=2 * generator.max_num_seqs,
-        )
+        twice = {name: 2 * getattr(generator, name) for name in ("num_ranks", "max_num_seqs")}
+        generator = replace(generator, num_replicas=generator.num_replicas // 2, **twice)
     return replace(config, generator=generator)
 
 
