@@ -4,7 +4,7 @@ Owns: bytes per rank and per network card, and seconds from them. Does not own: 
 are (`weights/layout/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come
 from real plans; seconds come from bytes and named constants alone.
 
-As in `weights/sync/assignment.py` the trainer feeds the first replica of each host of its site, the
+As in `weights/layout/kinds.py` the trainer feeds the first replica of each host of its site, the
 first of each other site, and each replica that spans hosts of its site; these, once they have the
 version, the others. A link between sites counts as any other. Replicas of a pool look alike, so one
 plan serves them all; it is made for one layer, and for what is outside the layers, and the first is
@@ -39,9 +39,8 @@ from llamarl.planner.memory.shardings import (
 from llamarl.planner.memory.trainer import LAYER
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.kinds import weight_kind
+from llamarl.weights.layout.kinds import assign_sources, weight_kind
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
-from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.transports.table import TRANSPORTS
 
 MESSAGE_S = 20e-6

@@ -28,14 +28,16 @@ from torch import Tensor
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, formed_to_fail_alone, meet
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
-from llamarl.weights.transports.exponents import expand, longest, squeeze
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
+    expand,
     in_turns,
+    longest,
     messages_by,
     messages_to,
     source_ranks,
+    squeeze,
     target_ranks,
     unpack,
 )
