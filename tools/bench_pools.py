@@ -41,7 +41,7 @@ from llamarl.planner.simulation.roofline import (
     kv_bytes,
     sizes,
 )
-from llamarl.planner.simulation.run import fewest_steps, simulate
+from llamarl.planner.simulation.simulated_run import fewest_steps, simulate
 from llamarl.planner.simulation.workload import make_workload
 
 TRAINS, GENERATES = "H800-80GB", "H20-96GB"

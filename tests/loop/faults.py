@@ -15,10 +15,10 @@ from llamarl.config import Config
 from llamarl.errors import GroupLost
 from llamarl.executors.rollout_columns import read_written, write_finished
 from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.rollouts import Rollout, Rollouts, tokens_of
+from llamarl.planner.simulation.setting import Rollout, Rollouts, tokens_of
+from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess
 from llamarl.protocols import Storage
 from llamarl.types import (
     GENERATOR_LOGPROBS,

@@ -35,7 +35,7 @@ from llamarl.planner.memory.activations import (
     fullest_packings,
 )
 from llamarl.planner.memory.fit import check_fit, upper_bound_bytes
-from llamarl.planner.memory.generator import kv_cache_bytes, quantized_bytes
+from llamarl.planner.memory.generator_memory import kv_cache_bytes, quantized_bytes
 from llamarl.planner.memory.ranks import forecast_memory, fullest
 from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
 from llamarl.weights.layout.boxes import RankLayout

@@ -1,7 +1,7 @@
 """What a forward and backward of one micro-batch keep in memory besides parameters.
 
-Owns: the measurement, on the meta device, of the real model with two layers. Does not own:
-FSDP's gathered weights and gradients (`trainer.py`). Invariant: nothing is computed and nothing is
+Owns: the measurement, on the meta device, of the real model with two layers. Does not own: FSDP's
+gathered weights and gradients (`trainer_memory.py`). Invariant: nothing is computed and nothing is
 sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
 checkpointing's caches).
 
@@ -210,7 +210,7 @@ def _measure(
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing
             layer.self_attn.attend = _Kernel(kernel).attend
-        for parameter in model.parameters():  # `trainer.py` counts whole gradients
+        for parameter in model.parameters():  # `trainer_memory.py` counts whole gradients
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         watch = Watch(model.parameters(), META)
         peaks: list[int] = []

@@ -1,8 +1,8 @@
 """How much memory every rank needs, by kind.
 
 Owns: what is in memory at the same time, the fullest rank of every executor, the advice. Does not
-own: what a trainer or a generator needs by itself (`trainer.py`, `generator.py`). Invariant: advice
-comes from forecasts of changed recipes, never from a rule of thumb.
+own: what a trainer or a generator needs by itself (`trainer_memory.py`, `generator_memory.py`).
+Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
 
 Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
 each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
@@ -27,8 +27,8 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
 from llamarl.planner.forecast import NO_MODELS, Advice, FrozenModels, MemoryForecast, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
-from llamarl.planner.memory.generator import GeneratorMemory, forecast_generator
-from llamarl.planner.memory.trainer import Kinds, TrainerMemory, forecast_trainer
+from llamarl.planner.memory.generator_memory import GeneratorMemory, forecast_generator
+from llamarl.planner.memory.trainer_memory import Kinds, TrainerMemory, forecast_trainer
 from llamarl.weights.transports.available import available_bytes
 from llamarl.weights.transports.table import check_transport
 

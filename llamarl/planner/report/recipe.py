@@ -24,9 +24,8 @@ from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_tra
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.run import simulate
-from llamarl.planner.simulation.split import best_split
-from llamarl.planner.simulation.variants import best_baseline, decompose
+from llamarl.planner.simulation.simulated_run import simulate
+from llamarl.planner.simulation.variants import best_baseline, best_split, decompose
 from llamarl.planner.simulation.workload import with_lengths
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"

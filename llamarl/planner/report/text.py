@@ -50,7 +50,7 @@ ARGUMENT = (
     "and one parallel degree; apart, each has its own. With GPU time a per step for the trainer "
     "and c for the generators, the trainer's best share of the GPUs is a / (a + c). LlamaRL states "
     "the result; definitions and proof are our reconstruction "
-    "(llamarl/planner/simulation/split.py)."
+    "(llamarl/planner/simulation/variants.py)."
 )
 CAVEAT = (
     "Trainer times are optimistic: public measurements (torchtitan, prime-rl; 4B to 70B on H100) "

@@ -25,7 +25,7 @@ from llamarl.metrics.span_file import Span, SpanReader, span_files
 from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
 from llamarl.models.architecture import Architecture
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import Workload, make_workload
 
 Floats = npt.NDArray[np.float64]

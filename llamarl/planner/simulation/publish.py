@@ -36,7 +36,7 @@ from llamarl.planner.memory.shardings import (
     trainer_layouts,
     weight_buffer,
 )
-from llamarl.planner.memory.trainer import LAYER
+from llamarl.planner.memory.trainer_memory import LAYER
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.kinds import assign_sources, weight_kind

@@ -30,8 +30,7 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.layouts import Layouts
-from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.setting import Layouts, Setting
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle

@@ -18,7 +18,7 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner import hardware
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY
-from llamarl.planner.memory.trainer import MASTER_BYTES
+from llamarl.planner.memory.trainer_memory import MASTER_BYTES
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.publish import forecast_publish, relays
 from llamarl.weights.layout.reshard import DTYPE_BYTES

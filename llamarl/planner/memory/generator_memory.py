@@ -24,7 +24,7 @@ from llamarl.generation.parameters import DTYPES, BufferLayout, bind, quantize, 
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
 from llamarl.planner.memory.shardings import weight_buffer
-from llamarl.planner.memory.trainer import Kinds
+from llamarl.planner.memory.trainer_memory import Kinds
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.reshard import DTYPE_BYTES
 from llamarl.weights.transports.table import TRANSPORTS

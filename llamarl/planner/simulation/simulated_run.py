@@ -26,10 +26,10 @@ from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PoolStep, StepForecast
 from llamarl.planner.simulation import clock, fraction
-from llamarl.planner.simulation.cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
 from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.recipe.inputs import Inputs
