@@ -43,7 +43,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.protocols import WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
-from llamarl.recipe.sampling import evaluation_sampling, train_sampling
+from llamarl.recipe.sampling_rules import evaluation_sampling, train_sampling
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher
 

@@ -31,7 +31,7 @@ from llamarl.config.rank_assignment import (
     home_hosts,
     place_generator,
 )
-from llamarl.environments.rewards.pool import try_loading
+from llamarl.environments.rewards.reward_workers import try_loading
 from llamarl.errors import GroupLost, unwrap
 from llamarl.executor_specs import (
     collector_specs,

@@ -34,7 +34,7 @@ from llamarl.metrics.span import Spans
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import Inputs, check_lengths, read_frozen, read_inputs
-from llamarl.recipe.sampling import replace_sampling, train_sampling
+from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
 from llamarl.types import (
     RESPONSE_IDS,
@@ -49,7 +49,7 @@ from llamarl.types import (
 )
 from llamarl.weights.sync.publisher import Publisher
 from llamarl.weights.sync.replicas import PublishStats
-from llamarl.weights.transports.table import TRANSPORTS, named
+from llamarl.weights.transports.registry import TRANSPORTS, named
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from llamarl.config.check import require
 from llamarl.executor_groups import name_executor, place_executors
 from llamarl.metrics.provenance import Record
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
-from llamarl.recipe.task import read_graph, read_task
+from llamarl.recipe.task_source import read_graph, read_task
 
 
 def plan(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
-from llamarl.environments.rewards.pool import Completion, RewardPool
+from llamarl.environments.rewards.reward_workers import Completion, RewardPool
 from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ScorerSpec
 from llamarl.executors.work_spans import WorkSpans

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import Completion, RewardPool
+from llamarl.environments.rewards.reward_workers import Completion, RewardPool
 from llamarl.types import Prompt, ScoreStatus
 from llamarl.user_code.process import LOGGED_LINES
 from llamarl.user_code.supervisor import OUT_OF_MEMORY_SCORE, descendants
@@ -310,7 +310,7 @@ def test_a_bomb_of_processes_ends_with_the_pool():
 PARENT = """
 import asyncio, sys
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import RewardPool
+from llamarl.environments.rewards.reward_workers import RewardPool
 from tests.distributed.test_hostile_rewards import ESCAPES, completions
 
 async def main():

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import Completion, RewardPool, try_loading
+from llamarl.environments.rewards.reward_workers import Completion, RewardPool, try_loading
 from llamarl.types import Prompt, ScoreStatus
 from llamarl.user_code.supervisor import descendants
 
@@ -296,7 +296,7 @@ def test_close_ends_every_process_even_one_that_hangs_and_its_children():
 PARENT = """
 import asyncio, sys, threading
 from llamarl.config import RewardConfig
-from llamarl.environments.rewards.pool import Completion, RewardPool
+from llamarl.environments.rewards.reward_workers import Completion, RewardPool
 from llamarl.types import Prompt
 
 async def main():

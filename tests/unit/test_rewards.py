@@ -16,7 +16,7 @@ from llamarl.environments.rewards.functions import (
     grade,
     load_functions,
 )
-from llamarl.environments.rewards.pool import Completion, RewardPool
+from llamarl.environments.rewards.reward_workers import Completion, RewardPool
 from llamarl.types import Prompt, ScoreStatus
 
 CONFIG = RewardConfig(functions=["exact"])

@@ -27,7 +27,7 @@ from llamarl.planner.memory.shardings import weight_buffer
 from llamarl.planner.memory.trainer_memory import Kinds
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in LINEARS)
 FUSED_INTO = {part: whole for whole, parts in FUSED.items() for part in parts}

@@ -30,7 +30,7 @@ from llamarl.planner.hardware import CPU, GPUS, gpu
 from llamarl.planner.memory.generator_memory import GeneratorMemory, forecast_generator
 from llamarl.planner.memory.trainer_memory import Kinds, TrainerMemory, forecast_trainer
 from llamarl.weights.transports.available import available_bytes
-from llamarl.weights.transports.table import check_transport
+from llamarl.weights.transports.registry import check_transport
 
 PROCESS_BYTES = 2**30
 """What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""

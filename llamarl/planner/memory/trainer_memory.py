@@ -28,7 +28,7 @@ from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
 from llamarl.planner.memory.shardings import local_box, local_elements
 from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
 LAYER = "model.layers.0."

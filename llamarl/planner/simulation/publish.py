@@ -41,7 +41,7 @@ from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
 from llamarl.weights.layout.kinds import assign_sources, weight_kind
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 MESSAGE_S = 20e-6
 """To start one message or copy: a kernel, a rendezvous and a round trip. Our estimate, as no data

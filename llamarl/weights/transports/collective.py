@@ -28,6 +28,7 @@ from torch import Tensor
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, formed_to_fail_alone, meet
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
@@ -41,8 +42,7 @@ from llamarl.weights.transports.packed import (
     target_ranks,
     unpack,
 )
-from llamarl.weights.transports.protocol import CopyCast
-from llamarl.weights.transports.table import End
+from llamarl.weights.transports.registry import End
 
 TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
 POLL_S = 0.0005  # NCCL cannot be waited for with a limit
