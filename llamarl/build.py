@@ -47,7 +47,7 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import attention_cost
 from llamarl.protocols import Collector, Processor, RunObserver, Storage, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
-from llamarl.recipe.sampling import evaluation_sampling, train_sampling
+from llamarl.recipe.sampling_rules import evaluation_sampling, train_sampling
 from llamarl.starter import Executors
 from llamarl.types import RESPONSE_IDS, Columns
 from llamarl.weights.layout.kinds import weight_kind

@@ -25,7 +25,7 @@ from llamarl.config.rank_assignment import Device, place_generator
 from llamarl.experience.server import short_path
 from llamarl.fleet import Fleet
 from llamarl.loop.controller import Controller
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 SOCKET = ".control"
 MAX_REPLICAS = 65536

@@ -29,10 +29,10 @@ from llamarl.experience.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.experience.loader import SOCKETS
 from llamarl.experience.store import Store
 from llamarl.recipe.inputs import Inputs
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 if TYPE_CHECKING:
-    from llamarl.weights.transports.protocol import Rdma
+    from llamarl.weights.transports.ends import Rdma
 
 
 def storage_specs(config: Config, run_dir: str) -> list[StorageSpec]:

@@ -123,9 +123,9 @@ def _main(command: str, *arguments: str) -> None:
             f"the command must be one of {', '.join(COMMANDS)}, got {command!r}{meant}"
         )
     if command == "worker":  # has no recipe: the controller that attaches brings the config
-        from llamarl.cluster import worker
+        from llamarl.cluster import daemon
 
-        return worker.main(list(arguments))
+        return daemon.main(list(arguments))
     if command in control.USAGE:
         asks_help = {"--help", "-h"} & set(arguments)
         words = {"status": control.status, "scale": control.scale}[command]

@@ -39,7 +39,7 @@ from llamarl.metrics.span import Spans
 from llamarl.own_groups import Question, check_trainable, make_group
 from llamarl.own_weights import OwnWeights
 from llamarl.recipe.inputs import Inputs, check_lengths
-from llamarl.recipe.sampling import replace_sampling, train_sampling
+from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
 from llamarl.starter import Executors
 from llamarl.types import (

@@ -14,7 +14,7 @@ from llamarl.loop.engines import Engines
 from llamarl.metrics.span import Spans
 from llamarl.recipe.inputs import Inputs
 from llamarl.weights.sync.replicas import PublishStats
-from llamarl.weights.transports.table import TRANSPORTS, named
+from llamarl.weights.transports.registry import TRANSPORTS, named
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.metrics.summary import WriteProvenance
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
-from llamarl.recipe.task import read_graph, read_task
+from llamarl.recipe.task_source import read_graph, read_task
 from llamarl.starter import name_executor, place_executors
 
 
@@ -36,10 +36,15 @@ def plan(
     """
     from llamarl.planner.hardware import timed
     from llamarl.planner.memory.ranks import forecast_memory
-    from llamarl.planner.report.chart import draw_page
-    from llamarl.planner.report.published_results import published_figures
     from llamarl.planner.report.recipe import figures, forecast_recipe
-    from llamarl.planner.report.text import assumptions, render_memory, render_report, title_of
+    from llamarl.planner.report.text import (
+        assumptions,
+        published_figures,
+        render_memory,
+        render_page,
+        render_report,
+        title_of,
+    )
     from llamarl.planner.simulation.workload import with_lengths
 
     _check_writable("--json", json)
@@ -57,8 +62,9 @@ def plan(
     if json is not None:
         _write("--json", json, dumps(figures(forecast), indent=2) + "\n")
     if html is not None:
-        words = assumptions(config, forecast)
-        _write("--html", html, draw_page(title_of(config, forecast), forecast, words))
+        title, words = title_of(config, forecast), assumptions(config, forecast)
+        page = render_page(title, text, words, forecast.memory)
+        _write("--html", html, page)
 
 
 def graph(
@@ -75,8 +81,7 @@ def graph(
     Reads no prompts, tokenizer or weights; starts one short process if it uses a
     task.py.
     """
-    from llamarl.planner.report.dataflow import Dataflow
-    from llamarl.planner.report.flows import read_flows
+    from llamarl.planner.report.dataflow import Dataflow, read_flows
 
     _check_writable("--mermaid", mermaid)
     found = read_graph(config, read_task(config))

@@ -248,6 +248,11 @@ def test_names_say_what_things_are() -> None:
             assert not words & FORBIDDEN_WORDS, path
 
 
+def test_no_two_files_share_a_name() -> None:
+    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_every_module_and_public_class_has_a_docstring() -> None:
     for path, tree in TREES.items():
         assert ast.get_docstring(tree), path

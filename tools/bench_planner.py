@@ -45,7 +45,7 @@ from llamarl.planner.simulation.calibration import (
     read_trace,
 )
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import forecast, run, simulate
+from llamarl.planner.simulation.simulated_run import forecast, run, simulate
 from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
 ROOT = Path(__file__).resolve().parent.parent

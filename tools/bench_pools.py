@@ -32,9 +32,8 @@ from streams_bench.simulated import NUM_GPUS, QWEN_72B, Case, recipe
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cost import cost_of
 from llamarl.planner.forecast import StepForecast
-from llamarl.planner.hardware import gpu
+from llamarl.planner.hardware import cost_of, gpu
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.roofline import (
     generator_bytes,
@@ -42,7 +41,7 @@ from llamarl.planner.simulation.roofline import (
     kv_bytes,
     sizes,
 )
-from llamarl.planner.simulation.run import fewest_steps, simulate
+from llamarl.planner.simulation.simulated_run import fewest_steps, simulate
 from llamarl.planner.simulation.workload import make_workload
 
 TRAINS, GENERATES = "H800-80GB", "H20-96GB"

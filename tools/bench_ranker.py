@@ -60,7 +60,7 @@ from llamarl.config import (
 from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
 from llamarl.models.architecture import read_architecture
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import Workload
 from llamarl.types import Prompt, Request, Sampling
 

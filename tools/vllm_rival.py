@@ -132,7 +132,7 @@ class _Job:
     def _make_engine(self) -> Run:
         import torch
 
-        from llamarl.generation.vllm.engine import VllmEngine
+        from llamarl.generation.vllm.vllm_engine import VllmEngine
 
         config = VllmConfig(
             max_num_seqs=self._slots,

@@ -83,6 +83,6 @@ def exiting_process() -> Iterator[None]:
 
 def make_rdma() -> Any:
     """The RDMA that weights.transport=rdma needs (`weights.transports.rdma.Rdma`); picklable."""
-    from llamarl.cluster.rdma import MonarchRdma
+    from llamarl.cluster.rdma_buffers import MonarchRdma
 
     return MonarchRdma()

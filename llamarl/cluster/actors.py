@@ -31,7 +31,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 from llamarl.cluster.call_result import CallResult, attempt, failure, merged
 from llamarl.cluster.group import Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
-from llamarl.cluster.process import redirect_output
+from llamarl.cluster.os_process import redirect_output
 from llamarl.errors import GroupLost, RemoteError
 from llamarl.metrics.span import Spans
 

@@ -1,7 +1,7 @@
 """The log of the controller's process: which lines the console shows, and which a file keeps.
 
 Owns: the handlers of this process. Does not own: what is logged, or the logs of executors, which
-have processes of their own (`process.py`). Invariant: what a run prints is in its
+have processes of their own (`os_process.py`). Invariant: what a run prints is in its
 logs/controller.log too, whether lines are printed or a display is drawn.
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.logging import RichHandler
 
-from llamarl.cluster.process import LOG_FORMAT, log_path
+from llamarl.cluster.os_process import LOG_FORMAT, log_path
 
 USER_CODE = "llamarl.user_code"  # logs what rewards and stages print
 

@@ -41,8 +41,8 @@ from llamarl.cluster.credentials import (
     wait_disconnected,
 )
 from llamarl.cluster.host_check import Report, check_reports, inspect
+from llamarl.cluster.os_process import import_path, kill_marked, quiet_stderr, wait_first_exit
 from llamarl.cluster.peer_check import refuse_other_users
-from llamarl.cluster.process import import_path, kill_marked, quiet_stderr, wait_first_exit
 from llamarl.cluster.socket_folder import private_sockets
 from llamarl.config import ClusterConfig
 

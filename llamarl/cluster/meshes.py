@@ -27,7 +27,7 @@ from llamarl.cluster.actors import (
 )
 from llamarl.cluster.group import Calls, ExecutorGroup, Factory, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
-from llamarl.cluster.process import environment, log_path, log_tail
+from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
 from llamarl.errors import GroupLost

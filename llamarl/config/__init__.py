@@ -4,14 +4,14 @@ milliseconds; a config does not change after its own `__post_init__`."""
 
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.cluster import ClusterConfig
-from llamarl.config.dispatch import DispatchConfig
-from llamarl.config.generator import (
+from llamarl.config.generator_keys import (
+    DispatchConfig,
     EmbeddedConfig,
     GeneratorConfig,
     SamplingConfig,
     VllmConfig,
 )
-from llamarl.config.inputs import DataConfig, ModelConfig
+from llamarl.config.input_keys import DataConfig, ModelConfig
 from llamarl.config.reward import RewardConfig
 from llamarl.config.run import (
     CheckpointConfig,
@@ -24,4 +24,4 @@ from llamarl.config.run import (
     StalenessConfig,
     WeightsConfig,
 )
-from llamarl.config.trainer import TrainerConfig, TransformersConfig
+from llamarl.config.trainer_keys import TrainerConfig, TransformersConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from llamarl.config.check import did_you_mean, require, require_choice
-from llamarl.config.generator import EmbeddedConfig, GeneratorConfig, VllmConfig
+from llamarl.config.generator_keys import EmbeddedConfig, GeneratorConfig, VllmConfig
 
 Recipe = TypeVar("Recipe")
 """A whole `Config`, whose module needs this one."""

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from llamarl.config.algorithm import AlgorithmConfig
 from llamarl.config.check import DAY_S, Section, choice, number, require
 from llamarl.config.cluster import ClusterConfig
-from llamarl.config.dispatch import DispatchConfig
-from llamarl.config.generator import GeneratorConfig, SamplingConfig, VllmConfig
-from llamarl.config.inputs import DataConfig, ModelConfig
+from llamarl.config.generator_keys import (
+    DispatchConfig,
+    GeneratorConfig,
+    SamplingConfig,
+    VllmConfig,
+)
+from llamarl.config.input_keys import DataConfig, ModelConfig
 from llamarl.config.pools import alone, pools_of
 from llamarl.config.reward import RewardConfig
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.trainer_keys import TrainerConfig
 
 MAX_OPEN_ROLLOUTS = 2**20  # about a gigabyte of the controller's memory
 

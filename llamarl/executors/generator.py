@@ -143,7 +143,7 @@ class GeneratorExecutor:
         spec, config = self._spec, self._spec.config
         rank, num_ranks, rendezvous = self._rank, self._num_ranks, self._meeting("engine")
         if isinstance(config, VllmConfig):
-            from llamarl.generation.vllm.engine import VllmEngine  # here, for it imports vLLM
+            from llamarl.generation.vllm.vllm_engine import VllmEngine  # here, for it imports vLLM
 
             return VllmEngine(
                 spec.checkpoint,

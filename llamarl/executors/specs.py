@@ -23,7 +23,7 @@ from llamarl.experience.graph import Stage
 from llamarl.protocols import ColumnStore, GeneratorReplica
 
 if TYPE_CHECKING:
-    from llamarl.weights.transports.protocol import Rdma
+    from llamarl.weights.transports.ends import Rdma
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from llamarl.metrics.span import Spans
 from llamarl.weights.integrity.comparison import Fingerprints
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports.protocol import Rdma
+from llamarl.weights.transports.ends import Rdma
 from llamarl.weights.transports.shared_memory import this_host
 
 

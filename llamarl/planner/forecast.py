@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llamarl.config import Config
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cost import Cost
+from llamarl.planner.hardware import Cost
 
 FrozenModels = Mapping[str, Architecture]
 """Those that run stages of the recipe's own, by stage: not the reference of a KL term."""
@@ -87,16 +87,6 @@ class PublishForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activity:
-    """One bar of the timeline: what an executor did from when to when, in seconds."""
-
-    executor: str
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PoolStep:
     """What the replicas of one pool do: the mean of their busy shares, the tokens that they write
     together."""
@@ -122,7 +112,6 @@ class StepForecast:
     max_staleness: int
     trained_tokens_per_s: float
     publish_s: float
-    timeline: tuple[Activity, ...] = ()
     divisor: int = 1
     pools: dict[str, PoolStep] = field(default_factory=dict)
 

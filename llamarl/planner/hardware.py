@@ -1,16 +1,22 @@
-"""What GPUs, links and hosts can do.
+"""What GPUs, links and hosts can do, and what GPUs cost.
 
-Owns: every hardware constant of the forecasts, each with its source. Does not own: what is
-computed from them. Invariant: the constants are published peaks; EFFICIENCY is what forecasts use.
+Owns: every hardware constant of the forecasts, each with its source, and sums of prices. Does not
+own: `plan.gpu_prices`, or what else is computed from constants. Invariant: the constants are
+published peaks; EFFICIENCY is what forecasts use. A cost adds up prices of one source; without a
+price for each kind of GPU there is none.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.config.pools import pools_of
+from llamarl.config.rank_assignment import assign
+from llamarl.config.run import read_prices
 from llamarl.models.gpu_kind import size_bytes
 
+HOUR_S = 3600
 EFFICIENCY = 0.7
 """Share of a published peak that forecasts use."""
 
@@ -235,3 +241,46 @@ def timed(config: Config) -> bool:
     """Whether there are peaks to forecast times from: no GPU of the recipe is only a size."""
     kinds = {config.cluster.planned_gpu, *(pool.gpu for pool in pools_of(config.generator))}
     return all(size_bytes(kind) is None for kind in kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of the GPUs that have a rank: how many there are of each kind, and an hour of one.
+
+    `unit` says what prices are in.
+    """
+
+    num_gpus: dict[str, int]
+    prices: dict[str, float]
+    unit: str
+
+    @property
+    def per_hour(self) -> float:
+        """Of all GPUs."""
+        return sum(number * self.prices[kind] for kind, number in self.num_gpus.items())
+
+    def throughput(self, tokens_per_s: float) -> float:
+        """Tokens for one unit of price."""
+        return tokens_per_s * HOUR_S / self.per_hour
+
+
+def kinds_of(config: Config) -> dict[str, int]:
+    """The GPUs that have a rank, by kind, the trainer's first."""
+    devices = {device for places in assign(config).values() for device in places}
+    places = {(each.host, each.gpu): each.gpu_kind for each in devices if each.gpu is not None}
+    usual = config.cluster.planned_gpu
+    counts = Counter(kind or usual for kind in places.values())
+    return dict(sorted(counts.items(), key=lambda item: item[0] != usual))
+
+
+def cost_of(config: Config) -> Cost | None:
+    """None on CPUs, and if the price of a kind is not known. ValueError if `plan.gpu_prices` leaves
+    one out."""
+    num_gpus, own = kinds_of(config), read_prices(config.plan.gpu_prices)
+    if own and (missing := [kind for kind in num_gpus if kind not in own]):
+        raise ValueError(f"plan.gpu_prices must name {missing[0]}, got {', '.join(own)}")
+    known = own or {kind: gpu.price for kind, gpu in GPUS.items() if gpu.price is not None}
+    if not num_gpus or any(kind not in known for kind in num_gpus):
+        return None
+    unit = "plan.gpu_prices" if own else "hours of an H20"
+    return Cost(num_gpus=num_gpus, prices={kind: known[kind] for kind in num_gpus}, unit=unit)

@@ -41,7 +41,7 @@ from llamarl.config.rank_assignment import assign
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
 from llamarl.experience.samplers import check_sampler
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
-from llamarl.weights.transports.table import TRANSPORTS, check_transport
+from llamarl.weights.transports.registry import TRANSPORTS, check_transport
 
 VALUE_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"}
 SPECIFIC = (

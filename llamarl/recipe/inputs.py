@@ -39,9 +39,9 @@ from llamarl.metrics.trackers import check_trackers
 from llamarl.models.architecture import Architecture, read_architecture
 from llamarl.models.inventory import check_any_checkpoint, check_checkpoint, check_parallel
 from llamarl.models.other_architecture import AnyArchitecture
-from llamarl.recipe.task import load_task, read_graph, read_task
+from llamarl.recipe.task_source import load_task, read_graph, read_task
 from llamarl.types import Prompt
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them

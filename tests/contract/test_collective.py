@@ -17,7 +17,7 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.collective import RouteGroup
-from llamarl.weights.transports.table import End
+from llamarl.weights.transports.registry import End
 from tests.distributed.ranks import FORKS
 
 TIMEOUT_S = 1.0

@@ -31,7 +31,7 @@ class Source:
     """An executor with weights."""
 
     def __init__(self, spec, rank, num_ranks, spans):
-        from llamarl.cluster.rdma import MonarchRdma
+        from llamarl.cluster.rdma_buffers import MonarchRdma
 
         self._weights = torch.zeros(SHAPE)
         self._writer = Writer(
@@ -56,7 +56,7 @@ class Target:
     """An executor with a weight buffer, transposed."""
 
     def __init__(self, spec, rank, num_ranks, spans):
-        from llamarl.cluster.rdma import MonarchRdma
+        from llamarl.cluster.rdma_buffers import MonarchRdma
 
         self._weight_buffer = WeightBuffer(
             parameters=parameters("weights", (1, 300)), num_elements=12000, dtype=torch.float32,

@@ -16,7 +16,7 @@ from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
 from llamarl.weights.transports.mapped import MappedSender
-from llamarl.weights.transports.table import End
+from llamarl.weights.transports.registry import End
 from tests.distributed.ranks import FORKS
 
 SHAPE = (6, 4)

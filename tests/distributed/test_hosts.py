@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.cluster import worker as worker_command
+from llamarl.cluster import daemon as worker_command
 from llamarl.cluster.actors import GroupActors
 from llamarl.cluster.credentials import (
     Address,
@@ -31,7 +31,7 @@ from llamarl.cluster.credentials import (
 from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.cluster.host_check import check_reports, versions
 from llamarl.cluster.meshes import parts_of
-from llamarl.cluster.process import is_alive
+from llamarl.cluster.os_process import is_alive
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
 from tests.distributed.test_processes import is_loopback, listening_addresses

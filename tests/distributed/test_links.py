@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster.process import is_alive
+from llamarl.cluster.os_process import is_alive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -16,8 +16,8 @@ from llamarl.models.parallelize import make_mesh
 from llamarl.models.policy import Policy
 from llamarl.models.process_group import join, leave
 from llamarl.planner.memory.activations import forecast_activations, fullest_packings
-from llamarl.planner.memory.placements import trainer_layouts
-from llamarl.planner.memory.trainer import forecast_trainer
+from llamarl.planner.memory.shardings import trainer_layouts
+from llamarl.planner.memory.trainer_memory import forecast_trainer
 from llamarl.weights.layout.shards import shard_boxes
 from tests.distributed.rollouts import make_checkpoint
 from tests.unit.planner_recipes import make_recipe

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.cluster.process import environment
+from llamarl.cluster.os_process import environment
 from llamarl.models.process_group import (
     CLEAN_UP_ONLY,
     ERROR_HANDLING,

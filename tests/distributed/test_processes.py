@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster import Cluster, GroupLost, RemoteError, make_cluster, meshes
-from llamarl.cluster.process import MARK
+from llamarl.cluster.os_process import MARK
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor

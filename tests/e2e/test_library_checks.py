@@ -9,7 +9,7 @@ import pytest
 
 from llamarl.own_loop import LibraryEngines
 from llamarl.recipe.inputs import read_inputs
-from llamarl.recipe.sampling import replace_sampling, train_sampling
+from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from tests.e2e.test_library import RECIPE, run
 from tests.unit.test_mistakes import compose
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llamarl.cluster.deploy.certificates import make_certificates
-from llamarl.cluster.process import is_alive
+from llamarl.cluster.os_process import is_alive
 from llamarl.control import ask, scale
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

@@ -12,7 +12,7 @@ from llamarl.config import DispatchConfig
 from llamarl.experience.samplers import ReadyItem, Sample
 from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import make_skew
+from llamarl.planner.simulation.simulated_run import make_skew
 from llamarl.types import Prompt, Request
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, heavy_tail, slower

@@ -15,10 +15,10 @@ from llamarl.config import Config
 from llamarl.errors import GroupLost
 from llamarl.executors.rollout_columns import read_written, write_finished
 from llamarl.generation.protocol import PartialOutput, RequestOutput
-from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.rollouts import Rollout, Rollouts, tokens_of
+from llamarl.planner.simulation.setting import Rollout, SimulatedRollouts, tokens_of
+from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, SimulatedProcess
 from llamarl.protocols import Storage
 from llamarl.types import (
     GENERATOR_LOGPROBS,
@@ -245,7 +245,7 @@ class FaultyProcess(SimulatedProcess):
             answer.set_result(work.result())
 
 
-class StoredRollouts(Rollouts):
+class StoredRollouts(SimulatedRollouts):
     """Rollouts as columns in `storage`, which is set before the run, with all that it refuses."""
 
     storage: Storage

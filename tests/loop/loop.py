@@ -32,11 +32,11 @@ from llamarl.experience.samplers import Sampler, admission
 from llamarl.fleet import Fleet
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
-from llamarl.planner.simulation.cluster import make_executors
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
-from llamarl.planner.simulation.run import make_inputs
 from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.simulated_cluster import make_executors
+from llamarl.planner.simulation.simulated_run import make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
 from llamarl.types import (

@@ -15,7 +15,7 @@ from llamarl.lengths.split import Limits
 from llamarl.loop.balance import Balance, Replica
 from llamarl.loop.skew import Skew
 from llamarl.planner.simulation.clock import run
-from llamarl.planner.simulation.run import make_skew
+from llamarl.planner.simulation.simulated_run import make_skew
 from llamarl.types import FinishReason, Prompt, Purpose, Request, RolloutInfo, Sampling
 from tests.loop.faults import Faults
 from tests.loop.loop import COSTS, Loop, slower

@@ -1,4 +1,4 @@
-"""The argument of llamarl/planner/simulation/split.py in a form that can be computed."""
+"""The argument of llamarl/planner/simulation/variants.py in a form that can be computed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

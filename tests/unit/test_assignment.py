@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.sync.assignment import assign_sources
+from llamarl.weights.layout.kinds import WeightKind, assign_sources
 
 
 def sources(hosts, far_sites=None):

@@ -45,7 +45,7 @@ from llamarl.weights.layout.boxes import Box, ParameterLayout, Route
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from llamarl.weights.sync.writer import Writer
-from llamarl.weights.transports import table
+from llamarl.weights.transports import registry
 from tests.e2e.forks import Forks
 from tests.unit.composing import compose_recipe
 from tests.unit.reference_checkpoints import (
@@ -288,11 +288,11 @@ def test_the_family_of_the_page_computes_what_transformers_computes(
 def test_the_transport_of_the_page_carries_a_version_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "TRANSPORTS", table.TRANSPORTS.copy())
+    monkeypatch.setattr(registry, "TRANSPORTS", registry.TRANSPORTS.copy())
     module = ModuleType("files")
     monkeypatch.setitem(sys.modules, "files", module)
     exec(block("transport", "python"), module.__dict__)
-    assert table.named("crosses_hosts") == "collective or rdma or files"
+    assert registry.named("crosses_hosts") == "collective or rdma or files"
 
     def parameters(buffer: str, strides: tuple[int, int]) -> dict[str, ParameterLayout]:
         box = Box(start=(0, 0), stop=(40, 30), buffer=buffer, offset=0, strides=strides)
@@ -345,7 +345,7 @@ def test_an_installed_package_adds_a_transport_a_family_and_a_tracker(tmp_path: 
     script = (
         "from llamarl.models.families import FAMILIES\n"
         "from llamarl.recipe.composition import reference\n"
-        "from llamarl.weights.transports.table import TRANSPORTS\n"
+        "from llamarl.weights.transports.registry import TRANSPORTS\n"
         "from llamarl.metrics.trackers import check_trackers\n"
         "import pkgutil\n"
         "print(*FAMILIES, *TRANSPORTS, *reference().groups['weights'])\n"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.generation.scheduler import PrefixIndex, Queue, QueuedRequest, assign_slots
-from llamarl.generation.vllm.requests import priority
+from llamarl.generation.vllm.vllm_requests import priority
 from llamarl.types import Purpose, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=4)

@@ -10,9 +10,8 @@ import pytest
 from llamarl.config import Config
 from llamarl.models.gpu_kind import is_kind
 from llamarl.models.process_group import check_gpu
-from llamarl.planner.card import kind_here, on_this_card
 from llamarl.planner.hardware import CPU, GPUS, gpu
-from llamarl.planner.memory.fit import check_fit
+from llamarl.planner.memory.fit import check_fit, kind_here, on_this_card
 from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import forecast_recipe
 from llamarl.planner.report.text import render_memory, render_report

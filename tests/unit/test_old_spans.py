@@ -26,7 +26,7 @@ from llamarl.metrics.span import (
     sum_old_spans,
     sums_of,
 )
-from llamarl.planner.report.flows import read_flows
+from llamarl.planner.report.dataflow import read_flows
 from tests.unit.test_metrics_time import write_spans, write_trace
 
 S = 10**9

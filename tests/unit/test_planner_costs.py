@@ -20,7 +20,7 @@ from llamarl.config.run import PlanConfig
 from llamarl.planner.hardware import EFFICIENCY, GPUS
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.simulated_run import simulate
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 H100 = GPUS["H100-80GB"]

@@ -16,7 +16,7 @@ from llamarl.config import (
 )
 from llamarl.planner.simulation import clock, fraction
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import fewest_steps, forecast, run, settling_steps
+from llamarl.planner.simulation.simulated_run import fewest_steps, forecast, run, settling_steps
 from llamarl.planner.simulation.workload import make_workload
 from tests.unit.test_planner_step import TINY, make_config
 

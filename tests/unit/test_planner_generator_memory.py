@@ -8,7 +8,7 @@ import torch
 from llamarl.config import EmbeddedConfig, WeightsConfig
 from llamarl.generation.engine import EmbeddedEngine
 from llamarl.generation.parameters import tensors
-from llamarl.planner.memory.generator import forecast_generator
+from llamarl.planner.memory.generator_memory import forecast_generator
 from llamarl.weights.sync.weight_buffer import WeightBuffer
 from tests.unit.planner_recipes import LLAMA, make_recipe
 

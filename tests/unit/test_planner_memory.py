@@ -35,9 +35,9 @@ from llamarl.planner.memory.activations import (
     fullest_packings,
 )
 from llamarl.planner.memory.fit import check_fit, upper_bound_bytes
-from llamarl.planner.memory.generator import kv_cache_bytes, quantized_bytes
-from llamarl.planner.memory.placements import generator_layouts, trainer_layouts
+from llamarl.planner.memory.generator_memory import kv_cache_bytes, quantized_bytes
 from llamarl.planner.memory.ranks import forecast_memory, fullest
+from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts
 from llamarl.weights.layout.boxes import RankLayout
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
@@ -124,14 +124,14 @@ def test_activations_of_three_layers_are_those_of_a_real_pass(checkpointing: str
     watch = Watch(model.parameters(), CPU)
     with watch:
         stats = model(token_ids, lengths, token_ids, 1.0)
-        saved = watch.live.num_bytes
+        saved = watch.num_bytes
         (stats.logprobs.sum() + stats.entropy.sum()).backward()
     planned = forecast_activations(config, LLAMA)
     assert planned.saved_bytes == pytest.approx(saved, rel=0.01)
     # Gradients of parameters stay here; there they are FSDP's affair.
     gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
     peak = planned.saved_bytes + max(planned.logits_bytes, planned.block_bytes)
-    assert peak <= watch.live.peak_bytes <= peak + gradients
+    assert peak <= watch.peak_bytes <= peak + gradients
 
 
 @pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])

@@ -18,16 +18,17 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
-from llamarl.planner.cost import HOUR_S, Cost, cost_of
 from llamarl.planner.forecast import StepForecast
-from llamarl.planner.hardware import GPUS
+from llamarl.planner.hardware import GPUS, HOUR_S, Cost, cost_of
 from llamarl.planner.memory.ranks import forecast_memory
 from llamarl.planner.report.recipe import figures, forecast_recipe
 from llamarl.planner.report.text import render_report
+from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.simulated_run import run, simulate
+from llamarl.planner.simulation.workload import make_workload
 from tests.unit.planner_recipes import LLAMA, make_recipe
 
 MODEL = replace(
@@ -125,14 +126,15 @@ def test_a_replica_decodes_and_gets_its_weights_as_its_own_pool_does() -> None:
     config = recipe("num_replicas=1", "dtype=float32")  # of another kind: the trainer feeds both
     fast = Costs(decode_step_s=0.01, write_s=0.1, check_s=0.1)
     slow = replace(fast, decode_step_s=0.03, write_s=5.0)
-    step = simulate(config, MODEL, replace(fast, pools=(fast, slow)))
-    rates = [pool.tokens_per_s for pool in step.pools.values()]
+    costs = replace(fast, pools=(fast, slow))
+    timeline = clock.run(run(config, costs, MODEL, make_workload(config), 8))
+    rates = [pool.tokens_per_s for pool in simulate(config, MODEL, costs).pools.values()]
     assert 2.0 < rates[0] / rates[1] < 5.0, "three times as fast"
-    for replica, costs in enumerate((fast, slow)):
-        bars = [bar for bar in step.timeline if bar.executor == f"publish-{replica}"]
+    for replica, own in enumerate((fast, slow)):
+        bars = timeline.bars[f"publish-{replica}"]
         assert bars
-        for bar in bars:
-            assert bar.end_s - bar.start_s == pytest.approx(costs.write_s)
+        for start_s, end_s, *_ in bars:
+            assert end_s - start_s == pytest.approx(own.write_s)
     equal = simulate(config, MODEL, replace(fast, pools=(fast, fast)))
     rates = [pool.tokens_per_s for pool in equal.pools.values()]
     assert 0.6 < rates[0] / rates[1] < 1.7
@@ -205,6 +207,9 @@ def test_a_cost_needs_the_price_of_every_kind() -> None:
     own = cost_of(recipe(*pools, gpu_prices=["H800-80GB=2", "H20-96GB=0.5"]))
     assert own is not None
     assert own.per_hour == 20
+    one_kind = cost_of(recipe(gpu="auto", gpu_prices=["H100-80GB=2"]))
+    assert one_kind is not None
+    assert one_kind.per_hour == 16, "a plan for no kind is one for an H100"
     with pytest.raises(ValueError, match=r"plan\.gpu_prices must name H20-96GB, got H800-80GB"):
         cost_of(recipe(*pools, gpu_prices=["H800-80GB=2"]))
 

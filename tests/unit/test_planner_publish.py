@@ -21,7 +21,7 @@ from llamarl.config import (
 )
 from llamarl.config.rank_assignment import assign
 from llamarl.planner.hardware import EFFICIENCY, GPUS
-from llamarl.planner.memory.placements import generator_layouts, trainer_layouts, weight_buffer
+from llamarl.planner.memory.shardings import generator_layouts, trainer_layouts, weight_buffer
 from llamarl.planner.simulation.publish import forecast_publish, relays, traffic
 from llamarl.weights.layout.reshard import num_bytes, plan
 from tests.unit.planner_recipes import LLAMA, make_recipe

@@ -31,9 +31,8 @@ from llamarl.planner.simulation import clock
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.run import forecast, run, settling_steps, simulate
-from llamarl.planner.simulation.split import best_split
-from llamarl.planner.simulation.variants import best_baseline, decompose, synchronous
+from llamarl.planner.simulation.simulated_run import forecast, run, settling_steps, simulate
+from llamarl.planner.simulation.variants import best_baseline, best_split, decompose, synchronous
 from llamarl.planner.simulation.workload import make_workload
 from tests.unit.planner_recipes import LLAMA, make_recipe
 from tests.unit.split_budget import Budget

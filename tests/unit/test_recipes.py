@@ -12,9 +12,8 @@ import pytest
 from llamarl.config import Config
 from llamarl.config.rank_assignment import assign
 from llamarl.planner.memory.ranks import forecast_memory
-from llamarl.planner.report.published_results import published_figures
 from llamarl.planner.report.recipe import forecast_recipe
-from llamarl.planner.report.text import render_report
+from llamarl.planner.report.text import published_figures, render_report
 from llamarl.recipe.inputs import read_planned_architecture
 from tests.unit.composing import compose_recipe
 from tests.unit.pages import blocks

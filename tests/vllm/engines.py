@@ -9,7 +9,7 @@ import torch
 
 from llamarl.config import VllmConfig
 from llamarl.generation.protocol import RequestOutput
-from llamarl.generation.vllm.engine import VllmEngine
+from llamarl.generation.vllm.vllm_engine import VllmEngine
 from llamarl.types import Request, Sampling
 
 DEFAULTS: dict[str, Any] = {

@@ -47,10 +47,14 @@ from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog, open_trackers
 from llamarl.models.architecture import read_architecture
-from llamarl.planner.simulation.cluster import SimulatedCluster, SimulatedProcess, make_executors
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import drive, make_inputs
 from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.simulated_cluster import (
+    SimulatedCluster,
+    SimulatedProcess,
+    make_executors,
+)
+from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.workload import USUAL_PROMPT_TOKENS, make_workload
 from llamarl.sessions import GC_THRESHOLDS
 from llamarl.starter import Executors
@@ -383,14 +387,10 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
     kinds |= {name: (IdleScorer(load, scored_s), costs) for name in simulated.stage_of}
     kinds["trainer"] = IdleTrainer(load, scored_s), on_ranks
     unit = cast(Any, simulated.storage)._units[0]
+    units = [Charged("storage", unit, costs, load, Idle(load)) for _ in range(NUM_STORAGE_UNITS)]
     return replace(
         simulated,
-        storage=Store(
-            [
-                cast(Any, Charged("storage", unit, costs, load, Idle(load)))
-                for _ in range(NUM_STORAGE_UNITS)
-            ]
-        ),
+        storage=Store(cast(Any, units)),
         groups=simulated.groups
         | {
             name: charged(name, simulated.groups[name], idle, its_costs)

@@ -20,7 +20,6 @@ from llamarl.experience.graph import SCORE, make_graph
 from llamarl.experience.store import Store
 from llamarl.loop.logprob_check import NUM_TOKENS
 from llamarl.models.architecture import Architecture
-from llamarl.planner.simulation.cluster import SimulatedProcess
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import (
@@ -30,9 +29,9 @@ from llamarl.planner.simulation.executors import (
     SimulatedTrainer,
 )
 from llamarl.planner.simulation.replica import SimulatedReplica
-from llamarl.planner.simulation.rollouts import DIFFERENCE, Rollout, Rollouts
-from llamarl.planner.simulation.run import drive, make_inputs
-from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.setting import DIFFERENCE, Rollout, Setting, SimulatedRollouts
+from llamarl.planner.simulation.simulated_cluster import SimulatedProcess
+from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
 from llamarl.starter import Executors
@@ -55,7 +54,7 @@ class SleepingSpec:
         return Setting(config=self.config, workload=self.workload)
 
 
-class MadeUpRollouts(Rollouts):
+class MadeUpRollouts(SimulatedRollouts):
     """Those of other processes are made up: only lengths of log-prob checks are asked for."""
 
     def __init__(self, workload: Workload) -> None:

@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from llamarl.main import main
+from llamarl.weights.layout.kinds import assign_sources
 from llamarl.weights.sync import publisher, replicas
-from llamarl.weights.sync.assignment import assign_sources
 from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.replica_sync import ReplicaSync
 

@@ -45,7 +45,7 @@ from llamarl.lengths.ranker import Oracle
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import StepForecast
 from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import NUM_PROMPTS, Workload, make_workload
 from llamarl.types import Request, Sampling
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llamarl.config import VllmConfig
-from llamarl.generation.vllm.engine import VllmEngine
+from llamarl.generation.vllm.vllm_engine import VllmEngine
 from weights_bench.model import NUM_RANKS, Model, config_json
 from weights_bench.ranks import form_group, received
 

@@ -1,7 +1,7 @@
 """What starts a run on a cluster's scheduler: an sbatch file, or Kubernetes manifests.
 
 Owns: what the templates beside this file are filled with. Does not own: submitting the text, or
-daemons (`worker.py`). Invariant: pure; every host gets one worker daemon, the controller runs in
+daemons (`daemon.py`). Invariant: pure; every host gets one worker daemon, the controller runs in
 the same allocation, and nothing talks without TLS.
 
 Monarch's own jobs (monarch.job: SlurmJob, KubernetesJob) start daemons on plain tcp://, without

@@ -1,8 +1,8 @@
 """Where vLLM's parameters lie in the flat memory, recorded from vLLM's own loader.
 
 Owns: the recording and the layout. Does not own: the memory itself
-(`weights/sync/weight_buffer.py`) or changing a parameter (`staging.py`, `engine.py`). Invariant: a
-loader that does more than copy rectangles is refused, so the layout is never wrong.
+(`weights/sync/weight_buffer.py`) or changing a parameter (`staging.py`, `vllm_engine.py`).
+Invariant: a loader that does more than copy rectangles is refused, so the layout is never wrong.
 
 The model's `load_weights` runs on tensors without storage, and every `aten.copy_` is recorded
 instead of executed. So q, k and v get their rows of the fused parameter, and a tensor-parallel rank

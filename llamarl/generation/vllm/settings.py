@@ -1,8 +1,8 @@
 """The set-up of vLLM: environment, engine arguments, and its core.
 
 Owns: every name of vLLM's configuration, and one-line errors for what it cannot run. Does not own:
-requests (`engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file does
-not import vLLM, whose environment must be set before that.
+requests (`vllm_engine.py`) or weights (`recorder.py`, `staging.py`). Invariant: importing this file
+does not import vLLM, whose environment must be set before that.
 """
 
 import gc
@@ -128,7 +128,7 @@ def _arguments(checkpoint: str, config: VllmConfig, num_ranks: int, executor: ty
         quantization=None if config.quantization == "none" else config.quantization,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        scheduling_policy="priority",  # `requests.py` gives the priorities
+        scheduling_policy="priority",  # `vllm_requests.py` gives the priorities
         max_num_batched_tokens=min(PREFILL_TOKENS, config.max_num_seqs * config.max_model_len),
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,

@@ -1,7 +1,7 @@
 """What a forward and backward of one micro-batch keep in memory besides parameters.
 
-Owns: the measurement, on the meta device, of the real model with two layers. Does not own:
-FSDP's gathered weights and gradients (`trainer.py`). Invariant: nothing is computed and nothing is
+Owns: the measurement, on the meta device, of the real model with two layers. Does not own: FSDP's
+gathered weights and gradients (`trainer_memory.py`). Invariant: nothing is computed and nothing is
 sent, and whatever the model's code keeps alive is counted, however it keeps it (saved tensors,
 checkpointing's caches).
 
@@ -22,8 +22,8 @@ Rules for what the meta device cannot know:
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -146,25 +146,9 @@ def attention_kernel(config: Config, architecture: Architecture) -> str:
     return "efficient" if architecture.num_heads == architecture.num_kv_heads else "math"
 
 
-@dataclass(slots=True)
-class Live:
-    """Bytes alive now, and the most so far."""
-
-    num_bytes: int = 0
-    peak_bytes: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-
-    def restart(self) -> int:
-        """The peak until now; from here another one counts."""
-        peak, self.peak_bytes = self.peak_bytes, self.num_bytes
-        return peak
-
-
 class Watch(TorchDispatchMode):
-    """Follows the memory of every tensor that an operation makes on `device` under it.
+    """Follows the memory of every tensor that an operation makes on `device` under it: bytes alive
+    now, and the most so far.
 
     Tensors that are there before (`known`, such as parameters) are not counted.
     """
@@ -172,7 +156,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self.live = Live()
+        self.num_bytes, self.peak_bytes = 0, 0
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         for tensor in known:
             self._seen.add(_local(tensor).untyped_storage())
@@ -190,8 +174,17 @@ class Watch(TorchDispatchMode):
         if storage not in self._seen:
             self._seen.add(storage)
             num_bytes = storage.nbytes()
-            self.live.add(num_bytes)
-            weakref.finalize(storage, self.live.add, -num_bytes)
+            self._add(num_bytes)
+            weakref.finalize(storage, self._add, -num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def restart(self) -> int:
+        """The peak until now; from here another one counts."""
+        peak, self.peak_bytes = self.peak_bytes, self.num_bytes
+        return peak
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,17 +209,21 @@ def _measure(
         for layer in model.model.layers:
             assert isinstance(layer, Layer)
             layer.checkpointing = checkpointing
-            layer.self_attn.attend = partial(_attend, kernel)
-        for parameter in model.parameters():  # `trainer.py` counts whole gradients
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            layer.self_attn.attend = _Kernel(kernel).attend
+        for parameter in model.parameters():  # `trainer_memory.py` counts whole gradients
+            parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         watch = Watch(model.parameters(), META)
         peaks: list[int] = []
-        mark = _at_backward(lambda: peaks.append(watch.live.restart()))
+
+        def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:  # as soon as its gradient is there
+                output.register_hook(lambda grad: peaks.append(watch.restart()))
+
         for module in (model.model.layers[-1], model.model.embed_tokens):
             module.register_forward_hook(mark)
         ends: list[int] = []  # bytes alive when a layer is done
         for layer in model.model.layers:
-            layer.register_forward_hook(lambda *_: ends.append(watch.live.num_bytes))
+            layer.register_forward_hook(lambda *_: ends.append(watch.num_bytes))
         token_ids = torch.empty(sum(lengths), dtype=torch.int64, device=META)
         with (
             watch,
@@ -234,12 +231,12 @@ def _measure(
             torch.set_grad_enabled(is_trained),
         ):
             stats = model(token_ids, lengths, token_ids, 1.0)
-            saved = watch.live.num_bytes
+            saved = watch.num_bytes
             if not is_trained:
-                return _Measured(saved, 0, watch.live.peak_bytes, 0, 0)
+                return _Measured(saved, 0, watch.peak_bytes, 0, 0)
             (stats.logprobs.sum() + stats.entropy.sum()).backward()
         head_peak, layers_peak = peaks
-        return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, watch.live.peak_bytes)
+        return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, watch.peak_bytes)
 
 
 def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[int, ...]]:
@@ -253,20 +250,6 @@ def fullest_packings(num_tokens: int, longest: int, kernel: str) -> list[tuple[i
     num_halves, rest = divmod(max(num_tokens - width, 0), half)
     mixed = (width, *[half] * num_halves, *[rest] * (rest > 0))
     return [mixed, (longest,)] if longest > num_tokens else [mixed]
-
-
-def _at_backward(mark: Callable[[], None]) -> Callable[..., None]:
-    """A forward hook: `mark` once the gradient of the module's output is there."""
-
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda grad: mark())
-
-    return hook
-
-
-def _forget_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 @contextmanager
@@ -296,24 +279,23 @@ def _tensor_mesh(num_ranks: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _attend(kernel: str, *args: Any) -> torch.Tensor:
-    with _Kernel(kernel):
-        return packed_attention(*args)
-
-
 class _Kernel(TorchFunctionMode):
-    """Runs the attention kernel `name`, which meta tensors would not choose."""
+    """Attention by the kernel `name`, which meta tensors would not choose."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self:
+            return packed_attention(*args, **kwargs)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._name == "math":
             return func(*args, **(kwargs or {}))
-        aten, (q, k, v) = torch.ops.aten, args
-        if self._name == "flash":
-            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        aten = torch.ops.aten
+        if self._name == "efficient":
+            return aten._scaled_dot_product_efficient_attention(*args, None, True, 0.0, True)[0]
         if self._name == "flash_cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+            return aten._scaled_dot_product_flash_attention_for_cpu(*args, 0.0, True)[0]
+        return aten._scaled_dot_product_flash_attention(*args, 0.0, True)[0]

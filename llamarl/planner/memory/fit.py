@@ -1,20 +1,26 @@
 """Whether a recipe fits, asked before a run starts.
 
-Owns: the refusal, and a bound for small runs. Does not own: the forecast (`ranks.py`). Invariant:
-torch is imported only if the bound leaves it open whether all fits, so the controller's process
-never loads it for a small run on CPUs.
+Owns: the refusal, a bound for small runs, and the question which GPU this machine has. Does not
+own: the forecast (`ranks.py`) or what a kind of GPU can do. Invariant: torch is imported only if
+the bound leaves it open whether all fits, so the controller's process never loads it for a small
+run on CPUs, and no CUDA context comes up there.
 """
 
 import logging
 import math
+import os
+import shutil
+import subprocess
+from dataclasses import replace
 
 from llamarl.config import Config, GeneratorConfig, VllmConfig
+from llamarl.config.cluster import AUTO
 from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import devices_of
 from llamarl.models.architecture import Architecture
+from llamarl.models.gpu_kind import is_kind
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import AnyArchitecture, OtherArchitecture
-from llamarl.planner.card import on_this_card
 from llamarl.planner.forecast import NO_MODELS, FrozenModels, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, check_kinds
 from llamarl.weights.transports.available import available_bytes
@@ -23,6 +29,10 @@ log = logging.getLogger(__name__)
 
 WIDE_BYTES = 4  # of a float32
 GIB = 2**30
+TOOL = "nvidia-smi"
+QUERY = ("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+TIMEOUT_S = 30.0
+FIRST_WITH_BFLOAT16 = 8.0  # compute capability
 
 
 def check_fit(
@@ -119,3 +129,39 @@ def refusal(config: Config, rank: RankMemory) -> str:
         f"{who} must fit into the {rank.device_bytes / GIB:.1f} GiB that {where}, got "
         f"{rank.total_bytes / GIB:.1f} GiB ({shown})"
     )
+
+
+def on_this_card(config: Config) -> Config:
+    """The recipe with the kind of this machine's GPU for `cluster.gpu=auto`; as it is if that names
+    a kind, if the run has hosts elsewhere, or if no card answers."""
+    if config.cluster.gpu != AUTO or config.cluster.hosts or config.cluster.size > 1:
+        return config
+    kind = kind_here()
+    return replace(config, cluster=replace(config.cluster, gpu=kind)) if kind else config
+
+
+def kind_here() -> str:
+    """The kind of the card with the least memory of those that this process may use: one that the
+    planner knows, else its size, such as 25.3GB. "" if there is none, or the tool does not say."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    which = [f"--id={visible}"] if visible else []
+    if shutil.which(TOOL) is None:
+        return ""
+    command = [TOOL, *QUERY, *which]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.strip()]
+        cards = [(int(mib) * 2**20, name, float(number)) for name, mib, number in rows]
+    except (OSError, subprocess.TimeoutExpired, ValueError):  # another tool, or a sick driver
+        return ""
+    if done.returncode or not cards:
+        return ""
+    num_bytes, name, capability = min(cards)
+    known = [kind for kind in GPUS if kind != CPU and is_kind(kind, name, num_bytes)]
+    if known:
+        return max(known, key=len)
+    kind = f"{num_bytes / 1e9:.1f}GB"
+    log.info("cluster.gpu: a %s of %s, of which no time is forecast", name, kind)
+    if capability < FIRST_WITH_BFLOAT16:
+        log.warning("a %s has no arithmetic in bfloat16: set float32 as dtypes", name)
+    return kind

@@ -1,8 +1,8 @@
 """How much memory every rank needs, by kind.
 
 Owns: what is in memory at the same time, the fullest rank of every executor, the advice. Does not
-own: what a trainer or a generator needs by itself (`trainer.py`, `generator.py`). Invariant: advice
-comes from forecasts of changed recipes, never from a rule of thumb.
+own: what a trainer or a generator needs by itself (`trainer_memory.py`, `generator_memory.py`).
+Invariant: advice comes from forecasts of changed recipes, never from a rule of thumb.
 
 Disaggregated, each rank has its device. Colocated with offloading there are three phases, of which
 each must fit: train, generate, and the sync phase in between, when both sides' weights are there.
@@ -15,10 +15,9 @@ does not fit.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import alone, named, pool_at, pools_of
@@ -28,10 +27,10 @@ from llamarl.models.architecture import Architecture
 from llamarl.models.inventory import check_parallel
 from llamarl.planner.forecast import NO_MODELS, Advice, FrozenModels, MemoryForecast, RankMemory
 from llamarl.planner.hardware import CPU, GPUS, gpu
-from llamarl.planner.memory.generator import GeneratorMemory, forecast_generator
-from llamarl.planner.memory.trainer import Kinds, TrainerMemory, forecast_trainer
+from llamarl.planner.memory.generator_memory import GeneratorMemory, forecast_generator
+from llamarl.planner.memory.trainer_memory import Kinds, TrainerMemory, forecast_trainer
 from llamarl.weights.transports.available import available_bytes
-from llamarl.weights.transports.table import check_transport
+from llamarl.weights.transports.registry import check_transport
 
 PROCESS_BYTES = 2**30
 """What each further process on a GPU keeps: context, kernels, communicators. Our own allowance."""
@@ -39,6 +38,26 @@ PROCESS_BYTES = 2**30
 HOST = "host"
 MAX_ADVICE = 3
 MOST_HALVINGS = 8
+HALF, DOUBLE = object(), object()
+CHANGES: tuple[tuple[str, object], ...] = (
+    ("trainer.activation_checkpointing", "selective"),
+    ("trainer.activation_checkpointing", "full"),
+    ("trainer.reshard_after", "forward"),
+    ("trainer.replicate", 1),
+    ("trainer.compute_dtype", "bfloat16"),
+    ("trainer.tokens_per_micro_batch", HALF),
+    ("trainer.tensor_parallel", DOUBLE),
+    ("trainer.num_ranks", DOUBLE),
+    ("trainer.num_ranks", HALF),
+    ("generator.max_num_seqs", HALF),
+    ("generator.kv_cache_bytes", HALF),
+    ("generator.num_ranks", DOUBLE),
+    ("generator.num_replicas", HALF),
+    ("generator.quantization", "fp8"),
+    ("weights.staging", "host"),
+    ("placement.offload", "pinned"),
+)
+"""Fields that may help if there is too little memory, and what becomes of their value."""
 
 
 def forecast_memory(
@@ -74,10 +93,8 @@ def _ranks(
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
         check_limits(config.generator, architecture)
-    trainer, generator = (
-        forecast_trainer(config, architecture, frozen),
-        forecast_generator(config, architecture),
-    )
+    trainer = forecast_trainer(config, architecture, frozen)
+    generator = forecast_generator(config, architecture)
     phases = _phases(config, trainer, generator)
     if "cuda" in (config.trainer.device, config.generator.device):
         yield from _gpu_ranks(config, trainer, generator, phases)
@@ -139,13 +156,10 @@ def _gpu_ranks(
     config: Config, trainer: TrainerMemory, generator: GeneratorMemory, phases: list[_Phase]
 ) -> Iterator[RankMemory]:
     device, num_ranks = gpu(config.cluster.planned_gpu), sum(_hosts(config), Counter())
-    pinned = config.placement.colocated and config.placement.offload == "pinned"
-    trainer_host = {"offloaded": trainer.weights + trainer.state.get("optimizer", 0)}
-    generator_host = {"offloaded": generator.kept + generator.kv_cache}
-    host = {
-        "trainer": trainer_host if pinned else {},
-        "generator": generator.host | (generator_host if pinned else {}),
-    }
+    host: dict[str, Kinds] = {"trainer": {}, "generator": dict(generator.host)}
+    if config.placement.colocated and config.placement.offload == "pinned":
+        host["trainer"]["offloaded"] = trainer.weights + trainer.state.get("optimizer", 0)
+        host["generator"]["offloaded"] = generator.kept + generator.kv_cache
     num_extra = len(trainer.frozen) + int(config.placement.colocated)
 
     def rank(executor: str, num_ranks: int, kinds: Kinds, num_extra: int) -> RankMemory:
@@ -165,14 +179,13 @@ def _gpu_ranks(
 
 def _pinned(config: Config, host: dict[str, Kinds], bytes_per_gpu: int) -> Iterator[RankMemory]:
     """The host where most is pinned, if that does not fit."""
-    found = []
+    room, found = bytes_per_gpu * config.cluster.num_gpus_per_host, []
     for counts in _hosts(config):
         kinds = {
             f"{side} {kind}": counts[side] * num_bytes
             for side in host
             for kind, num_bytes in host[side].items()
         }
-        room = bytes_per_gpu * config.cluster.num_gpus_per_host
         found.append(_rank(HOST, counts.total(), room, kinds))
     most = fullest(found)
     if not most.fits:
@@ -190,11 +203,10 @@ def _cpu_ranks(config: Config, phases: list[_Phase], num_frozen: int) -> Iterato
     # Frozen models sit beside the trainer; then scorer, storage and controller.
     num_processes = counts.total() + counts["trainer"] * num_frozen
     num_processes += 2 + config.experience.units_per_host
-    sums = [
-        Counter({kind: counts["trainer"] * num for kind, num in phase.trainer.items()})
-        + Counter({kind: counts["generator"] * num for kind, num in phase.generator.items()})
-        for phase in phases
-    ]
+    sums: list[Counter[str]] = [Counter() for _ in phases]
+    for phase, sides in zip(phases, sums, strict=True):
+        for side in ("trainer", "generator"):
+            sides.update({kind: counts[side] * n for kind, n in getattr(phase, side).items()})
     most = max(sums, key=lambda each: each.total())
     yield _rank(HOST, num_processes, room, dict(most) | {"reserve": num_processes * reserve})
 
@@ -258,8 +270,9 @@ def _advice(
         if not _concerns(name, before.executor, config):
             continue
         try:
-            models = architecture, frozen
-            changed, after_all = _change(config, models, name, change, before.executor)
+            changed, after_all = _change(
+                config, architecture, frozen, name, change, before.executor
+            )
         except (ValueError, TypeError, AttributeError):  # no recipe, or a field of another engine
             continue
         text = f"{name}={attrgetter(name)(changed)}"
@@ -281,25 +294,27 @@ def _advice(
 
 def _change(
     config: Config,
-    models: tuple[Architecture, FrozenModels],
+    architecture: Architecture,
+    frozen: FrozenModels,
     name: str,
-    change: Callable[[Any], object],
+    change: object,
     executor: str,
 ) -> tuple[Config, list[RankMemory]]:
     """The recipe with the field `name` changed, a halved one again until the executor fits; and its
     ranks. Where the hosts have no GPUs for more ranks, there are more hosts. ValueError for what
     would not be a recipe."""
     section, field = name.split(".")
-    for _ in range(MOST_HALVINGS if change is _halve else 1):
+    for _ in range(MOST_HALVINGS if change is HALF else 1):
         part = getattr(config, section)
-        part = replace(part, **{field: change(getattr(part, field))})
-        config = replace(config, **{section: part})
+        old = getattr(part, field)
+        new = old // 2 if change is HALF else 2 * old if change is DOUBLE else change
+        config = replace(config, **{section: replace(part, **{field: new})})
         if not _has_room(config) and not config.cluster.hosts:
             cluster = replace(config.cluster, num_hosts=2 * config.cluster.size)
             config = replace(config, cluster=cluster)
         for pool in pools_of(config.generator):
             check_transport(alone(config, pool))
-        ranks = list(_ranks(config, *models))
+        ranks = list(_ranks(config, architecture, frozen))
         if all(rank.fits for rank in ranks if rank.executor == executor):
             break
     return config, ranks
@@ -320,32 +335,3 @@ def _concerns(name: str, executor: str, config: Config) -> bool:
     if config.placement.colocated or executor == HOST:
         return True
     return name.startswith("trainer.") == (executor == "trainer")
-
-
-def _halve(number: int) -> int:
-    return number // 2
-
-
-def _double(number: int) -> int:
-    return 2 * number
-
-
-CHANGES: tuple[tuple[str, Callable[[Any], object]], ...] = (
-    ("trainer.activation_checkpointing", lambda _: "selective"),
-    ("trainer.activation_checkpointing", lambda _: "full"),
-    ("trainer.reshard_after", lambda _: "forward"),
-    ("trainer.replicate", lambda _: 1),
-    ("trainer.compute_dtype", lambda _: "bfloat16"),
-    ("trainer.tokens_per_micro_batch", _halve),
-    ("trainer.tensor_parallel", _double),
-    ("trainer.num_ranks", _double),
-    ("trainer.num_ranks", _halve),
-    ("generator.max_num_seqs", _halve),
-    ("generator.kv_cache_bytes", _halve),
-    ("generator.num_ranks", _double),
-    ("generator.num_replicas", _halve),
-    ("generator.quantization", lambda _: "fp8"),
-    ("weights.staging", lambda _: "host"),
-    ("placement.offload", lambda _: "pinned"),
-)
-"""Fields that may help if there is too little memory, and their new value, from the old one."""

@@ -1,26 +1,89 @@
 """The dataflow of a recipe as text and as a picture.
 
-Owns: the tables of `llamarl graph` and its Mermaid text. Does not own: the graph
-(`experience/graph.py`), the figures of a run (`flows.py`). Invariant: starts no process and reads
-no weights.
+Owns: the tables of `llamarl graph`, its Mermaid text, and what a run's spans say of its edges. Does
+not own: the graph (`experience/graph.py`) or the spans. Invariant: starts no process and reads no
+weights; what spans do not hold is missing, never estimated.
 """
 
-import io
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from llamarl.config.check import require
 from llamarl.config.rank_assignment import Device
+from llamarl.experience.columns import DERIVED
 from llamarl.experience.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
-from llamarl.planner.report.flows import Flows
-from llamarl.planner.report.text import WIDTH
+from llamarl.metrics.aggregate import by_executor, executor_of, read_timeline
+from llamarl.metrics.span_file import Span
+from llamarl.planner.report.text import render
 
 UNITS = ("B", "kB", "MB", "GB")
+NS_PER_S = 1e9
 
 Places = Mapping[str, Sequence[Device]]
 """Executor process name -> the devices of its ranks."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What one executor read from storage and wrote there, all its processes together."""
+
+    rows: Counter[str] = field(default_factory=Counter)  # by "get" and "put"
+    num_bytes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By "get" and "put", then by column."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flows:
+    """Of one run: `seconds` from its first to its last exchange with storage; per executor the
+    share of the steps in which it waited, and its exchanged."""
+
+    seconds: float
+    waits: Mapping[str, float]
+    exchanged: Mapping[str, Exchange]
+
+    def rows_per_s(self, executor: str, way: str) -> float:
+        """Rows that the executor got ("get") or wrote ("put"), per second."""
+        return self._of(executor).rows[way] / self.seconds
+
+    def bytes_per_s(self, executor: str, columns: tuple[str, ...]) -> float:
+        """Bytes of these columns, or of those they are made from, that the executor got."""
+        found = self._of(executor).num_bytes["get"]
+        return sum(found[DERIVED.get(name, name)] for name in columns) / self.seconds
+
+    def _of(self, executor: str) -> Exchange:
+        return self.exchanged.get(executor, Exchange())
+
+
+def read_flows(run_dir: str) -> Flows:
+    """Read the spans in a run's folder. ValueError if they hold no exchange with storage."""
+    exchanged: dict[str, Exchange] = defaultdict(Exchange)
+    times_ns: list[int] = []
+
+    def note(process: str, span: Span) -> None:
+        sizes = span.args.get("bytes")
+        if span.cat != "mark" or span.name not in ("get", "put") or not isinstance(sizes, dict):
+            return
+        of_executor = exchanged[executor_of(process)]
+        of_executor.rows[span.name] += span.args.get("rows", 0)
+        of_executor.num_bytes[span.name].update(sizes)
+        times_ns[:] = (
+            [min(times_ns[0], span.start_ns), max(times_ns[1], span.end_ns)]
+            if times_ns
+            else [span.start_ns, span.end_ns]
+        )
+
+    timeline = read_timeline(Path(run_dir, "spans"), note)
+    require(bool(times_ns), "--run", "name the folder of a run of this recipe", run_dir)
+    shares = by_executor(timeline.shares())
+    return Flows(
+        seconds=max(1, times_ns[1] - times_ns[0]) / NS_PER_S,
+        waits={name: sum(share.waits.values()) for name, share in shares.items()},
+        exchanged=exchanged,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +98,7 @@ class Dataflow:
 
     def render(self) -> str:
         """Two tables: the stages and where they run, and what goes between them."""
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        for table in (self._stages(), "", self._edges()):
-            console.print(table, highlight=False, markup=False)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+        return render([self._stages(), "", self._edges()])
 
     def draw(self) -> str:
         """The graph as Mermaid text, which GitHub and most editors draw."""

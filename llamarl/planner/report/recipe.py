@@ -17,17 +17,15 @@ from llamarl.algorithms.group_filters import EQUAL_REWARDS
 from llamarl.config import Config, PlanConfig, rank_assignment
 from llamarl.config.check import require
 from llamarl.models.architecture import Architecture
-from llamarl.planner.cost import cost_of
 from llamarl.planner.forecast import NO_MODELS, Forecast, FrozenModels, StepForecast
-from llamarl.planner.hardware import check_kinds, timed
+from llamarl.planner.hardware import check_kinds, cost_of, timed
 from llamarl.planner.memory.ranks import fits, forecast_memory, fullest
 from llamarl.planner.simulation.calibration import Trace, fit_overhead, read_trace
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.publish import forecast_publish
 from llamarl.planner.simulation.roofline import hardware_costs
-from llamarl.planner.simulation.run import simulate
-from llamarl.planner.simulation.split import best_split
-from llamarl.planner.simulation.variants import best_baseline, decompose
+from llamarl.planner.simulation.simulated_run import simulate
+from llamarl.planner.simulation.variants import best_baseline, best_split, decompose
 from llamarl.planner.simulation.workload import with_lengths
 
 SYNC, ASYNC, COLOCATED = "sync", "async", "sync, colocated"
@@ -113,7 +111,7 @@ def figures(forecast: Forecast) -> dict[str, Any]:
         "memory": [asdict(rank) for rank in forecast.memory.ranks],
         "advice": [advice.text for advice in forecast.memory.advice],
         "publish": asdict(forecast.publish),
-        "steps": {name: asdict(replace(step, timeline=())) for name, step in steps.items()},
+        "steps": {name: asdict(step) for name, step in steps.items()},
     }
     if forecast.decomposition is not None:
         found["speedup"] = forecast.decomposition.speedup

@@ -1,18 +1,21 @@
-"""A forecast as text.
+"""A forecast as text, and as a page with a picture of memory.
 
-Owns: the tables of `llamarl plan` and the words around them. Does not own: any number. Invariant:
-lines of at most WIDTH characters, the same on a terminal and in a file.
+Owns: the tables of `llamarl plan`, the words around them, and what others report, beside which a
+forecast is shown. Does not own: any number of a forecast. Invariant: lines of at most WIDTH
+characters, the same on a terminal and in a file; nothing that others report enters a forecast; the
+page is well-formed XML and refers to nothing outside itself.
 """
 
-import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from xml.sax.saxutils import escape, quoteattr
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from llamarl.config import Config
 from llamarl.config.pools import pools_of
-from llamarl.planner.cost import HOUR_S, Cost, kinds_of
+from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import (
     STAGE,
     BestSplit,
@@ -23,12 +26,20 @@ from llamarl.planner.forecast import (
     RankMemory,
     StepForecast,
 )
-from llamarl.planner.hardware import EFFICIENCY
+from llamarl.planner.hardware import EFFICIENCY, HOUR_S, Cost, kinds_of
 from llamarl.planner.memory.fit import refusal
-from llamarl.planner.report.published_results import CAVEAT, DIFFERENCES, Published
 
 GIB, GB = 2**30, 10**9
 WIDTH = 100
+STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; }
+.row { position: relative; height: 24px; margin: 4px 0 4px 130px; background: #8882; }
+.row b { position: absolute; left: -130px; font-weight: normal; }
+.row i { position: absolute; height: 100%; overflow: hidden; font: 11px/24px system-ui;
+  color: #000; }
+.row i.limit { border-left: 2px dashed #d55e00; }
+"""
+TURN_DEGREES = 137.5  # from one colour to the next: no two of the first dozens are alike
 FACTORS = {
     "overlap": "overlap",
     "batch_and_degree": "batch sizes and parallel degree",
@@ -39,18 +50,59 @@ ARGUMENT = (
     "and one parallel degree; apart, each has its own. With GPU time a per step for the trainer "
     "and c for the generators, the trainer's best share of the GPUs is a / (a + c). LlamaRL states "
     "the result; definitions and proof are our reconstruction "
-    "(llamarl/planner/simulation/split.py)."
+    "(llamarl/planner/simulation/variants.py)."
 )
+CAVEAT = (
+    "Trainer times are optimistic: public measurements (torchtitan, prime-rl; 4B to 70B on H100) "
+    "are 1.3 to 2.3 times as long as these forecasts, which are not fitted to any."
+)
+"""Forward and backward, as others measured them on H100. torchtitan: Llama 3.1 8B with FSDP on 8
+GPUs 2.3 (2.0 compiled), with FSDP and tensor parallelism of 8 on 64 GPUs 1.7 (1.6), 70B in that
+layout on 256 GPUs 1.4 (1.3). prime-rl: Qwen3 4B with 65k tokens on 8 GPUs 1.75."""
+
+
+class Published(NamedTuple):
+    """One model's figures in the LlamaRL paper; None where it gives none."""
+
+    model: str
+    baseline_s: float
+    step_s: float
+    speedup: float
+    publish_s: float | None
+    num_gpus: int | None
+
+
+# LlamaRL, arXiv 2505.24034. Step times and speed-ups: its evaluation of Llama 3.1 policies on MATH
+# and GSM8K prompts, against a synchronous colocated system in the manner of DeepSpeed-Chat. The
+# 405B times and the speed-ups stand in several digests of the paper, the 8B and 70B times in one;
+# the baselines of 8B and 70B are speed-up times step. Publishes: its section on DDMA.
+PUBLISHED = {  # by vocabulary, width and number of layers
+    (128256, 4096, 32): Published("Llama 3.1 8B", 2.52 * 8.90, 8.90, 2.52, None, None),
+    (128256, 8192, 80): Published("Llama 3.1 70B", 3.98 * 20.67, 20.67, 3.98, 1.15, None),
+    (128256, 16384, 126): Published("Llama 3.1 405B", 635.8, 59.5, 10.7, 2.0, 1024),
+}
+DIFFERENCES = (
+    "The paper does not publish its batch sizes, lengths of rollouts or layouts, nor, for 8B and "
+    "70B, how many GPUs it used: seconds compare in kind only, ratios a little better.",
+    "Its baseline is another system, in the manner of DeepSpeed-Chat; ours is this controller run "
+    "synchronously and colocated, so nothing that other code loses is in our ratio.",
+    "Its ratio bundles placement, layout, batch sizes, precision and overlap, as the split above "
+    "does in our simulator; the paper itself gives no such split.",
+    "Its trainer has pipeline stages too; here it shards with FSDP and tensor parallelism.",
+)
+
+
+def published_figures(architecture: Architecture) -> Published | None:
+    """The paper's figures for this architecture; None if it has none."""
+    a = architecture
+    return PUBLISHED.get((a.vocab_size, a.hidden_size, a.num_layers))
 
 
 def title_of(config: Config, forecast: Forecast) -> str:
     """One line: what is planned, on what, and whether it fits."""
-    kinds = {config.cluster.planned_gpu: forecast.num_gpus}
-    if config.generator.pools:
-        kinds = kinds_of(config)
-    size = (
-        " and ".join(f"{n} x {kind}" for kind, n in kinds.items()) if forecast.num_gpus else "CPUs"
-    )
+    one_kind = {config.cluster.planned_gpu: forecast.num_gpus} if forecast.num_gpus else {}
+    kinds = kinds_of(config) if config.generator.pools else one_kind
+    size = " and ".join(f"{n} x {kind}" for kind, n in kinds.items()) or "CPUs"
     hosts = f"{forecast.num_hosts} host{'s' * (forecast.num_hosts > 1)}"
     name = config.recipe_dir.rstrip("/").rpartition("/")[2]
     verdict = "fits" if forecast.memory.fits else "does not fit"
@@ -59,27 +111,56 @@ def title_of(config: Config, forecast: Forecast) -> str:
 
 def render_report(config: Config, forecast: Forecast, published: Published | None) -> str:
     """The whole report; `published` are the paper's figures for this model, if any."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-    console.print(title_of(config, forecast), highlight=False, markup=False)
-    for part in _parts(config, forecast, published):
-        console.print(part, highlight=False, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    return render([title_of(config, forecast), *_parts(config, forecast, published)])
 
 
 def render_memory(config: Config, memory: MemoryForecast) -> str:
     """The report of a recipe on cards of which only the memory is known."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
     verdict = "fits" if memory.fits else "does not fit"
-    console.print(f"on cards of {config.cluster.planned_gpu}: {verdict}", highlight=False)
-    for part in ("", *_memory_parts(memory, config), "no forecast of times: peaks are not known"):
-        console.print(part, highlight=False, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    title = f"on cards of {config.cluster.planned_gpu}: {verdict}"
+    last = "no forecast of times: peaks are not known"
+    return render([title, "", *_memory_parts(memory, config), last])
+
+
+def render(parts: Iterable[RenderableType]) -> str:
+    """These one below the other, in lines of at most WIDTH characters."""
+    with (console := Console(width=WIDTH, color_system=None)).capture() as capture:
+        for part in parts:
+            console.print(part, highlight=False, markup=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def render_page(title: str, report: str, words: Iterable[str], memory: MemoryForecast) -> str:
+    """The report as one HTML page, with `words` on what its times rest on and a bar per executor,
+    cut by kind of memory."""
+    body = [f"<h1>{escape(title)}</h1>", f"<pre>{escape(report)}</pre>"]
+    body += [f"<p>{escape(sentence)}</p>" for sentence in words]
+    body += ["<h2>Memory of the fullest rank</h2>", *_memory_bars(memory)]
+    head = f'<meta charset="utf-8"/><title>{escape(title)}</title><style>{STYLE}</style>'
+    lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}</head><body>', *body]
+    return "\n".join([*lines, "</body></html>", ""])
+
+
+def _memory_bars(memory: MemoryForecast) -> Iterator[str]:
+    """A dashed line stands where the device ends."""
+    kinds = list(dict.fromkeys(kind for rank in memory.ranks for kind in rank.bytes_by_kind))
+    most = max(max(rank.device_bytes, rank.total_bytes) for rank in memory.ranks)
+    for rank in memory.ranks:
+        yield f'<div class="row"><b>{escape(rank.executor)}</b>'
+        left = 0
+        for kind, num_bytes in rank.bytes_by_kind.items():
+            tip = quoteattr(f"{rank.executor}: {kind} {num_bytes / GIB:.1f} GiB")
+            place = f"left: {100 * left / most:.3f}%; width: {100 * num_bytes / most:.3f}%"
+            hue = kinds.index(kind) * TURN_DEGREES % 360
+            colour = f"background: hsl({hue} 60% 70%)"
+            yield f'<i style="{place}; {colour}" title={tip}>{escape(kind)}</i>'
+            left += num_bytes
+        yield f'<i class="limit" style="left: {100 * rank.device_bytes / most:.3f}%"></i></div>'
+    yield f"<p>{most / GIB:.1f} GiB from edge to edge.</p>"
 
 
 def assumptions(config: Config, forecast: Forecast) -> list[str]:
-    """What the forecast's times rest on, in sentences."""
+    """What the forecast's times rest on that the report does not say, in sentences."""
     plan, sampling = config.plan, config.sampling
     words = [
         f"Prompts have {plan.prompt_tokens} tokens. Half of the rollouts stay below "
@@ -95,23 +176,7 @@ def assumptions(config: Config, forecast: Forecast) -> list[str]:
             f"Executors take as long as {EFFICIENCY:.0%} of the hardware's published "
             "peaks in arithmetic and bandwidth say."
         )
-    if forecast.num_gpus and forecast.measured_step_s is None:
-        words.append(CAVEAT)
-    if missing := _left_out(config, forecast):
-        words.append(missing)
-    if forecast.step.divisor > 1:
-        divisor = f"1/{forecast.step.divisor}"
-        words.append(f"Simulated was {divisor} of the cluster with {divisor} of the rollouts.")
     return words
-
-
-def _left_out(config: Config, forecast: Forecast) -> str:
-    """What of the recipe's own stages is not in the forecast; "" without any."""
-    kinds = {kind for rank in forecast.memory.ranks for kind in rank.bytes_by_kind}
-    own = config.experience.stages
-    known = [name for name in own if STAGE + name in kinds]
-    but = f", but for the memory of {', '.join(known)}" if known else ""
-    return f"Stages of the recipe's own ({', '.join(own)}) are left out{but}." if own else ""
 
 
 def _parts(
@@ -119,12 +184,17 @@ def _parts(
 ) -> Iterator[RenderableType]:
     yield ""
     yield from _memory_parts(forecast.memory, config)
-    if missing := _left_out(config, forecast):
-        yield missing
+    kinds = {kind for rank in forecast.memory.ranks for kind in rank.bytes_by_kind}
+    if own := config.experience.stages:
+        known = [name for name in own if STAGE + name in kinds]
+        but = f", but for the memory of {', '.join(known)}" if known else ""
+        yield f"Stages of the recipe's own ({', '.join(own)}) are left out{but}."
     yield _publish_words(forecast.publish)
     yield ""
     yield _step_table(config, forecast)
-    yield f"waits as planned: {_shares(forecast.step.wait_shares)}"
+    waits = forecast.step.wait_shares.items()
+    shown = (f"{name} {share:.0%}" for name, share in waits if share >= 0.005)
+    yield f"waits as planned: {', '.join(shown)}"
     if forecast.cost is not None:
         yield _cost_words(forecast.cost, forecast.step)
     if forecast.step.pools:
@@ -140,10 +210,10 @@ def _parts(
             f"the last replica has a version after {forecast.step.publish_s:.1f} s: commits take "
             f"turns, or wait for the step at work"
         )
-    if forecast.num_gpus and forecast.measured_step_s is None:
-        yield CAVEAT
     if forecast.measured_step_s is not None:
         yield f"the run that the times come from took {forecast.measured_step_s:.2f} s a step"
+    elif forecast.num_gpus:
+        yield CAVEAT
     if forecast.split is not None:
         yield from _split_parts(forecast.split)
     if forecast.decomposition is not None:
@@ -161,15 +231,16 @@ def _memory_parts(memory: MemoryForecast, config: Config) -> Iterator[Renderable
 
 def _memory_table(memory: MemoryForecast) -> Table:
     """Kinds down, executors across; whether it fits stands below."""
-    names = [f"{rank.executor} x{rank.num_ranks}" for rank in memory.ranks]
+    ranks = memory.ranks
+    names = [f"{rank.executor} x{rank.num_ranks}" for rank in ranks]
     table = _table("memory of the fullest rank, GiB", *names)
-    for kind in dict.fromkeys(kind for rank in memory.ranks for kind in rank.bytes_by_kind):
-        table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in memory.ranks))
-    table.add_row("total", *(_gib(rank.total_bytes) for rank in memory.ranks))
-    table.add_row("of", *(_gib(rank.device_bytes) for rank in memory.ranks))
-    table.add_row("", *map(_margin, memory.ranks))
-    if any(rank.host_bytes_by_kind for rank in memory.ranks):
-        host = (sum(rank.host_bytes_by_kind.values()) for rank in memory.ranks)
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.bytes_by_kind):
+        table.add_row(kind, *(_gib(rank.bytes_by_kind.get(kind, 0)) for rank in ranks))
+    table.add_row("total", *(_gib(rank.total_bytes) for rank in ranks))
+    table.add_row("of", *(_gib(rank.device_bytes) for rank in ranks))
+    table.add_row("", *map(_margin, ranks))
+    if any(rank.host_bytes_by_kind for rank in ranks):
+        host = (sum(rank.host_bytes_by_kind.values()) for rank in ranks)
         table.add_row("in host memory", *map(_gib, host))
     return table
 
@@ -217,13 +288,12 @@ def _pool_table(config: Config, forecast: Forecast) -> Table:
     table = _table("pools: what they write", *columns)
     for pool in pools_of(config.generator):
         step, num_ranks = forecast.step.pools[pool.key], pool.generator.num_ranks
-        kind = (
-            (pool.gpu or config.cluster.planned_gpu) if pool.generator.device == "cuda" else "CPU"
-        )
-        cost, per_cost = forecast.cost, "-"
-        if cost is not None and pool.generator.device == "cuda":
-            price = len(pool.replicas) * num_ranks * cost.prices[kind]
-            per_cost = f"{step.tokens_per_s * HOUR_S / price / 1e6:,.3f}"
+        kind, per_cost = "CPU", "-"
+        if pool.generator.device == "cuda":
+            kind = pool.gpu or config.cluster.planned_gpu
+            if forecast.cost is not None:
+                price = len(pool.replicas) * num_ranks * forecast.cost.prices[kind]
+                per_cost = f"{step.tokens_per_s * HOUR_S / price / 1e6:,.3f}"
         table.add_row(
             pool.key,
             str(len(pool.replicas)),
@@ -260,16 +330,17 @@ def _gain_parts(decomposition: Decomposition) -> Iterator[str]:
 def _published_parts(forecast: Forecast, published: Published) -> Iterator[RenderableType]:
     yield ""
     yield f"{published.model}: published (LlamaRL, arXiv 2505.24034) and forecast"
-    table = _table(None, "published", "forecast")
-    gain = forecast.decomposition
-    here = f"{gain.speedup:.2f}x" if gain else "-"
-    baseline = f"{gain.baseline.step.step_s:.1f} s" if gain else "-"
+    table, gain = _table(None, "published", "forecast"), forecast.decomposition
+    baseline = gain and f"{gain.baseline.step.step_s:.1f} s"
     publish_s = f"{published.publish_s:.2f} s" if published.publish_s else "not given"
-    table.add_row("baseline step", f"{published.baseline_s:.1f} s", baseline)
-    table.add_row("step", f"{published.step_s:.1f} s", f"{forecast.step.step_s:.1f} s")
-    table.add_row("speed-up", f"{published.speedup:g}x", here)
-    table.add_row("publish", publish_s, f"{forecast.publish.seconds:.2f} s")
-    table.add_row("GPUs", str(published.num_gpus or "not given"), str(forecast.num_gpus))
+    for row in (
+        ("baseline step", f"{published.baseline_s:.1f} s", baseline),
+        ("step", f"{published.step_s:.1f} s", f"{forecast.step.step_s:.1f} s"),
+        ("speed-up", f"{published.speedup:g}x", gain and f"{gain.speedup:.2f}x"),
+        ("publish", publish_s, f"{forecast.publish.seconds:.2f} s"),
+        ("GPUs", str(published.num_gpus or "not given"), str(forecast.num_gpus)),
+    ):
+        table.add_row(*(cell or "-" for cell in row))
     yield table
     yield from (f"- {words}" for words in DIFFERENCES)
 
@@ -281,10 +352,6 @@ def _table(title: str | None, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _shares(shares: dict[str, float]) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
 def _gib(num_bytes: int) -> str:

@@ -24,7 +24,7 @@ from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
 from llamarl.metrics.summary import ARCHIVE_FILES, ARCHIVE_FOLDER, SPANS_FOLDER
 from llamarl.models.architecture import Architecture
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.run import simulate
+from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import Workload, make_workload
 
 Floats = npt.NDArray[np.float64]
@@ -68,7 +68,7 @@ class Trace:
         return sum(shares) / len(shares)
 
     def workload(self, config: Config) -> Workload:
-        """Rollouts like the run's, with the prompts of `config`."""
+        """SimulatedRollouts like the run's, with the prompts of `config`."""
         share = self.equal_share(config.sampling.rollouts_per_prompt)
         return make_workload(config, lengths=self.lengths, equal_share=share)
 
@@ -152,7 +152,6 @@ def _fit_costs(spans: Processes, rows: list[dict[str, Any]], num_cores: int) -> 
 def fit_overhead(trace: Trace, config: Config, architecture: Architecture) -> Trace:
     """The trace with `row_s`, which no span shows: chosen so that a simulation of the run itself,
     whose `config` this is, takes as long as the run did; 0 if it already does."""
-
     num_rollouts = config.trainer.groups_per_step * config.sampling.rollouts_per_prompt
     num_steps = max(len(trace.lengths) // num_rollouts, SETTLING_STEPS + 1)
 

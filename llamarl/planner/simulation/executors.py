@@ -14,8 +14,7 @@ from llamarl.errors import StaleVersion
 from llamarl.experience.graph import Stage
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.layouts import Layouts
-from llamarl.planner.simulation.setting import Setting, SimulatedExecutor
+from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.types import (
     Batch,
@@ -129,13 +128,7 @@ class SimulatedTrainer(Layouts):
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        costs: Costs,
-        cores: Cores,
-        *,
-        hosts: tuple[str, ...],
-        device: Cores,
+        self, setting: Setting, costs: Costs, cores: Cores, *, hosts: tuple[str, ...], device: Cores
     ) -> None:
         super().__init__(setting, costs, cores, hosts=hosts)
         self._device = device

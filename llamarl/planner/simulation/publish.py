@@ -4,7 +4,7 @@ Owns: bytes per rank and per network card, and seconds from them. Does not own: 
 are (`weights/layout/reshard.py`) or constants of hardware (`hardware.py`). Invariant: bytes come
 from real plans; seconds come from bytes and named constants alone.
 
-As in `weights/sync/assignment.py` the trainer feeds the first replica of each host of its site, the
+As in `weights/layout/kinds.py` the trainer feeds the first replica of each host of its site, the
 first of each other site, and each replica that spans hosts of its site; these, once they have the
 version, the others. A link between sites counts as any other. Replicas of a pool look alike, so one
 plan serves them all; it is made for one layer, and for what is outside the layers, and the first is
@@ -19,7 +19,7 @@ those within a GPU its memory. A staging in host memory is reached over PCIe.
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -30,19 +30,18 @@ from llamarl.config.rank_assignment import Device, assign, far_sites
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY, Gpu, gpu
-from llamarl.planner.memory.placements import (
+from llamarl.planner.memory.shardings import (
     generator_layouts,
     rank_layout,
     trainer_layouts,
     weight_buffer,
 )
-from llamarl.planner.memory.trainer import LAYER
+from llamarl.planner.memory.trainer_memory import LAYER
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.kinds import weight_kind
+from llamarl.weights.layout.kinds import assign_sources, weight_kind
 from llamarl.weights.layout.reshard import DTYPE_BYTES, num_bytes, plan
-from llamarl.weights.sync.assignment import assign_sources
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 MESSAGE_S = 20e-6
 """To start one message or copy: a kernel, a rendezvous and a round trip. Our estimate, as no data
@@ -70,17 +69,29 @@ class Traffic:
     num_copies: np.ndarray
 
 
-@dataclass
-class Load:
-    """Bytes over network cards, over links or within memories: by device, out and in."""
+RATES: dict[str, Callable[[Gpu], float]] = {
+    "card": lambda device: device.card_bytes_per_s,
+    "link": lambda device: device.link_bytes_per_s,
+    "memory": lambda device: device.memory_bytes_per_s / 2,  # read and written
+}
 
-    out: Counter[Device] = field(default_factory=Counter)
-    into: Counter[Device] = field(default_factory=Counter)
 
-    def add(self, source: Device, target: Device, num_bytes: int) -> None:
-        """Bytes from one end to the other."""
-        self.out[source] += num_bytes
-        self.into[target] += num_bytes
+class Ways:
+    """Bytes over network cards, over links and within a device's memory: by way (out, in), each by
+    device."""
+
+    def __init__(self) -> None:
+        self.loads: dict[str, tuple[Counter[Device], Counter[Device]]]
+        self.loads = {way: (Counter(), Counter()) for way in RATES}
+
+    def add(self, source: list[Device], target: list[Device], matrix: np.ndarray) -> None:
+        """Bytes from each source rank (row) to each target rank (column)."""
+        for row, column in np.argwhere(matrix):
+            here, there = source[row], target[column]
+            way = "link" if here.host == there.host else "card"
+            out, into = self.loads["memory" if here == there and here.gpu is not None else way]
+            out[here] += int(matrix[row, column])
+            into[there] += int(matrix[row, column])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +121,16 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
     direct, relayed = Ways(), Ways()
     for part in parts:
         for head in part.heads:
-            direct.copy_cast(devices["trainer"], devices[f"generator-{head}"], part.first.num_bytes)
+            direct.add(devices["trainer"], devices[f"generator-{head}"], part.first.num_bytes)
         for rank, sent in enumerate(part.first.num_bytes.sum(1)):
             out["trainer", rank] += len(part.heads) * int(sent)
         received = part.first.num_bytes.sum(0)
         for head, sibling in part.siblings:
             here, there = devices[f"generator-{head}"], devices[f"generator-{sibling}"]
-            relayed.copy_cast(here, there, np.diag(received))
+            relayed.add(here, there, np.diag(received))
             for rank, sent in enumerate(received):
                 out[f"generator-{head}", rank] += int(sent)
-    card = direct.card
+    card_out, card_in = direct.loads["card"]
     into = [part.first.num_bytes.sum(0) for part in parts]
     pairs = zip(parts, into, strict=True)
     num_messages = sum(len(part.heads) * part.messages().sum(1) for part in parts)
@@ -131,8 +142,8 @@ def forecast_publish(config: Config, architecture: Architecture) -> PublishForec
         total_bytes=sum(int(bytes_.sum()) * len(part.pool.replicas) for part, bytes_ in pairs),
         max_bytes_out=max(out.values()),
         max_bytes_in=max(int(bytes_.max()) for bytes_ in into),
-        max_card_bytes_out=max(card.out.values(), default=0),
-        max_card_bytes_in=max(card.into.values(), default=0),
+        max_card_bytes_out=max(card_out.values(), default=0),
+        max_card_bytes_in=max(card_in.values(), default=0),
         num_copies=sum(_num_copies(part, architecture) for part in parts),
         num_groups=_num_groups(config, devices, parts),
         # The slower of both stages, for a stage may begin before the other has ended.
@@ -161,45 +172,27 @@ def traffic(config: Config, architecture: Architecture, replica: int = 0) -> Tra
     """From the trainer to one replica."""
     small = replace(architecture, num_layers=1)
     source, target = trainer_layouts(config, small), generator_layouts(config, small, replica)
-    layer = _planned(source, target, is_layer=True)
-    rest = _planned(source, target, is_layer=False)
-    num_layers = architecture.num_layers
-    return Traffic(
-        num_layers * layer.num_bytes + rest.num_bytes,
-        num_layers * layer.num_copies + rest.num_copies,
-    )
+    found = Traffic(*(np.zeros((len(source), len(target)), np.int64) for _ in range(2)))
+    for is_layer, times in ((True, architecture.num_layers), (False, 1)):
+        for copy in plan(_only(source, is_layer), _only(target, is_layer)):
+            found.num_bytes[copy.source_rank, copy.target_rank] += times * num_bytes([copy])
+            found.num_copies[copy.source_rank, copy.target_rank] += times
+    return found
 
 
 def relays(config: Config) -> tuple[list[int], list[tuple[int, int]]]:
     """(replicas that the trainer feeds, (replica that passes on, replica that it feeds) each)."""
     devices = assign(config)
-    layouts = {}
-    for replica in range(config.generator.num_replicas):
-        ranks = enumerate(devices[f"generator-{replica}"])
-        layouts[replica] = [rank_layout(rank, device, {}) for rank, device in ranks]
+    layouts = {
+        replica: [
+            rank_layout(i, each, {}) for i, each in enumerate(devices[f"generator-{replica}"])
+        ]
+        for replica in range(config.generator.num_replicas)
+    }
     far = {f"host-{host}": site for host, site in far_sites(config).items()}
     sources = assign_sources(layouts, far, partial(weight_kind, config.generator))
     heads = [replica for replica, head in sources.items() if head is None]
     return heads, [(head, replica) for replica, head in sources.items() if head is not None]
-
-
-class Ways:
-    """What goes over cards, links and within a device's memory."""
-
-    def __init__(self) -> None:
-        self.card, self.link, self.memory = Load(), Load(), Load()
-
-    def copy_cast(self, source: list[Device], target: list[Device], matrix: np.ndarray) -> None:
-        """Bytes from each source rank (row) to each target rank (column)."""
-        for column, there in enumerate(target):
-            for row in np.flatnonzero(matrix[:, column]):
-                here = source[row]
-                load = self.card
-                if here == there and here.gpu is not None:
-                    load = self.memory
-                elif here.host == there.host:
-                    load = self.link
-                load.add(here, there, int(matrix[row, column]))
 
 
 def _num_groups(config: Config, devices: dict[str, list[Device]], parts: list[Part]) -> int:
@@ -222,28 +215,13 @@ def _num_copies(part: Part, architecture: Architecture) -> int:
     return num_direct + len(part.siblings) * _num_relayed(part.config, architecture)
 
 
-def _planned(source: list[RankLayout], target: list[RankLayout], *, is_layer: bool) -> Traffic:
-    """The real plan of the parameters inside, or outside, the first layer."""
-    shape = (len(source), len(target))
-    bytes_, copies = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    for copy in plan(_only(source, is_layer), _only(target, is_layer)):
-        bytes_[copy.source_rank, copy.target_rank] += num_bytes([copy])
-        copies[copy.source_rank, copy.target_rank] += 1
-    return Traffic(bytes_, copies)
-
-
 def _only(layouts: Iterable[RankLayout], is_layer: bool) -> list[RankLayout]:
-    return [
-        replace(
-            layout,
-            parameters={
-                name: parameter
-                for name, parameter in layout.parameters.items()
-                if name.startswith(LAYER) == is_layer
-            },
-        )
-        for layout in layouts
-    ]
+    """With the parameters inside, or outside, the first layer alone."""
+    found = []
+    for layout in layouts:
+        names = [name for name in layout.parameters if name.startswith(LAYER) == is_layer]
+        found.append(replace(layout, parameters={name: layout.parameters[name] for name in names}))
+    return found
 
 
 def _num_relayed(config: Config, architecture: Architecture) -> int:
@@ -255,34 +233,24 @@ def _num_relayed(config: Config, architecture: Architecture) -> int:
     )
 
 
-def _hardware(config: Config, device: Device) -> Gpu:
-    """What a rank there has."""
-    kind = device.gpu_kind or config.cluster.planned_gpu
-    return gpu(kind, "cpu" if device.gpu is None else "cuda")
-
-
 def _transfer_s(config: Config, ways: Ways, among: Container[Device] | None = None) -> float:
     """The busiest card, link or memory, of these devices or of all, at full speed; all work at
     once."""
-    rates: dict[str, Callable[[Gpu], float]] = {
-        "card": lambda device: device.card_bytes_per_s,
-        "link": lambda device: device.link_bytes_per_s,
-        "memory": lambda device: device.memory_bytes_per_s / 2,  # read and written
-    }
     found = [0.0]
+
+    def add(load: Counter[Device], rate: Callable[[Gpu], float]) -> None:
+        for device, number in load.items():
+            if among is None or device in among:
+                kind = device.gpu_kind or config.cluster.planned_gpu
+                found.append(number / rate(gpu(kind, "cpu" if device.gpu is None else "cuda")))
+
     over_host: Counter[Device] = Counter()
-    for way, rate in rates.items():
-        load: Load = getattr(ways, way)
-        for ends in (load.out, load.into):
-            busy = ((n, device) for device, n in ends.items() if among is None or device in among)
-            found += [n / rate(_hardware(config, device)) for n, device in busy]
-        over_host += load.into
+    for way, ends in ways.loads.items():
+        for end in ends:
+            add(end, RATES[way])
+        over_host.update({device: n for device, n in ends[1].items() if device.gpu is not None})
     if config.weights.staging == "host":
-        found += [
-            n / _hardware(config, device).host_link_bytes_per_s
-            for device, n in over_host.items()
-            if device.gpu is not None and (among is None or device in among)
-        ]
+        add(over_host, lambda device: device.host_link_bytes_per_s)
     return max(found)
 
 

@@ -31,8 +31,7 @@ from llamarl.generation.scheduler import (
 )
 from llamarl.planner.simulation.cores import Cores, Job
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.layouts import Layouts
-from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.setting import Layouts, Setting
 from llamarl.planner.simulation.slots import Piece, Slot, Slots
 from llamarl.protocols import Report
 from llamarl.types import FinishReason, Request, RolloutInfo, VersionSpan, version_spans
@@ -53,13 +52,7 @@ class SimulatedReplica(Layouts):
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        costs: Costs,
-        cores: Cores,
-        *,
-        index: int,
-        hosts: tuple[str, ...],
+        self, setting: Setting, costs: Costs, cores: Cores, *, index: int, hosts: tuple[str, ...]
     ) -> None:
         super().__init__(setting, costs, cores, hosts=hosts)
         self.index, self.name, self.version = index, f"generator-{index}", -1
@@ -89,7 +82,7 @@ class SimulatedReplica(Layouts):
 
     @property
     def num_running(self) -> int:
-        """Rollouts in slots."""
+        """SimulatedRollouts in slots."""
         return len(self._slots)
 
     async def submit(self, requests: list[Request]) -> None:
@@ -148,16 +141,9 @@ class SimulatedReplica(Layouts):
         await self._travel()
         assert version > self.version, (version, self.version)
         self._timeline.offered_s.setdefault(version, asyncio.get_running_loop().time())
+        handle = partial(StagingHandle, version=version, bucket=bucket, replica=self.index)
         return [
-            StagingHandle(
-                version=version,
-                bucket=bucket,
-                replica=self.index,
-                rank=rank,
-                host=host,
-                address=None,
-                num_bytes=4,
-            )
+            handle(rank=rank, host=host, address=None, num_bytes=4)
             for rank, host in enumerate(self._hosts)
         ]
 
@@ -173,16 +159,15 @@ class SimulatedReplica(Layouts):
 
         def commit() -> int:
             self._standstill.is_mixed = not is_last
-            if is_last:
-                self.version = version
-                self._commits.append((self._slots.steps, version))
-                self._must_recompute = self._recomputes
-                return len(self._slots)
-            return 0
+            if not is_last:
+                return 0
+            self.version = version
+            self._commits.append((self._slots.steps, version))
+            self._must_recompute = self._recomputes
+            return len(self._slots)
 
-        return [
-            await self._between_steps(self._costs.commit_s if is_last else 0.0, commit, "commit")
-        ]
+        seconds = self._costs.commit_s if is_last else 0.0
+        return [await self._between_steps(seconds, commit, "commit")]
 
     async def abort(self, version: int) -> list[None]:
         return [None for _ in self._hosts]
@@ -282,9 +267,8 @@ class SimulatedReplica(Layouts):
         if len(free) < fewest_free(self._max_num_seqs, num_startable):
             return []
         starting = self._queue.take(self.version, len(free))
-        return [
-            self._start(each) for each in assign_slots(starting, free, self._prefixes, self.version)
-        ]
+        assigned = assign_slots(starting, free, self._prefixes, self.version)
+        return [self._start(each) for each in assigned]
 
     def _start(self, assignment: SlotAssignment) -> int:
         slot = Slot(assignment.waiting, assignment.slot, self._slots.steps)

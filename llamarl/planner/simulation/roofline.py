@@ -18,7 +18,7 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner import hardware
 from llamarl.planner.forecast import PublishForecast
 from llamarl.planner.hardware import EFFICIENCY
-from llamarl.planner.memory.trainer import MASTER_BYTES
+from llamarl.planner.memory.trainer_memory import MASTER_BYTES
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.publish import forecast_publish, relays
 from llamarl.weights.layout.reshard import DTYPE_BYTES
@@ -76,11 +76,8 @@ def sizes(architecture: Architecture) -> Sizes:
     shapes = parameter_shapes(architecture)
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
     layers = sum(n for name, n in counts.items() if ".layers." in name)
-    return Sizes(
-        total=sum(counts.values()),
-        layers=layers,
-        head=architecture.vocab_size * architecture.hidden_size,
-    )
+    head = architecture.vocab_size * architecture.hidden_size
+    return Sizes(total=sum(counts.values()), layers=layers, head=head)
 
 
 def generator_bytes(config: Config, architecture: Architecture) -> float:
@@ -189,9 +186,8 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
     if trainer.replicate > 1:
         local_bytes = count.total / tensor / shard * MASTER_BYTES
         share = 2 * (trainer.replicate - 1) / trainer.replicate
-        reduce_s += (
-            share * local_bytes / _collective_rate(config, gpu, trainer.replicate, shard * tensor)
-        )
+        rate = _collective_rate(config, gpu, trainer.replicate, shard * tensor)
+        reduce_s += share * local_bytes / rate
     return gather_s, reduce_s
 
 
@@ -200,10 +196,8 @@ def _publish(
 ) -> dict[str, Any]:
     """A version's way to the first replica of a host, on to the others (`is_relayed`), and into
     use; together they take `publish_s`."""
-    generator, gpu = (
-        config.generator,
-        hardware.gpu(config.cluster.planned_gpu, config.generator.device),
-    )
+    generator = config.generator
+    gpu = hardware.gpu(config.cluster.planned_gpu, generator.device)
     rank_bytes = _published_bytes(config, architecture) / generator.num_ranks
     relay_s = rank_bytes / (gpu.link_bytes_per_s * EFFICIENCY)
     commit_s = 0.0
@@ -225,9 +219,8 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
     if not config.placement.colocated or config.placement.offload == "none":
         return {}
     trainer, generator = config.trainer, config.generator
-    rate = (
-        hardware.gpu(config.cluster.planned_gpu, trainer.device).host_link_bytes_per_s * EFFICIENCY
-    )
+    gpu = hardware.gpu(config.cluster.planned_gpu, trainer.device)
+    rate = gpu.host_link_bytes_per_s * EFFICIENCY
     local = sizes(architecture).total / (trainer.num_shard_ranks * trainer.tensor_parallel)
     weights_bytes = generator_bytes(config, architecture)
     if generator.quantization != "none":

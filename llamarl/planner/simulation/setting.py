@@ -1,18 +1,83 @@
 """What all simulated executors of a run share.
 
-Owns: the record, and the time of a call to another process. Does not own: what an executor does
-(`executors.py`, `replica.py`). Invariant: an executor computes on its own `cores` alone.
+Owns: the record, the rollouts that replicas write and other executors read, the layouts reported to
+the publisher (one made-up parameter for each bucket) and the time of a call to another process.
+Does not own: what an executor does (`executors.py`, `replica.py`). Invariant: an executor computes
+on its own `cores` alone; a rollout is there once `put` has returned, and not before; all ranks of
+an executor on one host count as one.
 """
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from llamarl.config import Config
+from llamarl.generation.protocol import PartialOutput
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
-from llamarl.planner.simulation.rollouts import Rollouts
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
+from llamarl.types import Request, RolloutInfo, StageResult, VersionSpan
+from llamarl.weights.layout.boxes import Box, ParameterLayout, RankLayout, Route
+
+DIFFERENCE = 1e-6  # between a trainer's log-probs and those of a replica
+
+
+class Rollout(NamedTuple):
+    """What a trainer needs of a rollout: lengths, versions, and the largest difference between its
+    own log-probs and the replica's."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    spans: tuple[VersionSpan, ...]
+    difference: float
+
+
+class SimulatedRollouts:
+    """SimulatedRollouts by row id."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, RolloutInfo] = {}
+
+    async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]], writer: str) -> None:
+        """Keep what these have written."""
+        self._rows.update((row.row_id, row) for _, row in stopped)
+
+    async def get(self, row_ids: list[int]) -> list[Rollout]:
+        """SimulatedRollouts in this order; KeyError if one is not there."""
+        rows = [self._rows[row_id] for row_id in row_ids]
+        return [Rollout(r.num_prompt_tokens, r.num_tokens, r.spans, DIFFERENCE) for r in rows]
+
+    def find(self, row_ids: list[int]) -> list[RolloutInfo]:
+        """Those of these that are kept."""
+        return [self._rows[row_id] for row_id in row_ids if row_id in self._rows]
+
+    async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
+        """What these resumed rollouts have written so far."""
+        return {each.row_id: tokens_of(self._rows[each.row_id].spans) for each in requests}
+
+    async def add_rewards(self, scores: list[StageResult], writer: str) -> None:
+        """Rewards of scored rollouts, which are not kept here."""
+
+    def forget(self, row_ids: Iterable[int]) -> None:
+        """Storage has retired these."""
+        for row_id in row_ids:
+            self._rows.pop(row_id, None)
+
+
+def tokens_of(spans: Sequence[VersionSpan]) -> PartialOutput:
+    """Tokens of these versions; ids 1, log-probs DIFFERENCE."""
+    sizes = np.array([span.num_tokens for span in spans], np.int64)
+    versions = np.repeat(np.array([span.version for span in spans], np.int32), sizes)
+    num_tokens = len(versions)
+    return PartialOutput(
+        ids=np.ones(num_tokens, np.int32),
+        logprobs=np.full(num_tokens, DIFFERENCE, np.float32),
+        versions=versions,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +86,7 @@ class Setting:
 
     config: Config
     workload: Workload
-    rollouts: Rollouts = field(default_factory=Rollouts)
+    rollouts: SimulatedRollouts = field(default_factory=SimulatedRollouts)
     timeline: SimulatedTimeline = field(default_factory=SimulatedTimeline)
 
 
@@ -40,3 +105,33 @@ class SimulatedExecutor:
         """A call is on its way to this process."""
         if self._costs.message_s:
             await asyncio.sleep(self._costs.message_s)
+
+
+class Layouts(SimulatedExecutor):
+    """One rank on each of `hosts`, each with the made-up parameters, one per bucket.
+
+    With staging=bucket decoding stands still from the first bucket's commit on; an empty one here.
+    """
+
+    def __init__(
+        self, setting: Setting, costs: Costs, cores: Cores, *, hosts: tuple[str, ...]
+    ) -> None:
+        super().__init__(setting, costs, cores)
+        self._hosts = hosts
+        is_cut = self._config.weights.staging == "bucket"
+        self._buckets = ("first", "rest") if is_cut else ("rest",)
+
+    async def source_layout(self) -> list[RankLayout]:
+        return self._layouts((self._buckets,))
+
+    async def connect_target(self, replica: int, route: Route | None) -> list[None]:
+        return [None for _ in self._hosts]
+
+    def _layouts(self, buckets: tuple[tuple[str, ...], ...]) -> list[RankLayout]:
+        box = Box(start=(0,), stop=(1,), buffer="all", offset=0, strides=(1,))
+        layout = ParameterLayout(shape=(1,), dtype="float32", boxes=(box,))
+        parameters = dict.fromkeys(self._buckets, layout)
+        return [
+            RankLayout(rank=rank, host=host, parameters=parameters, buckets=buckets)
+            for rank, host in enumerate(self._hosts)
+        ]

@@ -10,11 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from llamarl.planner.forecast import Activity
-
 JOINT_S = 1e-9  # bars of one name that are no further apart are one
-DRAWN_REPLICAS = 4  # the others look alike
-DRAWN_STEPS = 4
 
 
 def kind(executor: str) -> str:
@@ -85,19 +81,3 @@ class SimulatedTimeline:
             {each: busy[each] / number for each, number in members.items() if number},
             {key: share / members[key.partition(" ")[0]] for key, share in waits.items()},
         )
-
-    def drawn(self) -> tuple[Activity, ...]:
-        """The last steps of the first replicas and all others, for a picture."""
-        since_s = self.step_ends_s[-min(DRAWN_STEPS + 1, len(self.step_ends_s))]
-        until_s = self.step_ends_s[-1]
-        shown = []
-        for executor, bars in self.bars.items():
-            number = executor.partition("-")[2]
-            if kind(executor) == "generator" and int(number) >= DRAWN_REPLICAS:
-                continue
-            shown += [
-                Activity(executor=executor, name=name, start_s=start, end_s=min(end, until_s))
-                for start, end, name, cat in bars
-                if since_s <= start < until_s and cat != "wait"
-            ]
-        return tuple(sorted(shown, key=lambda bar: (bar.executor, bar.start_s)))

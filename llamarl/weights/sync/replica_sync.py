@@ -18,8 +18,8 @@ from llamarl.weights.integrity.comparison import add_up, compare
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
 from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.states import Event, State, next_state
+from llamarl.weights.transports.registry import TRANSPORTS
 from llamarl.weights.transports.routes import buckets_of
-from llamarl.weights.transports.table import TRANSPORTS
 
 T = TypeVar("T")
 ABORT_S = 5.0  # an abort that takes longer does not delay the error that caused it

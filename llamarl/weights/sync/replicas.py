@@ -1,9 +1,9 @@
 """The connected replicas: each has a task that brings it from version to version.
 
 Owns: who is connected, those tasks, and what follows from a failure. Does not own: which source
-feeds whom (`assignment.py`), the protocol for one replica (`replica_sync.py`) or when a publish has
-ended (`publisher.py`). Invariant: a replica that raises or stays silent is lost alone; an error of
-the trainer or a wrong fingerprint ends all tasks.
+feeds whom (`layout/kinds.py`), the protocol for one replica (`replica_sync.py`) or when a publish
+has ended (`publisher.py`). Invariant: a replica that raises or stays silent is lost alone; an error
+of the trainer or a wrong fingerprint ends all tasks.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
-from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.sync.assignment import assign_sources
+from llamarl.weights.layout.kinds import WeightKind, assign_sources
 from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.states import State

@@ -28,11 +28,11 @@ from llamarl.weights.integrity.fingerprint import fingerprint
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.boxes import ParameterLayout, RankLayout, Route, StagingHandle
 from llamarl.weights.layout.buckets import Bucket
+from llamarl.weights.transports.ends import Rdma, TransportReceiver
 from llamarl.weights.transports.mapped import MappedBlock
 from llamarl.weights.transports.packed import target_ranks
-from llamarl.weights.transports.protocol import Rdma, TransportReceiver
+from llamarl.weights.transports.registry import End, make_receiver
 from llamarl.weights.transports.shared_memory import require_memory, this_host
-from llamarl.weights.transports.table import End, make_receiver
 
 
 class WeightBuffer:

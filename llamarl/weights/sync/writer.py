@@ -17,8 +17,8 @@ from llamarl.weights.integrity.comparison import MODULUS, Fingerprints
 from llamarl.weights.integrity.fingerprint import transfer
 from llamarl.weights.integrity.versioned_tensors import VersionedTensors
 from llamarl.weights.layout.boxes import Copy, ParameterLayout, RankLayout, Route, StagingHandle
-from llamarl.weights.transports.protocol import Rdma, TransportSender
-from llamarl.weights.transports.table import End, make_sender
+from llamarl.weights.transports.ends import Rdma, TransportSender
+from llamarl.weights.transports.registry import End, make_sender
 
 
 class Writer:

@@ -28,19 +28,21 @@ from torch import Tensor
 from llamarl.errors import StaleVersion, TargetLost
 from llamarl.models.process_group import form_group, formed_to_fail_alone, meet
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
-from llamarl.weights.transports.exponents import expand, longest, squeeze
+from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import (
     ALIGN_BYTES,
     Message,
+    expand,
     in_turns,
+    longest,
     messages_by,
     messages_to,
     source_ranks,
+    squeeze,
     target_ranks,
     unpack,
 )
-from llamarl.weights.transports.protocol import CopyCast
-from llamarl.weights.transports.table import End
+from llamarl.weights.transports.registry import End
 
 TRAILER_BYTES = 32  # version, bucket, index, whether the source goes on
 POLL_S = 0.0005  # NCCL cannot be waited for with a limit

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import cut
-from llamarl.weights.transports.protocol import CopyCast
+from llamarl.weights.transports.registry import End
 from llamarl.weights.transports.shared_memory import Segment, open_segment
-from llamarl.weights.transports.table import End
 
 PIECE_BYTES = 1 << 26  # a copy reads this much before it checks whether its version is still there
 

@@ -1,9 +1,9 @@
 """The rdma transport: the source writes messages into an inbox of the target, one-sided.
 
-Owns: inboxes, and both ends over them. Does not own: how a message gets there (`cluster/rdma.py`)
-or what is in it (`packed.py`). Invariant: each message of a bucket has an inbox of its own,
-so sources need no answer from the target while they write; inboxes are host memory, and the next
-bucket's messages go into the same ones.
+Owns: inboxes, and both ends over them. Does not own: how a message gets there
+(`cluster/rdma_buffers.py`) or what is in it (`packed.py`). Invariant: each message of a bucket has
+an inbox of its own, so sources need no answer from the target while they write; inboxes are host
+memory, and the next bucket's messages go into the same ones.
 """
 
 from collections import defaultdict
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from llamarl.errors import TargetLost
 from llamarl.weights.layout.boxes import Copy, Route, StagingHandle
+from llamarl.weights.transports.ends import CopyCast
 from llamarl.weights.transports.packed import (
     in_turns,
     messages_by,
     messages_to,
     unpack,
 )
-from llamarl.weights.transports.protocol import CopyCast
+from llamarl.weights.transports.registry import End
 from llamarl.weights.transports.shared_memory import require_memory
-from llamarl.weights.transports.table import End
 
 
 class RdmaSender:

@@ -15,7 +15,7 @@ from llamarl.config import WeightsConfig
 from llamarl.weights.layout.boxes import Copy, RankLayout, Route
 from llamarl.weights.layout.kinds import WeightKind
 from llamarl.weights.layout.reshard import plan
-from llamarl.weights.transports.table import TRANSPORTS, mapped_on, named
+from llamarl.weights.transports.registry import TRANSPORTS, mapped_on, named
 
 
 class Routes:

@@ -16,6 +16,7 @@ padding.
 """
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -39,21 +40,18 @@ Shape = tuple[int, ...]
 
 def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
     """The layout of each trainer rank, as `shard_boxes` makes it there, in order of rank."""
-    shapes = parameter_shapes(architecture)
-    placements = parameter_placements(architecture, config.trainer)
-    devices = assign(config)["trainer"]
-    made: dict[tuple[str, Shape, Shape], ParameterLayout] = {}
-    layouts = []
-    for rank in range(config.trainer.num_ranks):
-        parameters = {}
-        for name, shape in shapes.items():
-            mesh, kinds = placements[name]
-            size, start = local_box(shape, mesh, coordinate(rank, mesh), kinds)
-            if (name, size, start) not in made:
-                made[name, size, start] = _layout(shape, size, start, "float32", name, 0)
-            parameters[name] = made[name, size, start]
-        layouts.append(rank_layout(rank, devices[rank], parameters))
-    return layouts
+    layout = lru_cache(maxsize=None)(_layout)  # ranks that hold the same share it
+    return [
+        rank_layout(
+            rank,
+            device,
+            {
+                name: layout(shape, size, start, "float32", name, 0)
+                for name, shape, size, start in _local_boxes(config, architecture, rank)
+            },
+        )
+        for rank, device in enumerate(assign(config)["trainer"])
+    ]
 
 
 def generator_layouts(
@@ -81,17 +79,18 @@ def weight_buffer(
 
 def local_elements(config: Config, architecture: Architecture, rank: int) -> dict[str, int]:
     """Parameter name -> elements that trainer rank `rank` holds of it."""
+    boxes = _local_boxes(config, architecture, rank)
+    return {name: math.prod(size) for name, _, size, _ in boxes}
+
+
+def _local_boxes(
+    config: Config, architecture: Architecture, rank: int
+) -> Iterator[tuple[str, Shape, Shape, Shape]]:
+    """(name, shape, shape and first index of what the trainer rank holds) of each parameter."""
     shapes = parameter_shapes(architecture)
-    found = {}
     for name, (mesh, kinds) in parameter_placements(architecture, config.trainer).items():
-        size, _ = local_box(shapes[name], mesh, coordinate(rank, mesh), kinds)
-        found[name] = math.prod(size)
-    return found
-
-
-def coordinate(rank: int, mesh: Shape) -> Shape:
-    """Where `rank` is in a mesh of this shape: a row-major count."""
-    return tuple(map(int, np.unravel_index(rank, mesh)))
+        place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
+        yield name, shapes[name], *local_box(shapes[name], mesh, place, kinds)
 
 
 def local_box(

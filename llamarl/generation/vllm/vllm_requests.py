@@ -1,7 +1,7 @@
 """Rollouts inside vLLM: the request that each one makes of it, and what each has written.
 
-Owns: the translation of requests. Does not own: vLLM's core (`engine.py`). Invariant: a running
-rollout holds all its tokens, so none is read back from vLLM.
+Owns: the translation of requests. Does not own: vLLM's core (`vllm_engine.py`). Invariant: a
+running rollout holds all its tokens, so none is read back from vLLM.
 """
 
 import hashlib

@@ -25,10 +25,10 @@ from llamarl.metrics.span import Spans
 from llamarl.models.architecture import Architecture
 from llamarl.planner.forecast import PoolStep, StepForecast
 from llamarl.planner.simulation import clock, fraction
-from llamarl.planner.simulation.cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.executors import SimulatedRunLogger
 from llamarl.planner.simulation.setting import Setting
+from llamarl.planner.simulation.simulated_cluster import SimulatedCluster, make_executors
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.protocols import RunObserver
@@ -205,7 +205,6 @@ def forecast(
         max_staleness=max(ages, default=0),
         trained_tokens_per_s=num_tokens / (end_s - start_s),
         publish_s=sum(publishes_s) / max(1, len(publishes_s)),
-        timeline=timeline.drawn(),
         pools=_pool_steps(timeline, config, start_s, end_s) if config else {},
     )
 

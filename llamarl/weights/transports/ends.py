@@ -55,7 +55,7 @@ class TransportReceiver(Protocol):
 
 
 class Rdma(Protocol):
-    """One-sided writes into memory of another process (`cluster/rdma.py`, over Monarch)."""
+    """One-sided writes into memory of another process (`cluster/rdma_buffers.py`, over Monarch)."""
 
     def register(self, memory: Tensor) -> object:
         """Let others write into `memory` (uint8 [bytes], host memory); a picklable handle.

@@ -23,11 +23,11 @@ from llamarl.generation.engine import PREFILL_TOKENS
 from llamarl.generation.parameters import DTYPES, BufferLayout, bind, quantize, tensors
 from llamarl.models.architecture import Architecture
 from llamarl.models.families import FUSED, LINEARS
-from llamarl.planner.memory.placements import weight_buffer
-from llamarl.planner.memory.trainer import Kinds
+from llamarl.planner.memory.shardings import weight_buffer
+from llamarl.planner.memory.trainer_memory import Kinds
 from llamarl.weights.layout import buckets
 from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 LINEAR_WEIGHTS = tuple(f"{name}.weight" for name in LINEARS)
 FUSED_INTO = {part: whole for whole, parts in FUSED.items() for part in parts}
@@ -51,10 +51,8 @@ def forecast_generator(config: Config, architecture: Architecture) -> GeneratorM
     """Of the fullest rank."""
     generator = config.generator
     item = DTYPE_BYTES[generator.dtype]
-    weight_buffers = [
-        weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks)
-    ]
-    parameters, num_elements = max(weight_buffers, key=lambda each: each[1])
+    buffers = (weight_buffer(config, architecture, rank) for rank in range(generator.num_ranks))
+    parameters, num_elements = max(buffers, key=lambda each: each[1])
     weights: Kinds = {}
     host: Kinds = {}
     in_host = config.weights.staging == "host" and generator.device == "cuda"
@@ -132,9 +130,8 @@ def _largest_linear(config: Config, architecture: Architecture) -> int:
     for name, layout in parameters.items():
         if ".layers.0." in name and name.endswith("_proj.weight"):
             module = ".".join(name.split(".")[-3:-1])
-            sizes[FUSED_INTO.get(module, module)] += sum(
-                math.prod(box.shape) for box in layout.boxes
-            )
+            num_elements = sum(math.prod(box.shape) for box in layout.boxes)
+            sizes[FUSED_INTO.get(module, module)] += num_elements
     return max(sizes.values())
 
 

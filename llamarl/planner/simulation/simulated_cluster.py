@@ -1,8 +1,8 @@
 """All executors of a recipe, simulated.
 
 Owns: which simulated executor gets which processors and hosts. Does not own: what they do, or the
-controller that drives them (`run.py`). Invariant: a call goes straight to its executor, so a large
-simulation pays nothing for messages that cost nothing.
+controller that drives them (`simulated_run.py`). Invariant: a call goes straight to its executor,
+so a large simulation pays nothing for messages that cost nothing.
 """
 
 import asyncio

@@ -26,9 +26,9 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.models.parallelize import mesh_shape, parameter_placements
 from llamarl.planner.forecast import NO_MODELS, STAGE, FrozenModels
 from llamarl.planner.memory.activations import forecast_activations, forecast_inference
-from llamarl.planner.memory.placements import local_box, local_elements
+from llamarl.planner.memory.shardings import local_box, local_elements
 from llamarl.weights.layout.reshard import DTYPE_BYTES
-from llamarl.weights.transports.table import TRANSPORTS
+from llamarl.weights.transports.registry import TRANSPORTS
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
 LAYER = "model.layers.0."

@@ -34,9 +34,9 @@ from llamarl.generation.scheduler import (
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_temperature
 from llamarl.generation.vllm.recorder import record
-from llamarl.generation.vllm.requests import VllmRollout, start
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import is_as_loaded, process
+from llamarl.generation.vllm.vllm_requests import VllmRollout, start
 from llamarl.models.inventory import parameter_shapes
 from llamarl.models.other_architecture import read_any_architecture
 from llamarl.types import FinishReason, Request

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, connect, reason_of
 from llamarl.cluster.handshake_timeout import limit_handshakes
+from llamarl.cluster.os_process import import_path, quiet_stderr
 from llamarl.cluster.peer_check import refuse_other_users
-from llamarl.cluster.process import import_path, quiet_stderr
 from llamarl.cluster.socket_folder import private_sockets
 
 LISTEN_LIMIT_S = 20.0

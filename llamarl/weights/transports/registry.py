@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from llamarl.weights.layout.boxes import Route
-    from llamarl.weights.transports.protocol import Rdma, TransportReceiver, TransportSender
+    from llamarl.weights.transports.ends import Rdma, TransportReceiver, TransportSender
 
 WING = "llamarl.weights.transports"
 
