@@ -35,6 +35,7 @@ UNITS = {  # end of a figure's name -> unit, the first that fits
     "_per_s": "1/s",
     "_bytes": "bytes",
     "_ms": "ms",
+    "_us": "µs",
     "_s": "s",
 }
 Values = dict[str, float]
