@@ -142,7 +142,7 @@ def compare(
 
 
 def main() -> None:
-    bench = Bench(__doc__, {"duel_ratio_quickstart": ">= 1.0", "duel_ratio_long_tail": ">= 1.3"})
+    bench = Bench(__doc__, {"duel_ratio_quickstart": "> 1.0", "duel_ratio_long_tail": ">= 1.3"})
     bench.option("--seeds", type=int, default=3, help="runs of each mode")
     bench.option("--steps", type=int, default=20, help="optimizer steps of each run")
     bench.option("--duels", type=int, default=3, help="pairs of the best of both kinds")

@@ -5,8 +5,9 @@ Invariant: within a round every way has its turn, and a ratio compares two ways 
 
 The file of `--json FILE` holds {"bench", "commit", "date", "machine", "command", "figures",
 "rounds"}. A figure is {"name", "value", "unit"}, and where it has them "case" (which setting, way
-or workload it belongs to), "spread" (lowest and highest of the rounds) and "goal" (">= 1.2" or
-"<= 0.05"); `value` is a number, a text, a list of numbers, or null for what was not measured.
+or workload it belongs to), "spread" (lowest and highest of the rounds) and "goal" (">= 1.2",
+"> 1" or "<= 0.05"). `value` is a number, a text, a list of numbers, or null for what was not
+measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import datetime
 import json
 import math
+import operator
 import os
 import platform
 import re
@@ -38,6 +40,8 @@ UNITS = {  # end of a figure's name -> unit, the first that fits
     "_us": "µs",
     "_s": "s",
 }
+RELATIONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le}  # of a goal
+KEPT = ("title", "headlines", "notes")  # what a file keeps when it is written again
 Values = dict[str, float]
 Rounds = Mapping[str, Sequence[Values]]
 """By case: what each round gave."""
@@ -90,7 +94,7 @@ class Bench:
 
     def write(self, rounds: object = None) -> None:
         """Write the file, if one was asked for. `rounds` is what lies behind the figures. A file
-        that is there already keeps its "notes"."""
+        that is there already keeps what its page says (`KEPT`)."""
         if self._path is None:
             return
         known = json.loads(self._path.read_text()) if self._path.exists() else {}
@@ -103,7 +107,7 @@ class Bench:
             "figures": self._figures,
             "rounds": rounds or {},
         }
-        notes = {name: known[name] for name in ("title", "notes") if name in known}
+        notes = {name: known[name] for name in KEPT if name in known}
         self._path.write_text(dump(document | notes))
 
     def _command(self) -> str:
@@ -175,9 +179,9 @@ def is_met(figure: Mapping[str, Any]) -> bool | None:
         return None
     relation, _, limit = figure["goal"].partition(" ")
     numbers = values if isinstance(values, list) else [values]
-    if relation not in (">=", "<="):
-        raise ValueError(f'a goal must be ">= NUMBER" or "<= NUMBER", got {figure["goal"]!r}')
-    return all(n >= float(limit) if relation == ">=" else n <= float(limit) for n in numbers)
+    if relation not in RELATIONS:
+        raise ValueError(f"a goal must begin with one of {list(RELATIONS)}, got {figure['goal']!r}")
+    return all(RELATIONS[relation](each, float(limit)) for each in numbers)
 
 
 def shown(figure: Mapping[str, Any]) -> str:

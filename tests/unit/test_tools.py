@@ -178,7 +178,8 @@ def test_a_goal_is_met_by_every_number_or_missed() -> None:
     assert not is_met({"value": None, "spread": [0.006, 0.012], "goal": "<= 0.01"})
     assert is_met({"value": None, "goal": "<= 1"}) is None
     assert is_met({"value": 3}) is None
-    with pytest.raises(ValueError, match="a goal must be"):
+    assert not is_met({"value": 1.0, "goal": "> 1.0"})
+    with pytest.raises(ValueError, match="a goal must begin"):
         is_met({"value": 1, "goal": "about 1"})
     missed = {"value": 0.24, "unit": "", "spread": [0.2, 0.3], "goal": ">= 0.7"}
     assert shown(missed) == "0.24 (0.2 to 0.3) (goal >= 0.7, **missed**)"
