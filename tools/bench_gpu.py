@@ -15,7 +15,7 @@ offload     4 GiB to pinned host memory and back
 loop        whole runs in one process (cluster=inline), synchronous and asynchronous, same lengths
 
 Every section runs in a process of its own; one that fails says why, and the others go on. With
---tiny it takes seconds; --device cpu then tries everything but what only a GPU can tell.
+--tiny it takes seconds; --device cpu then tries everything but what needs a GPU.
 """
 
 from __future__ import annotations
