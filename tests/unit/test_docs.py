@@ -39,6 +39,7 @@ from tests.unit.pages import (
     commands,
     name_of,
     prose,
+    sentences,
     tables,
 )
 
@@ -56,6 +57,7 @@ FOREIGN_PROGRAMS = {"pip", "hf", "tensorboard", "git", "sbatch"}
 FLAGS = {"--cfg", "--multirun", "--sweep", "--json", "--html", "--trace", "--mermaid", "--run"}
 MOST_README_LINES = 150
 MOST_BENCHMARKS_LINES = 200
+MOST_WORDS = 35  # of a sentence
 
 
 def of(program: str) -> list[Command]:
@@ -220,6 +222,28 @@ def test_the_index_of_extending_links_to_all_its_pages() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MOST_README_LINES
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.parent.name != "recipes"], ids=name_of
+)
+def test_no_sentence_is_long(page: Path) -> None:
+    found = [each for each in sentences(page.read_text()) if len(each.split()) > MOST_WORDS]
+    assert not found
+
+
+def test_sentences_end_where_a_reader_would_end_them() -> None:
+    text = (
+        "# A heading\n\nOne [link](a b c). Two (e.g. this) is\none. `Three` ends:\n\n- four\n- five"
+    )
+    text += "\n\n| no | sentence |\n\n```python\nnone = 0\n```\n"
+    assert sentences(text) == [
+        "One [link].",
+        "Two (e.g. this) is one.",
+        "`Three` ends:",
+        "four",
+        "five",
+    ]
 
 
 def test_every_room_has_one_line_in_order() -> None:
