@@ -60,13 +60,13 @@ if TYPE_CHECKING:  # mypy compares the methods of each class with those that are
         generator,
         offloadable,
         reference,
-        rollouts,
+        rollout_part,
         stage,
         storage,
         trainer,
     )
 
-    GeneratorReplica: type[protocols.GeneratorReplica] = rollouts.RolloutPart
+    GeneratorReplica: type[protocols.GeneratorReplica] = rollout_part.RolloutPart
     Collecting: type[protocols.Collector] = collector.CollectorExecutor
     Trainer: type[protocols.Trainer] = trainer.TrainerExecutor
     StageProcessor: type[protocols.Processor] = stage.StageExecutor

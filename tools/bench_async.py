@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from harness import Bench, Rounds, Values, medians
+from live_run import QUIET, RECIPE, train
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "quickstart"
 SYNC = ["staleness.max_staleness=0"]
 ASYNC = ["staleness.max_staleness=1"]
 # Weights are gathered once a step: on one machine that costs memory, and saves time.
@@ -86,50 +83,28 @@ def write_long_tail_recipe(folder: Path) -> None:
     )
 
 
-def run(recipe: Path, run_dir: Path, num_steps: int, seed: int, mode: str) -> dict[str, float]:
-    """Train once; returns seconds, rollouts and the final accuracy (NaN without held-out)."""
-    command = [
-        *(sys.executable, "-m", "llamarl", "train", f"--config-dir={recipe}"),
-        *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={num_steps}"),
-        *("evaluation.every_steps=0", "metrics.live=false", "checkpoint.export=false"),
-        *MODES[mode],
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    seconds = sum(line["time/step_s"] for line in lines if "time/step_s" in line)
-    summary = json.loads((run_dir / "summary.json").read_text())
+def run(recipe: Path, run_dir: Path, num_steps: int, seed: int, mode: str) -> Values:
+    """Train once; the accuracy is NaN without held-out prompts."""
+    found = train(recipe, run_dir, f"seed={seed}", f"num_steps={num_steps}", *QUIET, *MODES[mode])
+    seconds = sum(found.steps_s)
     return {
         "seconds": seconds,
-        "rollouts": summary["rollouts_trained"],
-        "accuracy": summary["accuracy_after"] or float("nan"),
-        "both_busy_share": summary["both_busy_share"],
+        "rollouts": found.summary["rollouts_trained"],
+        "rollouts_per_s": found.summary["rollouts_trained"] / seconds,
+        "accuracy": found.summary["accuracy_after"] or float("nan"),
+        "both_busy_share": found.summary["both_busy_share"],
     }
 
 
-def bench(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, list]:
-    """All modes, all seeds, interleaved."""
-    results: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+def measure(workload: str, recipe: Path, folder: Path, args: argparse.Namespace) -> Rounds:
+    """All modes, all seeds, in turns."""
+    found: dict[str, list[Values]] = {mode: [] for mode in MODES}
     for seed in range(args.seeds):
         for mode in MODES:
             run_dir = folder / f"{workload}-{seed}-{mode.replace(', ', '-').replace(' ', '-')}"
-            result = run(recipe, run_dir, args.steps, seed, mode)
-            results[mode].append(result)
-            print(
-                f"{workload:<11}seed {seed}  {mode:<21}{result['seconds']:7.1f} s"
-                f"  {result['rollouts'] / result['seconds']:7.0f} rollouts/s"
-                f"  accuracy {result['accuracy']:.3f}"
-                f"  both busy {result['both_busy_share']:.0%}",
-                flush=True,
-            )
-    assert len({r["rollouts"] for rows in results.values() for r in rows}) == 1
-    return results
-
-
-def median(results: dict[str, list], mode: str, key: str) -> float:
-    return statistics.median(row[key] for row in results[mode])
+            found[mode].append(run(recipe, run_dir, args.steps, seed, mode))
+    assert len({each["rollouts"] for rounds in found.values() for each in rounds}) == 1
+    return found
 
 
 def take_turns(
@@ -145,12 +120,13 @@ def take_turns(
     return ratios
 
 
-def figures_of(
-    workload: str, recipe: Path, folder: Path, args: argparse.Namespace
-) -> dict[str, object]:
+def compare(
+    bench: Bench, workload: str, recipe: Path, folder: Path, args: argparse.Namespace
+) -> Rounds:
     """All figures of one workload."""
-    results = bench(workload, recipe, folder, args)
-    seconds = {mode: median(results, mode, "seconds") for mode in MODES}
+    found = measure(workload, recipe, folder, args)
+    bench.add_medians({f"{workload}: {mode}": rounds for mode, rounds in found.items()})
+    seconds = {mode: medians(rounds)["seconds"] for mode, rounds in found.items()}
     best = min((m for m in MODES if m.startswith("sync")), key=seconds.__getitem__)
     quick = min((m for m in MODES if m.startswith("async")), key=seconds.__getitem__)
 
@@ -158,40 +134,29 @@ def figures_of(
         run_dir = folder / f"{workload}-duel-{turn}-{mode.startswith('sync')}"
         return run(recipe, run_dir, args.steps, args.seeds + turn, mode)["seconds"]
 
-    ratio, duels = seconds[best] / seconds[quick], take_turns(run_once, best, quick, args.duels)
-    print(f"{workload}: the best asynchronous run ({quick}) is {ratio:.2f}x as fast as")
-    print(f"the best synchronous run ({best}); in pairs {[round(each, 2) for each in duels]}\n")
-    figures: dict[str, object] = {
-        f"ratio_{workload}": ratio,
-        f"seconds_{workload}": seconds,
-        f"both_busy_share_{workload}": {m: median(results, m, "both_busy_share") for m in MODES},
-        f"duels_{workload}": duels,
-    }
-    if duels:
-        figures[f"duel_ratio_{workload}"] = statistics.median(duels)
-    if workload == "quickstart":
-        figures["accuracy_sync"] = median(results, best, "accuracy")
-        figures["accuracy_async"] = median(results, quick, "accuracy")
-    return figures
+    bench.add_all({"best_sync": best, "best_async": quick}, workload)
+    bench.add("ratio", seconds[best] / seconds[quick], workload)
+    if duels := take_turns(run_once, best, quick, args.duels):
+        bench.add(f"duel_ratio_{workload}", statistics.median(duels), workload, duels)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
-    parser.add_argument("--duels", type=int, default=3, help="pairs of the best of both kinds")
-    parser.add_argument("--workloads", nargs="*", default=WORKLOADS, choices=WORKLOADS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    figures: dict[str, object] = {"seeds": args.seeds, "steps": args.steps}
+    bench = Bench(__doc__, {"duel_ratio_quickstart": "> 1.0", "duel_ratio_long_tail": ">= 1.3"})
+    bench.option("--seeds", type=int, default=3, help="runs of each mode")
+    bench.option("--steps", type=int, default=20, help="optimizer steps of each run")
+    bench.option("--duels", type=int, default=3, help="pairs of the best of both kinds")
+    bench.option("--workloads", nargs="*", default=WORKLOADS, choices=WORKLOADS)
+    args = bench.parse()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_long_tail_recipe(folder / "recipe")
         recipes = dict(zip(WORKLOADS, (RECIPE, folder / "recipe"), strict=True))
-        for workload in args.workloads:
-            figures |= figures_of(workload, recipes[workload], folder, args)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        rounds = {
+            workload: compare(bench, workload, recipes[workload], folder, args)
+            for workload in args.workloads
+        }
+    bench.write(rounds)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ a step without a save beside it. Medians over repeats, rank 0's clock.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import socket
 import statistics
@@ -35,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as processes
+from harness import Bench, Values
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from weights_bench.model import model_of
@@ -106,9 +105,7 @@ def step(matrix: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def bench_way(
-    save: Callable[[str], Writing | None], folder: Path, matrix: torch.Tensor
-) -> dict[str, float]:
+def bench_way(save: Callable[[str], Writing | None], folder: Path, matrix: torch.Tensor) -> Values:
     """Seconds of one save, and the share by which steps beside it are slower."""
     alone_s = statistics.median(step(matrix) for _ in range(9))
     if dist.get_rank() == 0:
@@ -138,7 +135,7 @@ def bench_rank(
     state = make_state(megabytes, init_device_mesh("cpu", (num_ranks,)))
     ways = Ways(state)
     matrix = torch.randn(STEP_SIZE, STEP_SIZE)
-    found: dict[str, list[dict[str, float]]] = {"waiting": [], "beside": [], "torch": []}
+    found: dict[str, list[Values]] = {"waiting": [], "beside": [], "torch": []}
     for repeat in range(repeats + 1):  # the first one allocates
         for name, figures in found.items():
             path = Path(folder, f"{name}-{repeat}")
@@ -151,13 +148,12 @@ def bench_rank(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--megabytes", type=float, default=1000.0, help="of all ranks' state")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
-    arguments = parser.parse_args()
+    bench = Bench(__doc__)
+    bench.option("--megabytes", type=float, default=1000.0, help="of all ranks' state")
+    bench.option("--ranks", type=int, default=2)
+    bench.option("--repeats", type=int, default=5)
+    bench.option("--folder", help="where checkpoints go; default: a temporary folder")
+    arguments = bench.parse()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         answers = processes.get_context("spawn").SimpleQueue()
         others = (arguments.ranks, arguments.megabytes, arguments.repeats, folder, answers)
@@ -165,17 +161,11 @@ def main() -> None:
         assert started is not None
         found, num_bytes = answers.get()
         started.join()
-    results: dict[str, Any] = {"megabytes": num_bytes / 1e6, "ranks": arguments.ranks}
-    print(f"{num_bytes / 1e6:.0f} MB on {arguments.ranks} ranks")
-    for name, (first, *later) in found.items():
-        median = {key: statistics.median(each[key] for each in later) for key in first}
-        results[name] = median | {"first_blocked_s": first["blocked_s"]}
-        print(
-            f"{name:8} blocked {median['blocked_s']:.3f} s ({first['blocked_s']:.3f} s the first "
-            f"time), written after {median['written_s']:.2f} s, steps x {median['step']:.2f}"
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    bench.add_all({"megabytes": num_bytes / 1e6, "ranks": arguments.ranks})
+    bench.add_medians({name: later for name, (_, *later) in found.items()})
+    for name, (first, *_) in found.items():
+        bench.add("first_blocked_s", first["blocked_s"], name)
+    bench.write(found)
 
 
 if __name__ == "__main__":

@@ -27,19 +27,17 @@ the ratio of the controller's load, `bytes_by_length` that of its bytes per roll
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import cProfile
 import dataclasses
-import json
 import pstats
 import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts, measure
 from controller_bench.simulation import Load, Shape, run
+from harness import Bench
 
 SIZES = (32, 64, 128, 256, 512, 1024)  # ranks
 COSTS_WITHOUT_MEASURING = MessageCosts(
@@ -111,18 +109,24 @@ def scale(costs: MessageCosts) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, simulate, print, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--replicas", type=int, default=256)
-    parser.add_argument("--trainer-ranks", type=int, default=2048)
-    parser.add_argument("--rollouts", type=int, default=16384, help="in a step, 16 of each prompt")
-    parser.add_argument("--collectors", type=int, default=1)
-    parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--actors", type=int, default=16, help="0: assume what messages cost")
-    parser.add_argument("--profile", action="store_true", help="where the CPU time goes")
-    parser.add_argument("--scaling", action="store_true", help="from 32 to 1024 ranks instead")
-    arguments = parser.parse_args()
+    """Measure and simulate."""
+    bench = Bench(
+        __doc__,
+        {
+            "controller_core_share": "<= 0.10",
+            "controller_wait_share": "<= 0.01",
+            "scaling_efficiency": ">= 0.9",
+        },
+    )
+    bench.option("--replicas", type=int, default=256)
+    bench.option("--trainer-ranks", type=int, default=2048)
+    bench.option("--rollouts", type=int, default=16384, help="in a step, 16 of each prompt")
+    bench.option("--collectors", type=int, default=1)
+    bench.option("--staleness", type=int, default=1)
+    bench.option("--actors", type=int, default=16, help="0: assume what messages cost")
+    bench.option("--profile", action="store_true", help="where the CPU time goes")
+    bench.option("--scaling", action="store_true", help="from 32 to 1024 ranks instead")
+    arguments = bench.parse()
     shape = Shape(
         num_replicas=arguments.replicas,
         num_trainer_ranks=arguments.trainer_ranks,
@@ -133,23 +137,21 @@ def main() -> None:
     costs = COSTS_WITHOUT_MEASURING
     if arguments.actors:
         costs = measure(arguments.actors, num_calls=320, num_rounds=5)
-    if arguments.scaling:
-        return report(scale(costs), arguments.json)
     profile = cProfile.Profile()
     if arguments.profile:
         profile.enable()
-    load = simulate(shape, costs)
+    found = scale(costs) if arguments.scaling else results(shape, costs, simulate(shape, costs))
     profile.disable()
-    report(results(shape, costs, load), arguments.json)
+    details = {name: found.pop(name) for name in ("shape", "message_costs") if name in found}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            for case, each in value.items():
+                bench.add(name, each, f"{case} ranks" if isinstance(case, int) else case)
+        else:
+            bench.add(name, value)
+    bench.write(details)
     if arguments.profile:
         pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(45)
-
-
-def report(found: dict[str, object], path: Path | None) -> None:
-    """Print, and write the JSON file."""
-    print(json.dumps(found, indent=2))
-    if path:
-        path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,16 +15,12 @@ offload     4 GiB to pinned host memory and back
 loop        whole runs in one process (cluster=inline), synchronous and asynchronous, same lengths
 
 Every section runs in a process of its own; one that fails says why, and the others go on. With
---tiny it takes seconds; --device cpu then tries everything but what only a GPU can tell.
+--tiny it takes seconds; --device cpu then tries everything but what needs a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -33,7 +29,8 @@ from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+
+from harness import Bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,42 +46,45 @@ LIMIT_S = 150  # of one section
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU takes seconds for")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections to run")
-    arguments = parser.parse_args()
-    results = {}
+    bench = Bench(__doc__)
+    bench.option("--device", choices=("cuda", "cpu"), default="cuda")
+    bench.option("--tiny", action="store_true", help="sizes that a CPU takes seconds for")
+    bench.option("--only", nargs="+", choices=SECTIONS, help="sections to run")
+    arguments = bench.parse()
+    errors = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         for name in arguments.only or SECTIONS:
-            results[name] = run(name, arguments.device, arguments.tiny, folder)
-            show(name, results[name])
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(environment() | results, indent=2) + "\n")
-    if all(result["error"] for result in results.values()):
+            start_s = time.monotonic()
+            figures, error = run(name, arguments.device, arguments.tiny, folder)
+            took_s = time.monotonic() - start_s
+            bench.add_all({**figures, "error": error, "section_s": took_s}, name)
+            errors.append(error)
+    import torch  # noqa: F401 - so that the machine's description names the GPU
+
+    bench.write()
+    if all(errors):
         sys.exit(1)
 
 
-def run(name: str, device: str, is_tiny: bool, folder: str) -> dict[str, Any]:
-    """`figures`, `error` ("" if there is none) and `seconds` of one section."""
+def run(name: str, device: str, is_tiny: bool, folder: str) -> tuple[dict[str, float], str]:
+    """(figures, error) of one section; no error: ""."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there, name, device, is_tiny, folder))
-    start_s = time.monotonic()
     process.start()
     there.close()
+    figures: dict[str, float] = {}
     try:
         if here.poll(LIMIT_S):
             figures, error = here.recv()
         else:
-            figures, error = {}, f"took longer than {LIMIT_S} s"
+            error = f"took longer than {LIMIT_S} s"
     except EOFError:
         process.join()
-        figures, error = {}, f"the process ended with code {process.exitcode}"
+        error = f"the process ended with code {process.exitcode}"
     process.kill()
     process.join()
-    return {"figures": figures, "error": error, "seconds": time.monotonic() - start_s}
+    return figures, error
 
 
 def _work(pipe: Connection, name: str, device: str, is_tiny: bool, folder: str) -> None:
@@ -102,27 +102,6 @@ def _work(pipe: Connection, name: str, device: str, is_tiny: bool, folder: str) 
     except Exception as error:  # noqa: BLE001 - said in the result; the other sections go on
         traceback.print_exc()
         pipe.send(({}, f"{type(error).__name__}: {error}"))
-
-
-def environment() -> dict[str, Any]:
-    """Where the figures come from."""
-    import torch
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "cores": os.cpu_count(),
-    }
-
-
-def show(name: str, result: dict[str, Any]) -> None:
-    """One section as lines of a table."""
-    print(f"{name} ({result['seconds']:.0f} s)  {result['error']}")
-    for key, value in result["figures"].items():
-        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        print(f"  {key:44} {text:>20}", flush=True)
 
 
 if __name__ == "__main__":

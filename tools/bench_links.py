@@ -22,16 +22,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from demo_two_hosts import ROOT, worker
+from harness import Bench, Values, medians
 from links import Host, Link, network, why_not
 from store_bench.own import LEDGER, OwnStore
 from store_bench.rows import Work, make_rows, num_bytes
@@ -43,8 +41,8 @@ from llamarl.config import ClusterConfig
 UNITS = (1, 2)
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start hosts, units, producer and consumers, and run all rounds; what the JSON file holds."""
+async def measure(bench: Bench, arguments: argparse.Namespace) -> dict[str, list[Values]]:
+    """Start hosts, units, producer and consumers, and run all rounds."""
     work = Work(
         tokens=arguments.tokens,
         rows=arguments.rows,
@@ -61,7 +59,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         own = OwnStore(folder, start_daemons(folder, hosts, stack), range(1, len(hosts)))
         try:
             await own.start(list(UNITS), work.consumers)
-            found: dict[int, list[dict[str, float]]] = {units: [] for units in UNITS}
+            found: dict[int, list[Values]] = {units: [] for units in UNITS}
             for number in range(arguments.rounds + 1):
                 for units in UNITS:
                     behind = hosts[1 : units + 1]
@@ -73,18 +71,15 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                         found[units].append(figures(size, times, could_bytes) | shares)
         finally:
             await own.stop()
-    medians = {
-        f"{key}_{units}": statistics.median(each[key] for each in rounds)
-        for units, rounds in found.items()
-        for key in rounds[0]
-    }
-    ratio = medians["bytes_per_s_2"] / medians["bytes_per_s_1"]
-    return {"second_unit_behind_links": ratio, **medians, "row_bytes": size / work.rows}
+    one, two = (medians(rounds)["bytes_per_s"] for rounds in found.values())
+    bench.add("second_unit_behind_links", two / one)
+    bench.add("row_bytes", size / work.rows)
+    rounds = {f"{units} units": each for units, each in found.items()}
+    bench.add_medians(rounds)
+    return rounds
 
 
-def counted(
-    hosts: Sequence[Host], before: Sequence[tuple[int, int]], could_bytes: float
-) -> dict[str, float]:
+def counted(hosts: Sequence[Host], before: Sequence[tuple[int, int]], could_bytes: float) -> Values:
     """The shares of the links' rate that the hosts' interfaces counted."""
     after = [host.num_bytes() for host in hosts]
     written, read = (
@@ -94,7 +89,7 @@ def counted(
     return {"written_share": written / could_bytes, "read_share": read / could_bytes}
 
 
-def figures(size: int, times: dict[str, float], could_bytes: float) -> dict[str, float]:
+def figures(size: int, times: dict[str, float], could_bytes: float) -> Values:
     """Of one run that moved `size` bytes of rows."""
     return {
         "bytes_per_s": size / times["flow_s"],
@@ -120,26 +115,21 @@ def start_daemons(folder: Path, hosts: Sequence[Host], stack: ExitStack) -> Clus
 
 
 def main() -> None:
-    """Measure, print, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--rate", type=float, default=200e6, help="bits per second of a link")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds of a link, each way")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--batch-rows", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--consumers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    """Measure."""
+    bench = Bench(__doc__, {"second_unit_behind_links": ">= 1.6"})
+    bench.option("--rate", type=float, default=200e6, help="bits per second of a link")
+    bench.option("--delay", type=float, default=0.0, help="seconds of a link, each way")
+    bench.option("--tokens", type=int, default=8192)
+    bench.option("--rows", type=int, default=512)
+    bench.option("--batch-rows", type=int, default=8)
+    bench.option("--depth", type=int, default=4)
+    bench.option("--consumers", type=int, default=2)
+    bench.option("--rounds", type=int, default=5)
+    arguments = bench.parse()
     if reason := why_not():
         sys.exit(f"bench_links: {reason}")
     with exiting_process():
-        found = asyncio.run(measure(arguments))
-        for key, value in found.items():
-            print(f"{key} {value:.4g}")
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        bench.write(asyncio.run(measure(bench, arguments)))
 
 
 if __name__ == "__main__":

@@ -16,26 +16,21 @@ work and turns.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from harness import Bench, Values, ratio, seconds
+from live_run import RECIPE, train
 from torch import Tensor
 from weights_bench.model import model_of
 
 from llamarl.executors.memory_mover import MemoryMover, trim
 from llamarl.metrics.span import SpanReader, span_files
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
 WRITE_BYTES = 1 << 26
 TENSORS_PER_PARAMETER = 3  # its gradient and two moments
 
@@ -65,17 +60,8 @@ def resident_bytes() -> int:
     raise ValueError("/proc/self/status has no RssAnon")
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def bench_offload(
-    megabytes: float, repeats: int, folder: str
-) -> tuple[dict[str, list[float]], float, float]:
-    """(seconds of each way by repeat, bytes moved, share of them that was freed meanwhile)."""
+def bench_offload(megabytes: float, repeats: int, folder: str) -> tuple[list[Values], float]:
+    """(what each way took and which share of the bytes was freed, by repeat; bytes moved)."""
     tensors = trainer_state(megabytes)
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     twins = [tensor.clone() for tensor in tensors]
@@ -83,7 +69,6 @@ def bench_offload(
     fd = os.open(Path(folder) / "floor.bin", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, num_bytes)
     checks = [float(tensor.double().sum()) for tensor in tensors]
-    freed = []
 
     def offload() -> None:
         mover.offload("state", tensors)
@@ -92,97 +77,64 @@ def bench_offload(
         for twin, tensor in zip(twins, tensors, strict=True):
             twin.copy_(tensor)
 
-    def read_anew() -> None:
+    def read_into_new() -> None:
         move(os.preadv, fd, [torch.empty_like(tensor) for tensor in tensors])
 
-    seconds: dict[str, list[float]] = {}
+    rounds = []
     trim()
-    for repeat in range(repeats + 1):  # the first one warms up
+    for _ in range(repeats + 1):  # the first one warms up
         before = resident_bytes()
-        took = {"offload": timed(offload)}
-        freed.append((before - resident_bytes()) / num_bytes)
-        took["onload"] = timed(lambda: mover.onload("state"))
-        took["write"] = timed(lambda: move(os.pwritev, fd, tensors))
-        took["read"] = timed(lambda: move(os.preadv, fd, tensors))
-        took["read, new memory"] = timed(read_anew)
+        took = {"offload_s": seconds(offload)}
+        took["freed_share"] = (before - resident_bytes()) / num_bytes
+        took["onload_s"] = seconds(lambda: mover.onload("state"))
+        took["write_s"] = seconds(lambda: move(os.pwritev, fd, tensors))
+        took["read_s"] = seconds(lambda: move(os.preadv, fd, tensors))
+        took["read_new_s"] = seconds(read_into_new)
         trim()
-        took["memcpy"] = timed(copy)
-        for name, value in took.items():
-            seconds.setdefault(name, [])
-            if repeat:
-                seconds[name].append(value)
+        took["memcpy_s"] = seconds(copy)
+        rounds.append(took)
     if checks != [float(tensor.double().sum()) for tensor in tensors]:
         raise RuntimeError("what came back is not what left")
     mover.close()
     os.close(fd)
-    return seconds, num_bytes, statistics.median(freed)
+    return rounds[1:], num_bytes
 
 
-def bench_run(folder: str, num_steps: int) -> dict[str, float]:
+def bench_run(folder: str, num_steps: int) -> Values:
     """Seconds of a colocated run's steps, and what each process spent on moving memory in them."""
-    run_dir = Path(folder) / "run"
-    command = [
-        *(sys.executable, "-m", "llamarl", "train", f"--config-dir={RECIPE}", f"run_dir={run_dir}"),
-        *("placement=colocated", f"num_steps={num_steps}", f"placement.offload_folder={folder}"),
-        *("metrics.live=false", "checkpoint.export=false", "data.held_out=null"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = {"steps, s": sum(line["time/step_s"] for line in lines if "time/step_s" in line)}
-    for path in span_files(run_dir / "spans"):
+    options = ("placement=colocated", f"num_steps={num_steps}", "data.held_out=null")
+    options += (f"placement.offload_folder={folder}", "metrics.live=false")
+    found = train(RECIPE, Path(folder) / "run", *options, "checkpoint.export=false")
+    values = {"steps_s": sum(found.steps_s)}
+    for path in span_files(found.run_dir / "spans"):
         for span in SpanReader(path).read():
             if span.name in ("offload", "onload"):
-                key = f"{path.stem}, {span.name}, s"
-                found[key] = found.get(key, 0.0) + (span.end_ns - span.start_ns) / 1e9
-    return found
+                key = f"{path.stem}_{span.name}_s"
+                values[key] = values.get(key, 0.0) + (span.end_ns - span.start_ns) / 1e9
+    return values
 
 
 def main() -> None:
-    """Run everything, print it, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--megabytes", type=float, default=500)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", help="a folder on a real disk (default: temporary)")
-    parser.add_argument("--run", action="store_true", help="also a short training run")
-    arguments = parser.parse_args()
+    """Run everything."""
+    bench = Bench(__doc__)
+    bench.option("--megabytes", type=float, default=500)
+    bench.option("--repeats", type=int, default=5)
+    bench.option("--folder", help="a folder on a real disk (default: temporary)")
+    bench.option("--run", action="store_true", help="also a short training run")
+    arguments = bench.parse()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        seconds, num_bytes, freed = bench_offload(arguments.megabytes, arguments.repeats, folder)
-    print(f"{num_bytes / 1e6:.0f} MB of trainer state, {arguments.repeats} repeats")
-    for name, values in seconds.items():
-        median_s = statistics.median(values)
-        print(f"    {name:18}{median_s:9.3f} s{num_bytes / median_s / 1e9:8.2f} GB/s")
-
-    def share(floor: str, name: str) -> float:
-        pairs = zip(seconds[floor], seconds[name], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    results = {
-        "offload_share_of_write": share("write", "offload"),
-        "onload_share_of_read": share("read", "onload"),
-        "onload_share_of_read_new": share("read, new memory", "onload"),
-        "freed_share": freed,
-    }
-    print(
-        f"    offloading has {results['offload_share_of_write']:.0%} of the speed of plain writes,"
-    )
-    print(f"    onloading {results['onload_share_of_read']:.0%} of that of plain reads, and")
-    print(f"    {results['onload_share_of_read_new']:.0%} of that of reads into new memory;")
-    print(f"    {freed:.1%} of the memory was free in between")
-    details: dict[str, object] = {"num_bytes": num_bytes, "seconds": seconds}
+        rounds, num_bytes = bench_offload(arguments.megabytes, arguments.repeats, folder)
+    bench.add("moved_bytes", num_bytes)
+    bench.add_medians({"": rounds})
+    ways = {name: [each[name] for each in rounds] for name in rounds[0]}
+    bench.add("offload_share_of_write", ratio(ways["write_s"], ways["offload_s"]))
+    bench.add("onload_share_of_read", ratio(ways["read_s"], ways["onload_s"]))
+    bench.add("onload_share_of_read_new", ratio(ways["read_new_s"], ways["onload_s"]))
     if arguments.run:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            run = bench_run(folder, num_steps=5)
-        details["run"] = run
-        print("a colocated run of 5 steps, seconds")
-        for name, value in run.items():
-            print(f"    {name:28}{value:8.3f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**results, **details}, indent=2) + "\n")
+            bench.add_all(bench_run(folder, num_steps=5), "a colocated run of 5 steps")
+    bench.write({"": rounds})
 
 
 if __name__ == "__main__":

@@ -17,21 +17,20 @@ gathers of every micro-batch. Figures are means over the seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from itertools import product
+
+from harness import ROOT, Bench, Values, means
 
 from llamarl.data.packing import Assignment, pack
 from llamarl.data.partition import partition
 from llamarl.models.architecture import read_architecture
 from llamarl.models.inventory import attention_cost
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-ARCHITECTURE = RECIPES / "llama31_8b_math" / "architecture"
+ARCHITECTURE = ROOT / "recipes" / "llama31_8b_math" / "architecture"
 SQUARE = attention_cost(read_architecture(ARCHITECTURE))
 PROMPT_TOKENS = 200
 NUM_ROLLOUTS = 1024
@@ -113,45 +112,35 @@ def measure(
     shape: tuple[float, float, int, int],
     num_ranks: int,
     seeds: range,
-) -> dict[str, float]:
-    """Means over the seeds; the time in milliseconds."""
+) -> list[Values]:
+    """Of each seed."""
     found = []
     for seed in seeds:
         lengths = draw_lengths(seed, *shape[:3])
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         assignment = way(lengths, num_ranks, shape[3])
-        ms = (time.perf_counter() - start) * 1e3
-        costs = costs_of(lengths)
+        took_ms, costs = (time.perf_counter() - start_s) * 1e3, costs_of(lengths)
         found.append(
             {
                 "spread": spread(assignment, costs),
                 "waits": waits(assignment, costs),
                 "micro_batches": len(assignment[0]),
-                "ms": ms,
+                "took_ms": took_ms,
             }
         )
-    return {key: statistics.mean(each[key] for each in found) for key in found[0]}
+    return found
 
 
 def main() -> None:
-    """Print the table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seeds", type=int, default=8)
-    options = parser.parse_args()
-    rows = []
-    print("median micro-batch ranks  way     spread   waits  micro-batches    ms")
-    for shape in SHAPES:
-        for num_ranks in (4, 8, 64):
-            for name, way in WAYS.items():
-                row = measure(way, shape, num_ranks, range(options.seeds))
-                rows.append({"shape": shape, "num_ranks": num_ranks, "way": name, **row})
-                print(
-                    f"{shape[0]:6} {shape[3]:11} {num_ranks:5}  {name:6} {row['spread']:7.2%} "
-                    f"{row['waits']:7.1%} {row['micro_batches']:14.1f} {row['ms']:5.1f}"
-                )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    """Measure all."""
+    bench = Bench(__doc__)
+    bench.option("--seeds", type=int, default=8)
+    arguments, rounds = bench.parse(), {}
+    for shape, num_ranks, (name, way) in product(SHAPES, (4, 8, 64), WAYS.items()):
+        case = f"{shape[0]} tokens, {shape[3]} a micro-batch, {num_ranks} ranks, {name}"
+        rounds[case] = measure(way, shape, num_ranks, range(arguments.seeds))
+        bench.add_all(means(rounds[case]), case)
+    bench.write(rounds)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,18 @@ run are those of the others. Use a quiet machine: whatever else computes shares 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from harness import Bench
 from hydra import compose, initialize_config_dir
+from live_run import RECIPE, train
 from planner_bench import processes
 
 from llamarl.config import Config
@@ -48,8 +47,6 @@ from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import forecast, run, simulate
 from llamarl.recipe.composition import CONF_FOLDER, store_choices, to_config
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "quickstart"
 COMMON = (
     "trainer.lr=0",
     "trainer.warmup_steps=0",
@@ -81,12 +78,6 @@ class Comparison:
     def error(self) -> float:
         return abs(self.predicted_s / self.measured_s - 1)
 
-    def __str__(self) -> str:
-        return (
-            f"predicted {self.predicted_s:6.3f} s  measured {self.measured_s:6.3f} s  "
-            f"error {self.error:.1%}"
-        )
-
 
 def load(overrides: tuple[str, ...]) -> Config:
     """The quickstart recipe with these overrides."""
@@ -100,24 +91,6 @@ def cores(most: int) -> list[int]:
     """The processors that a run with at most this many uses."""
     allowed = sorted(os.sched_getaffinity(0))
     return allowed[: most or len(allowed)]
-
-
-def train(run_dir: Path, overrides: tuple[str, ...], most: int, num_steps: int) -> None:
-    """One live run; its whole process tree stays on `most` processors."""
-    command = [
-        *(sys.executable, "-m", "llamarl", "train", f"--config-dir={RECIPE}"),
-        *(f"run_dir={run_dir}", f"num_steps={num_steps}", *COMMON, *overrides),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores(most)),
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
 def configure(trace: Trace, name: str) -> Config:
@@ -171,56 +144,49 @@ def replay_apart(trace: Trace, name: str, architecture: Architecture, num_steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each setting")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
-    parser.add_argument("--settings", nargs="*", default=list(LIVE), help="live settings")
-    parser.add_argument("--runs", type=Path, help="keep the run folders here, use those there")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    bench = Bench(__doc__, {"max_error_live": "<= 0.2", "max_error_replay": "<= 0.05"})
+    bench.option("--repeats", type=int, default=3, help="runs of each setting")
+    bench.option("--steps", type=int, default=10, help="optimizer steps of each run")
+    bench.option("--settings", nargs="*", default=list(LIVE), help="live settings")
+    bench.option("--runs", type=Path, help="keep the run folders here, use those there")
+    args = bench.parse()
     architecture = read_architecture(RECIPE / "checkpoint")
     found: dict[str, list[Comparison]] = defaultdict(list)
 
-    def note(repeat: int, key: str, each: Comparison) -> None:
+    def note(key: str, each: Comparison) -> None:
         found[key].append(each)
-        print(f"repeat {repeat}  {key:<36}{each}", flush=True)
+        print(f"{key:<36} {each}", flush=True)
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.runs or Path(temporary)
         for repeat in range(args.repeats):
             for name in args.settings:
-                run_dir = folder / f"{repeat}-{name.replace(' ', '-')}"
+                run_dir, (options, most) = folder / f"{repeat}-{name.replace(' ', '-')}", LIVE[name]
                 if not (run_dir / "summary.json").exists():
-                    train(run_dir, *LIVE[name], args.steps)
+                    begin = partial(os.sched_setaffinity, 0, cores(most))
+                    options = (f"num_steps={args.steps}", *COMMON, *options)
+                    train(RECIPE, run_dir, *options, begin=begin)
                 if name == FITTED:
                     size = load(()).sampling.rollouts_per_prompt
                     trace = read_trace(run_dir, size, num_cores=len(cores(0)))
                     trace = fit_overhead(trace, configure(trace, FITTED), architecture)
                 predicted_s = predict(trace, costs_on(trace, name), name, architecture, args.steps)
-                note(repeat, f"live {name}", Comparison(predicted_s, measured_step_s(run_dir)))
+                note(f"live {name}", Comparison(predicted_s, measured_step_s(run_dir)))
             for name in REPLAYED:
-                each = replay(trace, name, architecture, args.steps)
-                note(repeat, f"replay {name}", each)
+                note(f"replay {name}", replay(trace, name, architecture, args.steps))
                 each = replay_apart(trace, name, architecture, args.steps)
-                note(repeat, f"replay, processes {name}", each)
-    middles = {
-        key: paired(each) if key.startswith("replay") else middle(each)
-        for key, each in found.items()
-    }
-    del middles[f"live {FITTED}"]
+                note(f"replay, processes {name}", each)
     errors: dict[str, float] = defaultdict(float)
-    for key, each in middles.items():
-        kind = "replay" if key.startswith("replay") else "live"
-        errors[kind] = max(errors[kind], each.error)
-    figures: dict[str, object] = {f"max_error_{kind}": error for kind, error in errors.items()}
-    figures |= {"repeats": args.repeats, "steps": args.steps, "load_average": os.getloadavg()[2]}
-    for key, each in middles.items():
-        figures[key] = [each.predicted_s, each.measured_s]
-        print(f"{key:<36}{each}")
+    for key, repeats in found.items():
+        is_replay = key.startswith("replay")
+        each = paired(repeats) if is_replay else middle(repeats)
+        bench.add_all({**vars(each), "error": each.error}, key)
+        if key != f"live {FITTED}":
+            kind = "replay" if is_replay else "live"
+            errors[kind] = max(errors[kind], each.error)
     for kind, error in errors.items():
-        print(f"max_error_{kind} {error:.1%}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        bench.add(f"max_error_{kind}", error)
+    bench.write({key: [vars(each) for each in repeats] for key, repeats in found.items()})
 
 
 def paired(repeats: list[Comparison]) -> Comparison:

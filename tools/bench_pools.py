@@ -19,15 +19,13 @@ forecasts. A link between sites counts as any other.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Bench
 from streams_bench.simulated import NUM_GPUS, QWEN_72B, Case, recipe
 
 from llamarl.config import Config
@@ -205,29 +203,26 @@ def compare(setup: Setup) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", nargs="*", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument(
+    bench = Bench(__doc__)
+    bench.option("--models", nargs="*", default=[*MODELS], choices=[*MODELS])
+    bench.option(
         "--groups", type=int, nargs="*", default=[64, 256], help="groups of a step, of 16 answers"
     )
-    parser.add_argument("--quick", action="store_true", help="one case of the shorter answers")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    bench.option("--quick", action="store_true", help="one case of the shorter answers")
+    args, rounds = bench.parse(), {}
     caps, cases = (CAPS[:1], CASES[:1]) if args.quick else (CAPS, CASES)
-    figures: dict[str, Any] = {"published": PUBLISHED}
+    bench.add("published", None, "StreamRL", PUBLISHED)
     for name, cap, groups in product(args.models, caps, args.groups):
-        found = [compare(Setup(MODELS[name], cap, *shape, work, groups)) for shape, work in cases]
-        gains = {times: [each["gain"] for each in found if each["work"] == times] for times in WORK}
-        shown = ", ".join(
-            f"{min(some):.2f} to {max(some):.2f} (trainer x{times})"
-            for times, some in gains.items()
-            if some
-        )
         setup = f"{name} {cap // 1000}k, {groups} groups"
-        print(f"{setup}: {shown}; published {PUBLISHED}", flush=True)
-        figures[setup] = found
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        found = [compare(Setup(MODELS[name], cap, *shape, work, groups)) for shape, work in cases]
+        rounds[setup] = found
+        for kind in ("mixed", "same") if args.quick else ():
+            bench.add_all(found[0][kind], f"{setup}, {kind}")
+        for times in WORK:
+            if gains := [each["gain"] for each in found if each["work"] == times]:
+                value = None if len(gains) > 1 else gains[0]
+                bench.add(f"gain_trainer_x{times}", value, setup, gains)
+    bench.write(rounds)
 
 
 if __name__ == "__main__":

@@ -29,19 +29,19 @@ to two steps before it. The truth is the mean length of every second rollout of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness import Bench, Values
+from live_run import RECIPE, train
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.config import (
@@ -64,7 +64,6 @@ from llamarl.planner.simulation.simulated_run import simulate
 from llamarl.planner.simulation.workload import Workload
 from llamarl.types import Prompt, Request, Sampling
 
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
 ARCHITECTURE = RECIPE / "checkpoint"
 LONG_SHARE = 0.2
 LAG = 2  # steps of which nothing is known when one is submitted
@@ -100,7 +99,7 @@ def recall(guesses: Sequence[float], step: Step, chosen: random.Random) -> float
     return len({*order[:count]} & {*truly[:count]}) / count
 
 
-def recalls(steps: list[Step], make: Callable[[], Ranker]) -> tuple[list[float], dict[str, float]]:
+def recalls(steps: list[Step], make: Callable[[], Ranker]) -> tuple[list[float], Values]:
     """The recall of each step, and the milliseconds of a refit and of a step's expectations."""
     ranker, chosen, found = make(), random.Random(0), []
     refits_ms, expects_ms = [], []
@@ -175,7 +174,7 @@ class Returning(Workload):
         return max(1, round(self.ideals[request.prompt_ids] * noise))
 
 
-def dispatch(steps: list[Step], max_staleness: int) -> dict[str, float]:
+def dispatch(steps: list[Step], max_staleness: int) -> Values:
     """Seconds of a step by ranker, relative to none, over the last 20 of 40 steps."""
     config = Config(
         model=ModelConfig(checkpoint="none"),
@@ -222,9 +221,9 @@ def quickstart(run: Path) -> list[Step]:
     return [steps[version] for version in sorted(steps)]
 
 
-def measure(steps: list[Step], windows: dict[str, range]) -> dict[str, dict[str, float]]:
+def measure(steps: list[Step], windows: dict[str, range]) -> dict[str, Values]:
     """Mean recall by ranker and window."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, Values] = {}
     for name, make in RANKERS.items():
         by_step, ms = recalls(steps, make)
         found[name] = {key: statistics.mean(by_step[i] for i in w) for key, w in windows.items()}
@@ -240,68 +239,49 @@ def measure(steps: list[Step], windows: dict[str, range]) -> dict[str, dict[str,
     return found
 
 
+def tasks_of(learnt: list[Step]) -> dict[str, tuple[list[Step], dict[str, range]]]:
+    """The steps of each task, and the windows over which recall is averaged."""
+    third = len(learnt) // 3
+    thirds = {
+        "first third": range(LAG, third),
+        "second third": range(third, 2 * third),
+        "last third": range(2 * third, len(learnt)),
+    }
+    drift = {
+        "before": range(30, 40),
+        "5 steps after": range(40, 45),
+        "10 steps later": range(50, 60),
+        "30 steps later": range(70, 80),
+    }
+    times = {"first time": range(2, 10), "second": range(12, 20), "sixth": range(52, 60)}
+    return {
+        "quickstart": (learnt, thirds),
+        "made": (made(60), {"steps 3 to 12": range(2, 12), "steps 41 to 60": range(40, 60)}),
+        "drift": (made(80, drift_at=40), drift),
+        "returning": (made(60, num_prompts=640), times),
+    }
+
+
 def main() -> None:
-    """Print the tables, and write them to a file if asked."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--run", type=Path)
-    options = parser.parse_args()
+    """Measure all."""
+    bench = Bench(__doc__)
+    bench.option("--run", type=Path)
+    options = bench.parse()
     with tempfile.TemporaryDirectory() as folder:
         run = options.run or Path(folder, "run")
         if options.run is None:
-            words = ("experience.archive_tokens=true", "metrics.live=false", f"run_dir={run}")
-            command = [
-                sys.executable,
-                "-m",
-                "llamarl",
-                "train",
-                "--config-dir",
-                str(RECIPE),
-                *words,
-            ]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            train(RECIPE, run, "experience.archive_tokens=true", "metrics.live=false")
         learnt = quickstart(run)
-    third = len(learnt) // 3
-    tasks = {
-        "quickstart": (
-            learnt,
-            {
-                "first third": range(LAG, third),
-                "second third": range(third, 2 * third),
-                "last third": range(2 * third, len(learnt)),
-            },
-        ),
-        "made": (made(60), {"steps 3 to 12": range(2, 12), "steps 41 to 60": range(40, 60)}),
-        "drift": (
-            made(80, drift_at=40),
-            {
-                "before": range(30, 40),
-                "5 steps after": range(40, 45),
-                "10 steps later": range(50, 60),
-                "30 steps later": range(70, 80),
-            },
-        ),
-        "returning": (
-            made(60, num_prompts=640),
-            {"first time": range(2, 10), "second": range(12, 20), "sixth": range(52, 60)},
-        ),
-    }
-    figures: dict[str, object] = {}
-    for task, (steps, windows) in tasks.items():
-        figures[task] = rows = measure(steps, windows)
-        print(f"\n{task}")
-        for name, shares in rows.items():
-            words = "  ".join(f"{key} {value:.2f}" for key, value in shares.items())
-            print(f"  {name:8}", words)
-    print("\ndispatch")
+    for task, (steps, windows) in tasks_of(learnt).items():
+        for ranker, shares in measure(steps, windows).items():
+            for window, share in shares.items():
+                is_time = window.endswith("_ms")
+                name = f"{ranker}_{window}" if is_time else ranker
+                bench.add(name, share, task if is_time else f"{task}, {window}")
     for max_staleness in (0, 1):
-        row = figures[f"dispatch, S = {max_staleness}"] = dispatch(
-            made(10, num_prompts=640), max_staleness
-        )
-        words = "  ".join(f"{name} {share:.3f}" for name, share in row.items())
-        print(f"  S = {max_staleness}   ", words)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+        relative_s = dispatch(made(10, num_prompts=640), max_staleness)
+        bench.add_all(relative_s, f"dispatch, S = {max_staleness}")
+    bench.write()
 
 
 if __name__ == "__main__":

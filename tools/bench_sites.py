@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -36,13 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from demo_two_hosts import LLAMARL, ROOT, options, worker
+from demo_two_hosts import options, worker
+from harness import Bench
 from links import Host, Link, network, why_not
+from live_run import RECIPE, LiveRun, command, environment
 
 from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.metrics.span import Span, SpanReader
 
-RECIPE = ROOT / "recipes" / "quickstart"
 MODEL_BYTES = 570_240 * 4  # of the quickstart's weights in the generators' float32
 NEAR, HEAD, SIBLING = range(3)  # replicas: the trainer's site's, and those of the other
 SAMPLE_S = 0.05
@@ -78,7 +78,7 @@ class Watch:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole run; what the JSON file holds."""
+    """The whole run; its figures."""
     with ExitStack() as stack:
         hosts = stack.enter_context(network([Link(arguments.rate, arguments.delay)]))
         make_certificates(str(folder), [host.address for host in hosts])
@@ -89,16 +89,16 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run_dir = arguments.run_dir or folder / "run"
         watch = Watch(hosts[1])
         stack.callback(watch.end)
-        command = [
-            *(*LLAMARL, "train", "--config-dir", str(RECIPE), f"run_dir={run_dir}"),
+        words = command(
+            RECIPE,
+            run_dir,
             *(f"cluster.hosts={json.dumps(daemons)}", "cluster.sites=[here,there]"),
             *(f"cluster.data_interface={hosts[0].interface}", "weights=collective"),
             *("generator.num_replicas=3", "metrics.live=false", *options(folder, "cluster.{}=")),
             *arguments.overrides,
-        ]
+        )
         pipe = subprocess.PIPE
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(command, stdout=pipe, text=True, env=environment) as process:
+        with subprocess.Popen(words, stdout=pipe, text=True, env=environment()) as process:
             assert process.stdout is not None
             broken = follow(process.stdout, hosts[1], arguments)
         if process.returncode:
@@ -143,14 +143,14 @@ def figures(run_dir: Path, watch: Watch, broken: tuple[int, int]) -> dict[str, A
     in_all = watch.received(head[0].start_ns, head[-1].end_ns) / MODEL_BYTES
     written = [s for each in generators[HEAD:] for s in each if s.name == "put"]
     (_, _, first), (_, _, last) = watch.samples[0], watch.samples[-1]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = LiveRun(run_dir).summary
     archive = [json.loads(line) for line in (run_dir / "archive/rollouts-0.jsonl").open()]
     return {
         "accuracy_after": summary["accuracy_after"],
         "steps": summary["steps"],
         "models_per_publish": statistics.median(during),
         "models_received_per_version": in_all / len(head),
-        "num_versions": {replica: len(spans) for replica, spans in published.items()},
+        "num_versions": [len(spans) for spans in published.values()],
         "far_publish_s": statistics.median(map(seconds, whole)),
         "longest_far_publish_s": max(map(seconds, head)),
         "near_publish_s": statistics.median(map(seconds, published[NEAR])),
@@ -182,24 +182,20 @@ def longest(spans: Sequence[Span], name: str) -> float:
 
 
 def main() -> None:
-    """Measure, print, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--rate", type=float, default=200e6, help="bits per second of the link")
-    parser.add_argument("--delay", type=float, default=0.03, help="seconds of the link, each way")
-    parser.add_argument("--break-s", type=float, default=0.0, help="how long the link is broken")
-    parser.add_argument("--break-step", type=int, default=10, help="after which step")
-    parser.add_argument("--run-dir", type=Path, help="keep the run's folder here")
-    parser.add_argument("overrides", nargs="*", help="of the recipe")
-    arguments = parser.parse_args()
+    """Measure."""
+    bench = Bench(__doc__, {"models_per_publish": "<= 1.05"})
+    bench.option("--rate", type=float, default=200e6, help="bits per second of the link")
+    bench.option("--delay", type=float, default=0.03, help="seconds of the link, each way")
+    bench.option("--break-s", type=float, default=0.0, help="how long the link is broken")
+    bench.option("--break-step", type=int, default=10, help="after which step")
+    bench.option("--run-dir", type=Path, help="keep the run's folder here")
+    bench.option("overrides", nargs="*", help="of the recipe")
+    arguments = bench.parse()
     if reason := why_not():
         sys.exit(f"bench_sites: {reason}")
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
-        found = run(arguments, Path(folder))
-    for key, value in found.items():
-        print(key, value)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        bench.add_all(run(arguments, Path(folder)))
+    bench.write()
 
 
 if __name__ == "__main__":

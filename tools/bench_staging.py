@@ -27,45 +27,24 @@ rollouts follow each commit at once and would hide whether a replica had waited 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from harness import Bench, Values
 from staging_bench.exposure import measure, read_spans
 from staging_bench.workload import FORMS, Form, Workload, make_workload
 
 FIRST_VERSION = 2  # the steps before it fill the pipeline
 BASE = FORMS[0].name
-Figures = dict[str, float]
-COLUMNS = {  # figure: heading, how it is shown, how many of the unit one of the figure is
-    "step_s": ("step, s", ".2f", 1),
-    "step_s_ratio": ("ratio", ".2f", 1),
-    "tokens_per_s": ("tokens/s", ".0f", 1),
-    "idle_share": ("idle, %", ".0f", 100),
-    "publish_s": ("publish, ms", ".0f", 1000),
-    "interrupted_s": ("interrupted", ".1f", 1000),
-    "starved_s": ("starved", ".0f", 1000),
-    "exposed_s": ("exposed", ".0f", 1000),
-    "exposed_s_ratio": ("ratio", ".2f", 1),
-    "all_stopped_s": ("both stopped", ".0f", 1000),
-    "all_stopped_s_ratio": ("ratio", ".2f", 1),
-    "trainer_s": ("trainer", ".1f", 1000),
-    "lead_s": ("lead", ".0f", 1000),
-    "lead_tokens": ("lead tokens", ".0f", 1),
-    "staleness_mean": ("staleness", ".2f", 1),
-    "staleness_max": ("most", ".0f", 1),
-}
 
 
-def run(workload: Workload, form: Form, run_dir: Path, seed: int) -> Figures:
+def run(workload: Workload, form: Form, run_dir: Path, seed: int) -> Values:
     """Train once; the figures of the versions from FIRST_VERSION on. A step's seconds are a median:
     what else the machine does disturbs single steps."""
-    workload.run(form, run_dir, seed)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line.get("step", 0) > FIRST_VERSION]
+    steps = workload.run(form, run_dir, seed).steps
+    steps = [step for step in steps if step["step"] > FIRST_VERSION]
     seconds = sum(step["time/step_s"] for step in steps)
     tokens = [step["time/step_s"] * step["tokens/per_s"] for step in steps]
     ages = [step["staleness/mean"] * num for step, num in zip(steps, tokens, strict=True)]
@@ -83,64 +62,39 @@ def run(workload: Workload, form: Form, run_dir: Path, seed: int) -> Figures:
     return found
 
 
-def bench(workload: Workload, folder: Path, num_rounds: int) -> dict[str, list[Figures]]:
+def measure_forms(workload: Workload, folder: Path, num_rounds: int) -> dict[str, list[Values]]:
     """All forms in turns, by form and round."""
-    found: dict[str, list[Figures]] = {form.name: [] for form in FORMS}
+    found: dict[str, list[Values]] = {form.name: [] for form in FORMS}
     for number in range(num_rounds):
-        print_headings(f"round {number}")
         for form in FORMS:
             run_dir = folder / f"{number}-{form.name.replace(', ', '-').replace(' ', '-')}"
             found[form.name].append(run(workload, form, run_dir, seed=number))
-            print_row(form.name, found[form.name][-1])
+            print(f"round {number}  {form.name:38} {found[form.name][-1]}", flush=True)
     for each in found.values():
         for number, figures in enumerate(each):
             for key in ("step_s", "exposed_s", "all_stopped_s"):
-                figures[f"{key}_ratio"] = figures[key] / found[BASE][number][key]
+                ratio = f"{key.removesuffix('_s')}_ratio"
+                figures[ratio] = figures[key] / found[BASE][number][key]
     return found
 
 
-def print_row(name: str, figures: Figures) -> None:
-    """One line of the table; times without a unit are milliseconds."""
-    cells = (
-        f"{figures[key] * scale:{max(len(heading), 6)}{form}}"
-        if key in figures
-        else " " * max(len(heading), 6)
-        for key, (heading, form, scale) in COLUMNS.items()
-    )
-    print(f"{name:38}{'  '.join(cells)}", flush=True)
-
-
-def print_headings(title: str) -> None:
-    print(f"\n{title:38}{'  '.join(f'{heading:>6}' for heading, *_ in COLUMNS.values())}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each form")
-    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each run")
-    parser.add_argument("--layers", type=int, default=8, help="of 12 MB each")
-    parser.add_argument("--quick", action="store_true", help="one short round of one layer")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    bench = Bench(__doc__)
+    bench.option("--rounds", type=int, default=3, help="runs of each form")
+    bench.option("--steps", type=int, default=9, help="optimizer steps of each run")
+    bench.option("--layers", type=int, default=8, help="of 12 MB each")
+    bench.option("--quick", action="store_true", help="one short round of one layer")
+    args = bench.parse()
     if args.quick:
         # A layer, not none: or one turn of another process amid a commit is as long as a publish.
         args.rounds, args.steps, args.layers = 1, 6, 1
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         workload = make_workload(folder, num_layers=args.layers, num_steps=args.steps)
-        megabytes = workload.model_bytes / 1e6
-        print(f"{megabytes:.0f} MB, {args.steps} steps, {args.rounds} rounds")
-        found = bench(workload, folder, args.rounds)
-    medians = {
-        name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        for name, rounds in found.items()
-    }
-    print_headings("medians")
-    for name, figures in medians.items():
-        print_row(name, figures)
-    if args.json:
-        results = {"megabytes": megabytes, "medians": medians, "rounds": found}
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        bench.add("model_bytes", workload.model_bytes)
+        found = measure_forms(workload, folder, args.rounds)
+    bench.add_medians(found)
+    bench.write(found)
 
 
 if __name__ == "__main__":

@@ -38,16 +38,15 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import harness
 import numpy as np
+from harness import Values, medians
 from store_bench.own import LEDGER, LOADER, OwnStore
 from store_bench.rival import TransferQueueRival, why_not
 from store_bench.rows import Work, make_rows, num_bytes
@@ -63,8 +62,7 @@ FORM_ROWS_SHARE = 8  # the slow forms take long
 NUM_TRIES, NUM_FORM_TRIES = 2, 4
 QUICK_SHARE = 64
 
-Times = dict[str, float]
-Run = Callable[..., Awaitable[Times]]
+Run = Callable[..., Awaitable[Values]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ class Result:
     units: int
     work: Work
     bytes: int
-    times: Times
+    times: Values
 
     @property
     def rows_per_s(self) -> float:
@@ -87,32 +85,32 @@ class Result:
         """Of the whole flow."""
         return self.bytes / self.times["flow_s"]
 
-    def line(self) -> str:
-        """A line of the table; parts in microseconds per row."""
-        parts = (
-            f"{self.times.get(f'{part}_s', 0.0) / self.work.rows * 1e6:8.1f}" for part in PARTS
-        )
+    @property
+    def case(self) -> str:
+        """Its setting in words."""
         work = self.work
-        return (
-            f"{self.side:14} {self.units:5} {work.consumers:9} {work.tokens:6} "
-            f"{work.batch_rows:5} x{work.depth} {self.rows_per_s:10.0f} "
-            f"{self.bytes_per_s / 1e9:7.3f}  " + " ".join(parts)
-        )
+        return f"{self.side}, {self.units} units, {work.consumers} consumers, {work.tokens} tokens"
+
+    def figures(self) -> dict[str, float]:
+        """Rates of the flow, the batch that was fastest, and each part in microseconds per row."""
+        found = {
+            "rows_per_s": self.rows_per_s,
+            "gb_per_s": self.bytes_per_s / 1e9,
+            "batch_rows": self.work.batch_rows,
+            "depth": self.work.depth,
+        }
+        parts = {f"{part}_us": self.times.get(f"{part}_s", 0.0) for part in PARTS}
+        return found | {name: took_s / self.work.rows * 1e6 for name, took_s in parts.items()}
 
 
 PARTS = ("put", "notify", "take", "get", "units")
-HEADING = (
-    f"{'':14} units consumers tokens batch     rows/s    GB/s  "
-    + " ".join(f"{part:>8}" for part in PARTS)
-    + "   us per row"
-)
 
 
 class Bench:
     """Both sides, and what was found."""
 
-    def __init__(self, arguments: argparse.Namespace, own: OwnStore) -> None:
-        self._arguments, self._own = arguments, own
+    def __init__(self, frame: harness.Bench, arguments: argparse.Namespace, own: OwnStore) -> None:
+        self._frame, self._arguments, self._own = frame, arguments, own
         self.results: list[Result] = []
         self.forms: dict[int, dict[str, float]] = {}
 
@@ -135,7 +133,7 @@ class Bench:
                 work = pairs[name][1]
                 result = Result(side=name, units=units, work=work, bytes=size, times=times)
                 self.results.append(result)
-                print(result.line(), flush=True)
+                self._frame.add_all(result.figures(), result.case)
 
     async def second_unit(self) -> float:
         """Our rows per second with two units over those with one."""
@@ -210,26 +208,23 @@ async def shortest(run: Run, work: Work) -> float:
     return min([(await run(work, True))["flow_s"] for _ in range(NUM_TRIES)])
 
 
-async def alternate(sides: dict[str, tuple[Run, Work]], num_rounds: int) -> dict[str, Times]:
+async def alternate(sides: dict[str, tuple[Run, Work]], num_rounds: int) -> dict[str, Values]:
     """Medians of each side: its flow while all run together, its parts one after another."""
-    found: dict[str, list[Times]] = {name: [] for name in sides}
+    found: dict[str, list[Values]] = {name: [] for name in sides}
     for run, work in sides.values():
         await run(work, True, True)
-    for _ in range(num_rounds):
-        for name, (run, work) in sides.items():
-            parts = await run(work, False)
-            found[name].append(parts | {"flow_s": (await run(work, True))["flow_s"]})
-    return {
-        name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        for name, rounds in found.items()
-    }
+    for _, name in harness.turns(sides, num_rounds):
+        run, work = sides[name]
+        parts = await run(work, False)
+        found[name].append(parts | {"flow_s": (await run(work, True))["flow_s"]})
+    return {name: medians(rounds) for name, rounds in found.items()}
 
 
 def make_memcpy(size: int) -> Run:
     """One memcpy of `size` bytes by one thread, into memory that was used before."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
 
-    async def run(work: Work, is_streamed: bool, is_checked: bool = False) -> Times:
+    async def run(work: Work, is_streamed: bool, is_checked: bool = False) -> Values:
         start_s = time.perf_counter()
         np.copyto(target, source)
         return {"flow_s": time.perf_counter() - start_s}
@@ -237,8 +232,8 @@ def make_memcpy(size: int) -> Run:
     return run
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; what the JSON file holds."""
+async def measure(frame: harness.Bench, arguments: argparse.Namespace) -> list[Result]:
+    """Run everything."""
     reason = "--quick measures our side only" if arguments.quick else why_not()
     if reason:
         print(f"without the rival: {reason}")
@@ -246,8 +241,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         own = OwnStore(Path(folder))
         try:
             await own.start(sorted({1, 2, *arguments.units}), max(arguments.consumers))
-            bench = Bench(arguments, own)
-            print(HEADING)
+            bench = Bench(frame, arguments, own)
             for units in arguments.units:
                 make_rival = functools.partial(TransferQueueRival, units, max(arguments.consumers))
                 rival = None if reason else await asyncio.to_thread(make_rival)
@@ -257,34 +251,31 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         finally:
             await own.stop()
     fewest, most = min(arguments.tokens), max(arguments.tokens)
-    return {
-        "rows_vs_transferqueue": bench.lowest_ratio(fewest, "transferqueue"),
-        "bytes_vs_transferqueue": bench.lowest_ratio(most, "transferqueue"),
-        "loader_rows_vs_transferqueue": bench.lowest_ratio(fewest, "transferqueue", LOADER),
-        "loader_bytes_vs_transferqueue": bench.lowest_ratio(most, "transferqueue", LOADER),
-        "bytes_vs_memcpy": bench.lowest_ratio(most, "memcpy"),
-        "second_unit": second_unit,
-        "transferqueue_rows_per_s_by_form": bench.forms,
-        "results": [dataclasses.asdict(result) for result in bench.results],
-    }
+    for way, prefix in ((LEDGER, ""), (LOADER, "loader_")):
+        rows, num_bytes = (bench.lowest_ratio(n, "transferqueue", way) for n in (fewest, most))
+        frame.add(f"{prefix}rows_vs_transferqueue", rows)
+        frame.add(f"{prefix}bytes_vs_transferqueue", num_bytes)
+    frame.add("bytes_vs_memcpy", bench.lowest_ratio(most, "memcpy"))
+    frame.add("second_unit", second_unit)
+    for tokens, forms in bench.forms.items():
+        for form, rows_per_s in forms.items():
+            frame.add("rows_per_s", rows_per_s, f"transferqueue, {tokens} tokens, as {form}")
+    return bench.results
 
 
 def main() -> None:
-    """Measure, print, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 8192])
-    parser.add_argument("--units", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--consumers", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="few rows, without the rival")
-    arguments = parser.parse_args()
+    """Measure."""
+    goals = {"rows_vs_transferqueue": ">= 3", "bytes_vs_transferqueue": ">= 3"}
+    frame = harness.Bench(__doc__, {**goals, "second_unit": ">= 1.6"})
+    frame.option("--tokens", type=int, nargs="+", default=[64, 1024, 8192])
+    frame.option("--units", type=int, nargs="+", default=[1, 2, 4])
+    frame.option("--consumers", type=int, nargs="+", default=[1, 4])
+    frame.option("--rounds", type=int, default=5)
+    frame.option("--quick", action="store_true", help="few rows, without the rival")
+    arguments = frame.parse()
     with exiting_process():
-        found = asyncio.run(measure(arguments))
-        for key in list(found)[:6]:
-            print(f"{key} {found[key]:.3g}" if found[key] is not None else f"{key} not measured")
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        results = asyncio.run(measure(frame, arguments))
+        frame.write({result.case: dataclasses.asdict(result) for result in results})
 
 
 if __name__ == "__main__":

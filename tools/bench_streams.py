@@ -35,28 +35,24 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import re
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import bench_async
 import numpy as np
+from harness import Bench
+from live_run import PROGRAM, QUIET, LiveRun, command, environment
 from staging_bench.exposure import measure, read_spans
 from streams_bench.decode_steps import decode_steps
 from streams_bench.processors import least_step_s, run_steps
 from streams_bench.simulated import CASES, bands, gains
 from streams_bench.turns import ORDERS
 
-from llamarl.metrics.trackers import read_metrics
-
-ROOT = Path(__file__).resolve().parent.parent
 ROLLOUTS = 8  # per prompt
 NUM_SKIPPED = 2  # first steps of a run
 RANKED = "S=1, dynamic"  # also run in each order
@@ -149,48 +145,51 @@ class Runs:
     """By mode, of each seed."""
     decode_steps: dict[str, list[int]] = field(default_factory=dict)
     """By mode with orders in turn, of all seeds."""
-    folders: dict[str, Path] = field(default_factory=dict)
+    last: dict[str, LiveRun] = field(default_factory=dict)
     """By mode, of the last seed."""
 
     def train(
-        self, name: str, options: list[str], seed: int, num_steps: int, module: str = "llamarl"
-    ) -> tuple[Path, list[float], float]:
-        """Train once: the folder, the seconds of each step, the least that they could be."""
+        self,
+        name: str,
+        options: list[str],
+        seed: int,
+        num_steps: int,
+        program: Sequence[str] = PROGRAM,
+    ) -> tuple[LiveRun, float]:
+        """Train once: the run, and the least that the seconds of a step could be."""
         run_dir = self.folder / "-".join(re.findall(r"\w+", f"{name} {seed}"))
-        command = [
-            *(sys.executable, "-m", module, "train", f"--config-dir={self.recipe}"),
-            *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={num_steps}"),
-            *("evaluation.every_steps=0", "metrics.live=false", "checkpoint.export=false"),
-            *("checkpoint.every_steps=0", f"trainer.groups_per_step={self.args.groups}"),
-            *("data.shuffle=false", f"sampling.max_tokens={self.most_tokens}", *options),
-        ]
-        path = f"{ROOT / 'tools'}:{os.environ.get('PYTHONPATH', '')}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        words = command(
+            self.recipe,
+            run_dir,
+            *(f"seed={seed}", f"num_steps={num_steps}", *QUIET, "checkpoint.every_steps=0"),
+            *(f"trainer.groups_per_step={self.args.groups}", "data.shuffle=false"),
+            *(f"sampling.max_tokens={self.most_tokens}", *options),
+            program=program,
+        )
         metrics = run_dir / "metrics.jsonl"
-        least_s = least_step_s(run_steps(command, environment, metrics, NUM_SKIPPED))
-        steps = read_metrics(metrics)
-        seconds = [step["time/step_s"] for step in steps.values() if "time/step_s" in step]
-        summary = json.loads((run_dir / "summary.json").read_text())
+        least_s = least_step_s(run_steps(words, environment(), metrics, NUM_SKIPPED))
+        found = LiveRun(run_dir)
         print(
-            f"  {name:<40} seed {seed} {statistics.median(seconds[NUM_SKIPPED:]):6.2f} s a step, "
-            f"at least {least_s:.2f}, both busy {summary['both_busy_share']:.0%}",
+            f"  {name:<40} seed {seed} {statistics.median(found.steps_s[NUM_SKIPPED:]):6.2f} s a "
+            f"step, at least {least_s:.2f}, both busy {found.summary['both_busy_share']:.0%}",
             flush=True,
         )
-        return run_dir, seconds, least_s
+        return found, least_s
 
     def run(self, mode: str, options: list[str], seed: int) -> None:
         """Train once in this mode."""
-        num_steps = self.args.steps + NUM_SKIPPED
-        self.folders[mode], seconds, least_s = self.train(mode, options, seed, num_steps)
-        self.step_s.setdefault(mode, []).extend(seconds[NUM_SKIPPED:])
+        found, least_s = self.train(mode, options, seed, self.args.steps + NUM_SKIPPED)
+        self.last[mode] = found
+        self.step_s.setdefault(mode, []).extend(found.steps_s[NUM_SKIPPED:])
         self.least_s.setdefault(mode, []).append(least_s)
 
     def run_in_turns(self, mode: str, options: list[str], seed: int) -> None:
         """Train once with the orders in turn; the first rounds have nothing to rank by."""
         num_steps = len(ORDERS) * (self.args.rounds + NUM_SKIPPED)
-        name, module = f"{mode}, in turns", "streams_bench.turns"
-        self.folders[name], seconds, _ = self.train(name, options, seed, num_steps, module)
-        counts = decode_steps(read_spans(self.folders[name] / "spans"))
+        name, program = f"{mode}, in turns", ("-m", "streams_bench.turns")
+        self.last[name], _ = self.train(name, options, seed, num_steps, program)
+        seconds = self.last[name].steps_s
+        counts = decode_steps(read_spans(self.last[name].run_dir / "spans"))
         num_skipped = NUM_SKIPPED * len(ORDERS)
         seconds, counts = seconds[num_skipped:], counts[num_skipped:]
         for index, order in enumerate(ORDERS):
@@ -205,9 +204,9 @@ class Runs:
         """A step of one more run in this mode, with a seed of its own."""
         options = {**part_modes(self.args.groups), **SYNC, **ASYNC}[mode]
         num_steps, seed = self.args.steps + NUM_SKIPPED, self.args.seeds + turn
-        _, seconds, least_s = self.train(f"{mode}, pair", options, seed, num_steps)
+        found, least_s = self.train(f"{mode}, pair", options, seed, num_steps)
         self.least_s[mode].append(least_s)
-        return statistics.median(seconds[NUM_SKIPPED:])
+        return statistics.median(found.steps_s[NUM_SKIPPED:])
 
     def median_s(self, mode: str) -> float:
         return statistics.median(self.step_s[mode])
@@ -218,89 +217,76 @@ class Runs:
         most = {*part_modes(self.args.groups), *SYNC, *ASYNC} - {CARRIED}
         return min((mode for mode in some if mode in most), key=self.median_s)
 
-    def summary(self, mode: str) -> dict[str, Any]:
-        summary: dict[str, Any] = json.loads((self.folders[mode] / "summary.json").read_text())
-        return summary
-
     def metric(self, mode: str, tag: str) -> float:
         """The sum of a tag over a run's steps."""
-        steps = read_metrics(self.folders[mode] / "metrics.jsonl").values()
-        return sum(float(step.get(tag, 0.0)) for step in steps)
+        return sum(float(step.get(tag, 0.0)) for step in self.last[mode].steps)
 
 
-def parts_of(runs: Runs) -> dict[str, Any]:
+def parts_of(bench: Bench, shape: str, runs: Runs) -> None:
     """What parts of a step are worth, and what a publish costs."""
-    found: dict[str, Any] = {}
     for s in (0, 1):
+        case = f"{shape}, S={s}"
         batch_s, fixed_s, dynamic_s = (
             runs.median_s(f"S={s}, {parts}") for parts in ("batch", "fixed", "dynamic")
         )
-        found[f"dynamic_vs_batch_s{s}"] = batch_s / dynamic_s
-        found[f"dynamic_vs_fixed_s{s}"] = fixed_s / dynamic_s
-        exposure = measure(read_spans(runs.folders[f"S={s}, dynamic"] / "spans"), NUM_SKIPPED)
-        found[f"exposed_s{s}"] = {
-            "trainer_s": exposure.trainer_s,
-            "interrupted_s": exposure.interrupted_s,
-            "starved_s": exposure.starved_s,
-            "publish_s": exposure.publish_s,
-        }
-    found["carried_vs_dynamic"] = runs.median_s("S=0, dynamic") / runs.median_s(CARRIED)
+        bench.add("dynamic_vs_batch", batch_s / dynamic_s, case)
+        bench.add("dynamic_vs_fixed", fixed_s / dynamic_s, case)
+        exposure = measure(read_spans(runs.last[f"S={s}, dynamic"].run_dir / "spans"), NUM_SKIPPED)
+        for name in ("trainer_s", "interrupted_s", "starved_s", "publish_s"):
+            bench.add(name, getattr(exposure, name), case)
+    bench.add("carried_vs_dynamic", runs.median_s("S=0, dynamic") / runs.median_s(CARRIED), shape)
     masked, trained = (runs.metric(CARRIED, f"tokens/{kind}") for kind in ("masked", "trained"))
-    found["carried_masked_share"] = masked / (masked + trained)
-    return found
+    bench.add("carried_masked_share", masked / (masked + trained), shape)
 
 
-def orders_of(runs: Runs) -> dict[str, Any]:
+def orders_of(bench: Bench, shape: str, runs: Runs) -> None:
     """What the order of rollouts is worth, by run."""
-    found: dict[str, Any] = {"ranked_vs_fifo": {}, "oracle_vs_fifo": {}, "share_of_oracle": {}}
     modes = {
         f"{mode}, in turns": [f"{mode}, in turns, {order}" for order in ORDERS] for mode in TURNS
     }
     modes[RANKED] = [RANKED, *(f"{RANKED}, {order}" for order in ORDERS[1:])]
     for mode, names in modes.items():
+        case = f"{shape}, {mode}"
         fifo_s, ranked_s, oracle_s = map(runs.median_s, names)
-        found["ranked_vs_fifo"][mode] = fifo_s / ranked_s
-        found["oracle_vs_fifo"][mode] = fifo_s / oracle_s
+        bench.add("ranked_vs_fifo", fifo_s / ranked_s, case)
+        bench.add("oracle_vs_fifo", fifo_s / oracle_s, case)
         saved_s = fifo_s - oracle_s
-        found["share_of_oracle"][mode] = (fifo_s - ranked_s) / saved_s if saved_s > 0 else None
-    found["decode_steps"] = {
-        mode: [statistics.mean(runs.decode_steps[name]) for name in names]
-        for mode, names in modes.items()
-        if mode != RANKED
-    }
-    found["share_of_oracle_decode_steps"] = {
-        mode: (fifo - ranked) / (fifo - oracle)
-        for mode, (fifo, ranked, oracle) in found["decode_steps"].items()
-    }
-    return found
+        share = (fifo_s - ranked_s) / saved_s if saved_s > 0 else None
+        bench.add("share_of_oracle", share, case)
+        if mode != RANKED:
+            steps = [statistics.mean(runs.decode_steps[name]) for name in names]
+            fifo, ranked, oracle = steps
+            bench.add("decode_steps", steps, case)
+            bench.add("share_of_oracle_decode_steps", (fifo - ranked) / (fifo - oracle), case)
 
 
-def asynchrony_of(runs: Runs) -> dict[str, Any]:
+def asynchrony_of(bench: Bench, shape: str, runs: Runs) -> None:
     """What asynchrony is worth, and what it could be."""
     sync, quick = runs.best("sync", "S=0"), runs.best("async", "S=1")
     duels = bench_async.take_turns(runs.seconds_of, sync, quick, runs.args.duels)
-    ratio, least_s = (
-        runs.median_s(sync) / runs.median_s(quick),
-        statistics.median(runs.least_s[quick]),
-    )
+    pairs = statistics.median(duels)
+    least_s = statistics.median(runs.least_s[quick])
     share = least_s / runs.median_s(quick)
-    return {
-        "best_sync": sync,
-        "best_async": quick,
-        "medians_async_vs_sync": ratio,
-        "duels": duels,
-        "async_vs_sync": statistics.median(duels),
-        "least_step_s": least_s,
-        "share_of_least": share,
-        "least_vs_sync": statistics.median(duels) / share,
-        "both_busy_share": {mode: runs.summary(mode)["both_busy_share"] for mode in ASYNC},
-    }
+    bench.add_all({"best_sync": sync, "best_async": quick}, shape)
+    bench.add("medians_async_vs_sync", runs.median_s(sync) / runs.median_s(quick), shape)
+    bench.add("async_vs_sync", pairs, shape, duels)
+    bench.add_all({"least_step_s": least_s, "share_of_least": share}, shape)
+    bench.add("least_vs_sync", pairs / share, shape)
+    for mode in ASYNC:
+        bench.add("both_busy_share", runs.last[mode].summary["both_busy_share"], f"{shape}, {mode}")
 
 
 FIGURES = {"parts": parts_of, "orders": orders_of, "asynchrony": asynchrony_of}
+GOALS = {
+    "ranked_vs_fifo": ">= 1.05",
+    "share_of_oracle": ">= 0.8",
+    "share_of_oracle_decode_steps": ">= 0.8",
+    "share_of_least": ">= 0.9",
+    "both_busy_share": ">= 0.75",
+}
 
 
-def measure_workload(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure_workload(bench: Bench, shape: str, folder: Path, args: argparse.Namespace) -> Runs:
     """All runs and figures of one workload."""
     runs = Runs(write_recipe(folder, shape), WORKLOADS[shape].most, folder / shape, args)
     for seed in range(args.seeds):
@@ -308,10 +294,11 @@ def measure_workload(shape: str, folder: Path, args: argparse.Namespace) -> dict
             runs.run(mode, options, seed)
         for mode, options in TURNS.items() if "orders" in args.figures else ():
             runs.run_in_turns(mode, options, seed)
-    found: dict[str, Any] = {"step_s": {mode: runs.median_s(mode) for mode in runs.step_s}}
+    for mode in runs.step_s:
+        bench.add("step_s", runs.median_s(mode), f"{shape}, {mode}", runs.step_s[mode])
     for name in args.figures:
-        found |= FIGURES[name](runs)
-    return found
+        FIGURES[name](bench, shape, runs)
+    return runs
 
 
 def write_recipe(folder: Path, shape: str) -> Path:
@@ -326,37 +313,33 @@ def write_recipe(folder: Path, shape: str) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run that count")
-    parser.add_argument("--rounds", type=int, default=20, help="steps of each order in turn")
-    parser.add_argument("--duels", type=int, default=3, help="pairs of the best of both kinds")
-    parser.add_argument("--groups", type=int, default=64, help="groups of a step")
-    parser.add_argument("--workloads", nargs="*", default=[*WORKLOADS], choices=[*WORKLOADS])
-    parser.add_argument("--figures", nargs="*", default=[*FIGURES], choices=[*FIGURES])
-    parser.add_argument("--quick", action="store_true", help="one small run of each mode")
-    parser.add_argument("--simulate", action="store_true", help="the simulated run too")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
+    bench = Bench(__doc__, GOALS)
+    bench.option("--seeds", type=int, default=3, help="runs of each mode")
+    bench.option("--steps", type=int, default=8, help="steps of a run that count")
+    bench.option("--rounds", type=int, default=20, help="steps of each order in turn")
+    bench.option("--duels", type=int, default=3, help="pairs of the best of both kinds")
+    bench.option("--groups", type=int, default=64, help="groups of a step")
+    bench.option("--workloads", nargs="*", default=[*WORKLOADS], choices=[*WORKLOADS])
+    bench.option("--figures", nargs="*", default=[*FIGURES], choices=[*FIGURES])
+    bench.option("--quick", action="store_true", help="one small run of each mode")
+    bench.option("--simulate", action="store_true", help="the simulated run too")
+    args = bench.parse()
     if args.quick:
         args.seeds, args.steps, args.rounds, args.duels = 1, 3, 4, 2
         args.groups, args.workloads = 16, ["tail"]
     args.rounds += args.rounds % 2  # prompts come back every second step
-    figures: dict[str, Any] = {"seeds": args.seeds, "steps": args.steps, "groups": args.groups}
+    rounds: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for shape in args.workloads:
-            print(shape)
-            figures[shape] = measure_workload(shape, Path(temporary), args)
-            print(json.dumps(figures[shape], indent=2), flush=True)
+            runs = measure_workload(bench, shape, Path(temporary), args)
+            rounds[shape] = runs.step_s
     if args.simulate:
         found = [gains(case) for case in CASES]
         pairs = zip(CASES, found, strict=True)
-        figures["simulated_cases"] = [dataclasses.asdict(case) | each for case, each in pairs]
-        print(json.dumps(figures["simulated_cases"], indent=2))
-        figures["simulated"] = bands(found)
-        print(json.dumps(figures["simulated"], indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        rounds["simulated_cases"] = [dataclasses.asdict(case) | each for case, each in pairs]
+        for name, band in bands(found).items():
+            bench.add(name, None, "simulated", band)
+    bench.write(rounds)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,14 @@ the other, and without. Last, what the processes take beyond their weights, by `
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
+from harness import Bench, Values, ratio, turns
+from vllm_rival import why_not
 from weights_bench.decoding import (
     DecodingGenerator,
     decode_spans,
@@ -50,17 +47,24 @@ from weights_bench.ranks import GeneratorRank, TrainerRank
 from weights_bench.vllm_rank import VllmRank
 
 from llamarl.config import WeightsConfig
-from llamarl.generation.vllm.installed import check_installed
 from llamarl.weights.layout.reshard import plan
 from llamarl.weights.sync.publisher import Publisher
 
 GOALS = {
-    "shared_memory_vs_memcpy": (0.7, "of the speed of memcpy, at least"),
-    "decode_gap_share": (0.05, "of a publish is the longest gap between decode steps, at most"),
-    "vs_file": (5.0, "times as fast as a file, at least"),
-    "vs_gather_broadcast": (3.0, "times as fast as gather and broadcast, at least"),
+    "shared_memory_vs_memcpy": ">= 0.7",
+    "gap_share": "<= 0.05",
+    "vs_file": ">= 5",
+    "vs_gather_broadcast": ">= 3",
 }
 TRANSPORTS = ("shared_memory", "collective")  # rdma: only between Monarch actors
+PUBLISH = "publish, shared_memory"
+RATIOS = {  # of a way's seconds over those of PUBLISH
+    "publish, collective": "vs_collective",
+    "memcpy": "shared_memory_vs_memcpy",
+    "gather and broadcast": "vs_gather_broadcast",
+    "file": "vs_file",
+    "vLLM's reload": "vs_vllm_reload",
+}
 BATCH = 64
 CONTEXT_TOKENS = 384
 DECODING_MODEL = Model(
@@ -84,12 +88,11 @@ async def bench_ways(model: Model, repeats: int, folder: str, with_vllm: bool) -
     try:
         ways = await make_ways(model, trainers, generators, engines, folder)
         seconds: Seconds = {name: [] for name in ways}
-        for version in range(1, repeats + 1):
-            await call_all(trainers, "label", version)
-            for name, way in ways.items():
-                start_s = time.perf_counter()
-                await way(version)
-                seconds[name].append(time.perf_counter() - start_s)
+        for number, name in turns(ways, repeats):
+            await call_all(trainers, "label", number + 1)
+            start_s = time.perf_counter()
+            await ways[name](number + 1)
+            seconds[name].append(time.perf_counter() - start_s)
     finally:
         for remote in trainers + generators + engines:
             remote.close()
@@ -156,7 +159,7 @@ async def make_ways(
     return ways
 
 
-async def bench_decoding(folder: str) -> dict[str, float]:
+async def bench_decoding(folder: str) -> Values:
     """Decoding with and without publishes, in turns."""
     model = DECODING_MODEL
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
@@ -204,7 +207,7 @@ async def bench_decoding(folder: str) -> dict[str, float]:
     }
 
 
-async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> dict[str, float]:
+async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> Values:
     """Most memory of a publish, over the weights of both sides, as a share of the model."""
     trainers = [Remote(TrainerRank, model, rank) for rank in range(2)]
     generators = [Remote(GeneratorRank, model, rank) for rank in range(2)]
@@ -238,102 +241,43 @@ async def bench_memory(model: Model, config: WeightsConfig, folder: str) -> dict
     }
 
 
-def print_ways(model: Model, seconds: Seconds) -> None:
-    """Median seconds, GB/s and what the real publish takes by comparison."""
-    size = f"{model.num_bytes / 1e6:.0f} MB"
-    print(f"\nOne version of {size} in {model.dtype}, {len(seconds['memcpy'])} repeats")
-    print(f"    {'':24}{'seconds':>9}{'GB/s':>8}{'publish, shared_memory is':>32}")
-    for name, values in seconds.items():
-        median_s = statistics.median(values)
-        factor = ratio(values, seconds["publish, shared_memory"])
-        print(
-            f"    {name:24}{median_s:9.3f}{model.num_bytes / median_s / 1e9:8.2f}"
-            f"{factor:21.2f} times as fast",
-            flush=True,
-        )
-
-
-def ratio(above: list[float], below: list[float]) -> float:
-    """Median over repeats of the ratio within one."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
-def print_decoding(found: dict[str, float]) -> None:
-    f = found
-    print(
-        f"\nDecoding {BATCH} rollouts while versions of {f['model_megabytes']:.0f} MB are published"
-        f" one after the other ({f['num_publishes']} in all), on {os.cpu_count()} cores\n"
-        f"    a publish takes                 {f['publish_s'] * 1e3:8.1f} ms\n"
-        f"    longest gap between two steps   {f['gap_s'] * 1e3:8.1f} ms"
-        f"    {f['gap_share']:.1%} of the publish\n"
-        f"    the same without publishes      {f['quiet_gap_s'] * 1e3:8.1f} ms"
-        f"    (a step takes {f['step_s'] * 1e3:.0f} ms)\n"
-        f"    tokens/s without publishes      {f['quiet_tokens_per_s']:8.0f}\n"
-        f"    during publishes                {f['tokens_share']:8.1%} of that",
-        flush=True,
-    )
-
-
-def print_memory(model: Model, found: dict[str, dict[str, float]]) -> None:
-    print(
-        f"\nMost memory of a publish beyond the weights of both sides, in sizes of the model"
-        f" ({model.num_bytes / 1e6:.0f} MB)\n"
-        f"    {'weights.staging':18}{'trainer, private':>20}{'generator, private':>20}"
-        f"{'with shared memory':>20}"
-    )
-    for staging, shares in found.items():
-        print(f"    {staging:18}" + "".join(f"{share:20.3f}" for share in shares.values()))
-
-
 def main() -> None:
-    """Run everything, print it, write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--megabytes", type=float, default=500, help="least size of the model")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", help="where the files go: a real disk (default: temporary)")
-    arguments = parser.parse_args()
-    try:
-        check_installed()
-        has_vllm = True
-    except ValueError as error:
-        has_vllm = False
-        print(f"without vLLM: {error}")
+    """Run everything."""
+    bench = Bench(__doc__, GOALS)
+    bench.option("--megabytes", type=float, default=500, help="least size of the model")
+    bench.option("--repeats", type=int, default=5)
+    bench.option("--folder", help="where the files go: a real disk (default: temporary)")
+    arguments = bench.parse()
+    reason = why_not()
+    if reason:
+        print(f"without vLLM: {reason}")
     print("without rdma: Monarch's buffers exist only in its actors, so it needs a whole run")
-    details: dict[str, Any] = {}
+    rounds: dict[str, Seconds] = {}
     for dtype in ("float32", "bfloat16"):
         model = model_of(arguments.megabytes, dtype)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            is_with_vllm = has_vllm and dtype == "float32"
-            seconds = asyncio.run(bench_ways(model, arguments.repeats, folder, is_with_vllm))
-        print_ways(model, seconds)
-        details[dtype] = {"model_bytes": model.num_bytes, "seconds": seconds}
+            is_with_vllm = reason is None and dtype == "float32"
+            rounds[dtype] = asyncio.run(bench_ways(model, arguments.repeats, folder, is_with_vllm))
+        add_ways(bench, model, rounds[dtype])
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        details["decoding"] = asyncio.run(bench_decoding(folder))
-    print_decoding(details["decoding"])
+        bench.add_all(asyncio.run(bench_decoding(folder)), "decoding")
     model = model_of(arguments.megabytes, "float32")
-    details["memory"] = {}
     for staging in ("double_buffer", "host", "bucket"):
         config = WeightsConfig(staging=staging, bucket_bytes=model.num_bytes // 16)
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            details["memory"][staging] = asyncio.run(bench_memory(model, config, folder))
-    print_memory(model, details["memory"])
-    seconds = details["float32"]["seconds"]
-    real = seconds["publish, shared_memory"]
-    results = {
-        "shared_memory_vs_memcpy": ratio(seconds["memcpy"], real),
-        "decode_gap_share": details["decoding"]["gap_share"],
-        "vs_file": ratio(seconds["file"], real),
-        "vs_gather_broadcast": ratio(seconds["gather and broadcast"], real),
-    }
-    if has_vllm:
-        results["vs_vllm_reload"] = ratio(seconds["vLLM's reload"], real)
-    print()
-    for key, value in results.items():
-        goal, meaning = GOALS.get(key, (None, "times as fast as vLLM's reload"))
-        print(f"{key:26}{value:8.3f}  {meaning}" + ("" if goal is None else f" {goal:g} (goal)"))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**results, "details": details}, indent=2) + "\n")
+            bench.add_all(asyncio.run(bench_memory(model, config, folder)), f"memory, {staging}")
+    bench.write(rounds)
+
+
+def add_ways(bench: Bench, model: Model, seconds: Seconds) -> None:
+    """Median seconds, GB/s, and how many times as fast the publish over shared memory is."""
+    bench.add("model_bytes", model.num_bytes, model.dtype)
+    for way, values in seconds.items():
+        median_s = statistics.median(values)
+        bench.add("way_s", median_s, f"{model.dtype}, {way}", values)
+        bench.add("gb_per_s", model.num_bytes / median_s / 1e9, f"{model.dtype}, {way}")
+        if way in RATIOS:
+            bench.add(RATIOS[way], ratio(values, seconds[PUBLISH]), model.dtype)
 
 
 if __name__ == "__main__":

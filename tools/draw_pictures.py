@@ -1,11 +1,13 @@
-"""Draw the README's pictures from one real run of the quickstart.
+"""Draw the README's pictures from one real run of the quickstart, and those of BENCHMARKS.md.
 
     python tools/draw_pictures.py [KEY=VALUE ...]
     python tools/draw_pictures.py --run RUN_DIR
+    python tools/draw_pictures.py --benchmarks
 
 The first form runs `llamarl train --config-dir recipes/quickstart` in a terminal of its own and
 writes, into docs/pictures, the live display in the middle of that run and its learning curve. The
-second draws only the curve, from the folder of a finished run.
+second draws only the curve, from the folder of a finished run. The third draws the bars of
+BENCHMARKS.md (bars.py) from docs/benchmarks/*.json.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from fcntl import ioctl
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+import bars
+from harness import ROOT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 RECIPE = "recipes/quickstart"
 COLUMNS, LINES = 92, 24
@@ -48,8 +51,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--run", help="folder of a finished run; only its curve is drawn")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run")
+    parser.add_argument("--benchmarks", action="store_true", help="the bars of BENCHMARKS.md alone")
     options = parser.parse_args()
     PICTURES.mkdir(parents=True, exist_ok=True)
+    if options.benchmarks:
+        for name, svg in bars.pictures().items():
+            write(name, svg)
+        return
     if options.run is not None:
         draw_curves(Path(options.run))
         return

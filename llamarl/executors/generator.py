@@ -22,7 +22,7 @@ from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.lockstep import Lockstep
 from llamarl.executors.memory_mover import MemoryMover
 from llamarl.executors.offloadable import OffloadPart
-from llamarl.executors.rollouts import RolloutPart
+from llamarl.executors.rollout_part import RolloutPart
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.executors.weight_source import SourcePart
 from llamarl.executors.weight_target import TargetPart

@@ -13,7 +13,7 @@ import pytest
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
 from llamarl.weights.sync import publisher
-from llamarl.weights.sync.calls import Stagger
+from llamarl.weights.sync.sync_calls import Stagger
 from tests.contract.publish_fakes import (
     SINGLE,
     WHOLE,

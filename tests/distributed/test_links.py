@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from llamarl.cluster.os_process import is_alive
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from harness import read
 from links import Host, Link, network, why_not
 
 WHY_NOT = why_not()
@@ -88,8 +88,9 @@ def test_a_row_that_takes_long_over_a_slow_link_arrives_whole(tmp_path: Path) ->
         [*command, "--rounds=1", "--consumers=1"], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())
-    assert found["row_bytes"] > 12e6
-    assert found["payload_share_1"] < 0.55  # written first, then read
-    assert found["written_share_1"] >= found["payload_share_1"]
-    assert found["second_unit_behind_links"] > 0
+    found = read(file)
+    assert found[""]["row_bytes"] > 12e6
+    one_unit = found["1 units"]
+    assert one_unit["payload_share"] < 0.55  # written first, then read
+    assert one_unit["written_share"] >= one_unit["payload_share"]
+    assert found[""]["second_unit_behind_links"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from demo_two_hosts import ROOT
+from harness import ROOT, read
 from links import why_not
 
 WHY_NOT = why_not()
@@ -34,7 +33,7 @@ def test_a_run_at_two_sites_learns_as_ever_and_a_break_of_ten_seconds_loses_noth
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "sites.json").read_text())
+    found = read(tmp_path / "sites.json")[""]
     assert found["accuracy_after"] >= 0.9
     assert found["models_per_publish"] <= 1.05
     assert found["far_rollouts"] > 1000

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from harness import read
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +27,7 @@ def test_every_section_that_needs_no_tokenizer_runs(tmp_path: Path) -> None:
         [sys.executable, str(BENCH), "--tiny", "--json=figures.json", "--only", *sections],
         cwd=tmp_path, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    results = json.loads((tmp_path / "figures.json").read_text())
-    assert {name: results[name]["error"] for name in sections} == dict.fromkeys(sections, ""), (
+    found = read(tmp_path / "figures.json")
+    assert {name: found[name]["error"] for name in sections} == dict.fromkeys(sections, ""), (
         done.stderr
     )

@@ -39,6 +39,7 @@ from tests.unit.pages import (
     commands,
     name_of,
     prose,
+    sentences,
     tables,
 )
 
@@ -55,6 +56,8 @@ SECTIONS_ELSEWHERE = {"actor_rollout_ref", "custom_reward_function"}  # of verl
 FOREIGN_PROGRAMS = {"pip", "hf", "tensorboard", "git", "sbatch"}
 FLAGS = {"--cfg", "--multirun", "--sweep", "--json", "--html", "--trace", "--mermaid", "--run"}
 MOST_README_LINES = 150
+MOST_BENCHMARKS_LINES = 200
+MOST_WORDS = 35  # of a sentence
 
 
 def of(program: str) -> list[Command]:
@@ -221,6 +224,28 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MOST_README_LINES
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.parent.name != "recipes"], ids=name_of
+)
+def test_no_sentence_is_long(page: Path) -> None:
+    found = [each for each in sentences(page.read_text()) if len(each.split()) > MOST_WORDS]
+    assert not found
+
+
+def test_sentences_end_where_a_reader_would_end_them() -> None:
+    text = (
+        "# A heading\n\nOne [link](a b c). Two (e.g. this) is\none. `Three` ends:\n\n- four\n- five"
+    )
+    text += "\n\n| no | sentence |\n\n```python\nnone = 0\n```\n"
+    assert sentences(text) == [
+        "One [link].",
+        "Two (e.g. this) is one.",
+        "`Three` ends:",
+        "four",
+        "five",
+    ]
+
+
 def test_every_room_has_one_line_in_order() -> None:
     (rows,) = [rows for rows in tables((DOCS / "architecture.md").read_text()) if len(rows[0]) == 2]
     rooms = [cell.strip("`").rstrip("/").removesuffix(".py") for cell, _ in rows]
@@ -298,6 +323,26 @@ def test_generated_pages_are_what_the_code_says_today() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "write_reference_pages.py"))
     for name, text in tool["pages"]().items():
         assert (DOCS / name).read_text() == text, "run tools/write_reference_pages.py"
+
+
+def test_pages_and_pictures_of_benchmarks_show_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = runpy.run_path(str(ROOT / "tools" / "write_benchmark_pages.py"))
+    written = tool["pages"]()
+    assert {path for path in written if path.parent == DOCS / "benchmarks"} == {
+        *(DOCS / "benchmarks").glob("*.md")
+    }
+    for path, text in written.items():
+        assert path.read_text() == text, "run tools/write_benchmark_pages.py"
+    drawn = runpy.run_path(str(ROOT / "tools" / "bars.py"))["pictures"]()
+    assert len(drawn) == 4
+    for name, svg in drawn.items():
+        path = DOCS / "pictures" / name
+        assert path.read_text() == svg, "run tools/draw_pictures.py --benchmarks"
+
+
+def test_the_page_of_benchmarks_is_short() -> None:
+    assert len((ROOT / "BENCHMARKS.md").read_text().splitlines()) <= MOST_BENCHMARKS_LINES
 
 
 @pytest.mark.slow

@@ -1,68 +1,204 @@
-"""The benchmarks: their pure parts, and that those of weights and offloading run to their end."""
+"""Every tool says what it is for, the quick benchmarks run, and all write one shape of file."""
+
+from __future__ import annotations
 
 import json
-import math
+import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llamarl.metrics.span import Span
-from llamarl.weights.layout.boxes import RankLayout
-from llamarl.weights.layout.reshard import num_bytes, plan
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from weights_bench.decoding import longest_gap_s, tokens_per_s
-from weights_bench.model import Model, generator_layouts, llama, trainer_layouts
+from harness import ROOT, Bench, dump, is_met, read, shown, turns
 
-MS = 10**6
-
-
-def step(start_ms, end_ms, tokens=64):
-    return Span(0, "decode", "busy", start_ms * MS, end_ms * MS, {"tokens": tokens})
-
-
-STEPS = [step(0, 10), step(11, 20), step(26, 36), step(37, 47), step(67, 77)]
-
-
-def test_the_longest_gap_is_one_between_steps_that_the_window_touches() -> None:
-    assert longest_gap_s(STEPS, 0, 46 * MS) == pytest.approx(0.006)
-    assert longest_gap_s(STEPS, 22 * MS, 23 * MS) == pytest.approx(0.006)  # nothing but the gap
-    assert longest_gap_s(STEPS, 28 * MS, 50 * MS) == pytest.approx(0.020)
-    assert math.isnan(longest_gap_s(STEPS, 80 * MS, 90 * MS))
+TOOLS = ROOT / "tools"
+IS_PROGRAM = re.compile(r"(ArgumentParser|Bench)\(.*__main__", re.DOTALL)
+PROGRAMS = sorted(path for path in TOOLS.glob("*.py") if IS_PROGRAM.search(path.read_text()))
+BENCHES = [path.stem for path in PROGRAMS if path.stem.startswith("bench_")]
+Found = dict[str, dict[str, Any]]
+QUICK = {  # under 2 seconds
+    "bench_packing": ["--seeds=1"],
+    "bench_controller": ["--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=256"],
+}
 
 
-def test_a_step_that_the_window_cuts_counts_in_part() -> None:
-    assert tokens_per_s(STEPS, 0, 20 * MS) == pytest.approx(128 / 0.020)
-    assert tokens_per_s(STEPS, 5 * MS, 31 * MS) == pytest.approx((32 + 64 + 32) / 0.026)
-    assert tokens_per_s(STEPS, 50 * MS, 60 * MS) == 0
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """The tool's main, in this process."""
+    monkeypatch.setattr(sys, "argv", [f"tools/{name}.py", *arguments])
+    runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
 
 
-def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None:
-    model = Model(llama(1, vocab_size=96, hidden_size=64, intermediate_size=160), "bfloat16")
-    source, target = [], []
-    for rank in range(2):
-        for layouts, side in (
-            (trainer_layouts(model, rank), source),
-            (generator_layouts(model, rank)[0], target),
-        ):
-            names = (tuple(layouts),)
-            side.append(RankLayout(rank=rank, host="here", parameters=layouts, buckets=names))
-    copies = plan(source, target)
-    assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
-    assert {copy.source_rank for copy in copies} == {0, 1}
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_tool_says_what_it_is_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(path.stem, monkeypatch, "--help")
+    assert not end.value.code
+    said = " ".join(capsys.readouterr().out.split())
+    purpose = path.read_text().lstrip('r"').split("\n")[0]
+    assert purpose.rstrip(".") in said
+    assert "--json" in said or path.stem not in BENCHES
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_quick_benchmark_writes_the_shape_of_all(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.json"
+    run(name, monkeypatch, *QUICK[name], f"--json={file}")
+    check_shape(file, name)
+
+
+def check_shape(file: Path, name: str) -> None:
+    document = json.loads(file.read_text())
+    keys = {"bench", "commit", "date", "machine", "command", "figures", "rounds"}
+    assert document.keys() == keys
+    assert document["bench"] == name.removeprefix("bench_")
+    assert document["machine"]["cores"] > 0
+    assert document["command"].startswith(f"python tools/{name}.py ")
+    assert document["command"].endswith("--json FILE")
+    assert document["figures"]
+    for figure in document["figures"]:
+        assert {"name", "value", "unit"} <= figure.keys(), figure
+        assert figure.keys() <= {"name", "value", "unit", "case", "spread", "goal"}, figure
+
+
+def check_store(found: Found) -> None:
+    assert found[""]["rows_vs_transferqueue"] is None
+    assert found[""]["bytes_vs_memcpy"] > 0
+    assert found[""]["second_unit"] > 0
+    cases = {case for case, values in found.items() if case.startswith("own,")}
+    assert len(cases) == 8
+
+
+def check_pools(found: Found) -> None:
+    mixed, same = (found[f"72B 10k, 64 groups, {kind}"] for kind in ("mixed", "same"))
+    assert mixed["generators"] == 32, "all H20 that there are"
+    assert mixed["trainer"] == same["trainer"]
+    gain = found["72B 10k, 64 groups"]["gain_trainer_x1"]
+    assert gain == pytest.approx(mixed["per_cost"] / same["per_cost"])
+    price = mixed["trainer"] * 2.85 + 32
+    tokens = mixed["per_cost"] * price / 3600 * mixed["step_s"]
+    equal = same["per_cost"] * 2.85 * (same["trainer"] + same["generators"]) / 3600 * same["step_s"]
+    assert tokens == pytest.approx(equal, rel=0.1), "both train the same rollouts"
+
+
+def check_gpu(found: Found) -> None:
+    errors = {name: figures.pop("error") for name, figures in found.items()}
+    errors = {name: error for name, error in errors.items() if error}
+    assert errors == {"memory": "ValueError: memory is measured on CUDA only"}
+    for name, figures in found.items():
+        assert all(value >= 0 for value in figures.values()), name
+    assert found["publish"]["copied_bytes"] > 0
+
+
+def check_streams(found: Found) -> None:
+    assert sum("step_s" in values for values in found.values()) == 24
+    tail = found["tail"]
+    assert 0 < tail["share_of_least"] < 1.5, "no run is much faster than its work allows"
+    assert tail["least_vs_sync"] == pytest.approx(tail["async_vs_sync"] / tail["share_of_least"])
+    assert 0 <= tail["carried_masked_share"] < 1
+    ordered = [values for values in found.values() if "ranked_vs_fifo" in values]
+    assert len(ordered) == 3
+    assert all("share_of_oracle" in values for values in ordered)
+
+
+def check_staging(found: Found) -> None:
+    """Every form keeps the bound, and only a blocking publish stops decoding for long."""
+    forms = {name: figures for name, figures in found.items() if name}
+    for name, figures in forms.items():
+        assert figures["num_publishes"] >= 2, name
+        assert 0 < figures["staleness_max"] <= (2 if "staleness 2" in name else 1), name
+        assert figures["early_share"] == ("staggered" in name), name
+        assert figures["publish_s"] > figures["lead_s"] > 0, name
+    interrupted = {name: figures["interrupted_s"] for name, figures in forms.items()}
+    beside = max(interrupted[f"double_buffer, {commits}"] for commits in ("staggered", "together"))
+    for name in ("blocking, together", "blocking, staggered", "bucket, staggered"):
+        assert interrupted[name] > 10 * beside, name
+
+
+def check_positive(found: Found) -> None:
+    values = [each for values in found.values() for each in values.values()]
+    numbers = [value for value in values if isinstance(value, float)]
+    assert numbers
+    assert min(numbers) > 0
+
+
+SMALL: dict[str, tuple[list[str], Callable[[Found], None]]] = {
+    "bench_weights": (["--megabytes=4", "--repeats=1"], check_positive),
+    "bench_offload": (["--megabytes=4", "--repeats=1"], check_positive),
+    "bench_checkpoints": (["--megabytes=4", "--repeats=1"], check_positive),
+    "bench_store": (
+        [
+            "--quick",
+            "--rounds=1",
+            *["--tokens", "16", "512", "--units", "1", "2", "--consumers", "1", "2"],
+        ],
+        check_store,
+    ),
+    "bench_pools": (["--quick", "--models=72B", "--groups=64"], check_pools),
+    "bench_gpu": (["--device=cpu", "--tiny"], check_gpu),
+    "bench_streams": (["--quick"], check_streams),
+    "bench_staging": (["--quick"], check_staging),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench_weights.py", "bench_offload.py", "bench_checkpoints.py"])
-def test_a_benchmark_of_small_weights_runs_to_its_end(name: str, tmp_path: Path) -> None:
-    program = Path(__file__).resolve().parents[2] / "tools" / name
-    command = [sys.executable, str(program), "--megabytes=4", "--repeats=1", "--json=figures.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_run_of_a_benchmark_finds_what_it_must(name: str, tmp_path: Path) -> None:
+    arguments, check = SMALL[name]
+    command = [sys.executable, str(TOOLS / f"{name}.py"), *arguments, "--json=figures.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    values = [value for value in figures.values() if isinstance(value, float)]
-    assert values
-    assert min(values) > 0
+    check_shape(tmp_path / "figures.json", name)
+    check(read(tmp_path / "figures.json"))
+
+
+def test_in_every_second_round_the_ways_go_backwards() -> None:
+    assert list(turns(["a", "b"], 3)) == [
+        (0, "a"),
+        (0, "b"),
+        (1, "b"),
+        (1, "a"),
+        (2, "a"),
+        (2, "b"),
+    ]
+
+
+def test_a_goal_is_met_by_every_number_or_missed() -> None:
+    assert is_met({"value": 1.2, "goal": ">= 1.2"})
+    assert not is_met({"value": [1.3, 1.1], "goal": ">= 1.2"})
+    assert not is_met({"value": None, "spread": [0.006, 0.012], "goal": "<= 0.01"})
+    assert is_met({"value": None, "goal": "<= 1"}) is None
+    assert is_met({"value": 3}) is None
+    assert not is_met({"value": 1.0, "goal": "> 1.0"})
+    with pytest.raises(ValueError, match="a goal must begin"):
+        is_met({"value": 1, "goal": "about 1"})
+    missed = {"value": 0.24, "unit": "", "spread": [0.2, 0.3], "goal": ">= 0.7"}
+    assert shown(missed) == "0.24 (0.2 to 0.3) (goal >= 0.7, **missed**)"
+    assert shown({"value": 158700, "unit": "rows/s"}) == "158,700 rows/s"
+
+
+def test_a_benchmark_that_is_run_again_keeps_the_notes_of_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(dump({"bench": "mine", "figures": [], "title": "Mine", "notes": ["Why."]}))
+    monkeypatch.setattr(sys, "argv", ["tools/bench_mine.py", "--json", str(file)])
+    bench = Bench("What mine does.", {"ratio": ">= 2"})
+    bench.parse()
+    bench.add_medians({"one": [{"ratio": 1.0}, {"ratio": 4.0}, {"ratio": 3.0}]})
+    bench.write()
+    document = json.loads(file.read_text())
+    assert (document["title"], document["notes"]) == ("Mine", ["Why."])
+    assert document["figures"] == [
+        {"name": "ratio", "value": 3.0, "unit": "", "case": "one", "spread": [1.0, 4.0]}
+        | {"goal": ">= 2"}
+    ]

@@ -94,7 +94,7 @@ class SleepingScorer(SimulatedScorer):
     """The scorer in its process."""
 
     def __init__(self, spec: SleepingSpec, **place: Any) -> None:
-        super().__init__(spec.setting(), spec.costs, Cores())
+        super().__init__(spec.setting(), spec.costs, Cores(), attempt=0)
 
 
 async def replay(

@@ -5,8 +5,8 @@
 blocking: a replica decodes nothing from before it prepares a version until it has committed it.
 
 together: the replicas commit when the last one has verified. As it is built, a replica commits once
-its own version is verified and the one before it has committed, and then feeds the next one. Nobody
-may wait for a sibling's commit here, so the trainer feeds every replica itself; and none may be
+its own version is verified and the one before it has committed, and then feeds the next one. Here
+none may wait for a sibling's commit, so the trainer feeds every replica itself; and none may be
 lost, because the others would wait for it.
 """
 
@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager
 from llamarl.main import main
 from llamarl.weights.layout.kinds import assign_sources
 from llamarl.weights.sync import publisher, replicas
-from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.replica_sync import ReplicaSync
+from llamarl.weights.sync.sync_calls import Stagger
 
 NUM_REPLICAS = 2
 

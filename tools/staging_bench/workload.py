@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_async import RECIPE, ROOT, write_long_tail_recipe
+from bench_async import write_long_tail_recipe
+from live_run import PROGRAM, QUIET, RECIPE, LiveRun, train
 from safetensors.torch import save_file
 
 from llamarl.models.architecture import read_architecture
@@ -67,34 +65,29 @@ class Workload:
     model_bytes: int
     num_steps: int
 
-    def run(self, form: Form, run_dir: Path, seed: int) -> None:
-        """Train once in real processes; SystemExit with its output if that fails."""
-        program = ["-m", "llamarl"]
+    def run(self, form: Form, run_dir: Path, seed: int) -> LiveRun:
+        """Train once in real processes."""
+        program = PROGRAM
         if form.variants:
-            program = [str(Path(variants.__file__)), ",".join(form.variants)]
+            program = (str(Path(variants.__file__)), ",".join(form.variants))
         staging = "double_buffer" if form.staging == "blocking" else form.staging
-        command = [
-            *(sys.executable, *program, "train", f"--config-dir={self.recipe}"),
-            *(f"run_dir={run_dir}", f"seed={seed}", f"num_steps={self.num_steps}"),
+        return train(
+            self.recipe,
+            run_dir,
+            *(f"seed={seed}", f"num_steps={self.num_steps}"),
             f"staleness.max_staleness={form.max_staleness}",
             f"generator.num_replicas={variants.NUM_REPLICAS}",
             "generator.max_num_seqs=4",  # so that generation is the longer side
-            "trainer.groups_per_step=4",
-            "trainer.parts=fixed",
-            "trainer.groups_per_part=2",
+            *("trainer.groups_per_step=4", "trainer.parts=fixed", "trainer.groups_per_part=2"),
             "trainer.compute_dtype=bfloat16",
             "trainer.lr=1e-6",  # the weights are random: nothing is to be learned
             "sampling.rollouts_per_prompt=4",
             f"weights.staging={staging}",
             f"weights.bucket_bytes={self.model_bytes // NUM_BUCKETS}",
             "weights.logprob_check=off",  # its rollouts would hide what a replica waits for
-            *("evaluation.every_steps=0", "checkpoint.every_steps=0", "checkpoint.export=false"),
-            "metrics.live=false",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+            *("checkpoint.every_steps=0", *QUIET),
+            program=program,
+        )
 
 
 def make_workload(folder: Path, *, num_layers: int, num_steps: int) -> Workload:

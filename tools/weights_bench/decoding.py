@@ -1,4 +1,4 @@
-"""A generator that decodes while versions are published into it, and what its spans tell."""
+"""A generator that decodes while versions are published into it, and what its spans show."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from llamarl.errors import NoGenerator, ReplicaLost
 from llamarl.metrics.span import Spans
 from llamarl.protocols import WeightSource
 from llamarl.weights.layout.kinds import WeightKind
-from llamarl.weights.sync.calls import Stagger
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.replicas import PublishStats, Replicas
 from llamarl.weights.sync.states import State
+from llamarl.weights.sync.sync_calls import Stagger
 from llamarl.weights.transports.routes import Routes
 
 COMMIT_S = 0.5  # a replica that commits for longer does not hold back the next one

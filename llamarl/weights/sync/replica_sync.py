@@ -16,8 +16,8 @@ from llamarl.errors import ReplicaLost, StaleVersion, TargetLost
 from llamarl.protocols import WeightSource, WeightTarget
 from llamarl.weights.integrity.comparison import add_up, compare
 from llamarl.weights.layout.boxes import RankLayout, Route, StagingHandle
-from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.states import Event, State, next_state
+from llamarl.weights.sync.sync_calls import Change, Stagger, attempt, failure
 from llamarl.weights.transports.registry import TRANSPORTS
 from llamarl.weights.transports.routes import buckets_of
 

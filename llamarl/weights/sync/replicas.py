@@ -15,9 +15,9 @@ from llamarl.errors import ReplicaLost, StaleVersion
 from llamarl.metrics.span import Spans
 from llamarl.weights.layout.boxes import Route
 from llamarl.weights.layout.kinds import WeightKind, assign_sources
-from llamarl.weights.sync.calls import Change, Stagger, attempt, failure
 from llamarl.weights.sync.replica_sync import PeerRelay, ReplicaSync, Source, SourceLost
 from llamarl.weights.sync.states import State
+from llamarl.weights.sync.sync_calls import Change, Stagger, attempt, failure
 from llamarl.weights.transports.routes import Routes
 
 log = logging.getLogger(__name__)

@@ -1,24 +1,65 @@
-"""The bench of publishes: what it makes of spans, and its two forms that no setting has."""
+"""What the benchmarks work out, on spans and shapes written by hand."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llamarl.metrics.span import Span
+from llamarl.weights.layout.boxes import RankLayout
+from llamarl.weights.layout.reshard import num_bytes, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from bench_controller import results, simulate
+from controller_bench.messages import MessageCosts
+from controller_bench.simulation import Shape
 from staging_bench.exposure import measure
 from staging_bench.variants import Together
+from weights_bench.decoding import longest_gap_s, tokens_per_s
+from weights_bench.model import Model, generator_layouts, llama, trainer_layouts
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench_staging.py"
 MS = 10**6
+
+
+def step(start_ms, end_ms, tokens=64):
+    return Span(0, "decode", "busy", start_ms * MS, end_ms * MS, {"tokens": tokens})
+
+
+STEPS = [step(0, 10), step(11, 20), step(26, 36), step(37, 47), step(67, 77)]
+
+
+def test_the_longest_gap_is_one_between_steps_that_the_window_touches() -> None:
+    assert longest_gap_s(STEPS, 0, 46 * MS) == pytest.approx(0.006)
+    assert longest_gap_s(STEPS, 22 * MS, 23 * MS) == pytest.approx(0.006)  # nothing but the gap
+    assert longest_gap_s(STEPS, 28 * MS, 50 * MS) == pytest.approx(0.020)
+    assert math.isnan(longest_gap_s(STEPS, 80 * MS, 90 * MS))
+
+
+def test_a_step_that_the_window_cuts_counts_in_part() -> None:
+    assert tokens_per_s(STEPS, 0, 20 * MS) == pytest.approx(128 / 0.020)
+    assert tokens_per_s(STEPS, 5 * MS, 31 * MS) == pytest.approx((32 + 64 + 32) / 0.026)
+    assert tokens_per_s(STEPS, 50 * MS, 60 * MS) == 0
+
+
+def test_the_benchmark_model_is_planned_whole_with_norms_on_both_ranks() -> None:
+    model = Model(llama(1, vocab_size=96, hidden_size=64, intermediate_size=160), "bfloat16")
+    source, target = [], []
+    for rank in range(2):
+        for layouts, side in (
+            (trainer_layouts(model, rank), source),
+            (generator_layouts(model, rank)[0], target),
+        ):
+            names = (tuple(layouts),)
+            side.append(RankLayout(rank=rank, host="here", parameters=layouts, buckets=names))
+    copies = plan(source, target)
+    assert num_bytes(copies) == model.num_bytes + 3 * 64 * 2  # three norms more
+    assert {copy.source_rank for copy in copies} == {0, 1}
 
 
 def span(name, start_ms, end_ms, cat="busy", **args):
@@ -140,20 +181,36 @@ def test_replicas_that_commit_together_wait_until_the_last_one_is_verified() -> 
         assert sorted(half[2:4]) == ["first commits", "second commits"]
 
 
-@pytest.mark.slow
-def test_every_form_keeps_the_bound_and_only_a_blocking_publish_stops_decoding_for_long(
-    tmp_path: Path,
+COSTS = MessageCosts(call_s=1e-3, sent_byte_s=0.0, received_byte_s=0.0, ranks_s=1e-3, num_actors=0)
+SHAPE = Shape(num_replicas=4, num_trainer_ranks=16, num_groups=16, num_steps=5)
+
+
+@pytest.mark.parametrize(("num_collectors", "who"), [(0, "generator"), (2, "collector")])
+def test_a_small_run_has_the_calls_that_its_shape_demands_and_pays_for_each(
+    num_collectors: int, who: str
 ) -> None:
-    command = [sys.executable, str(BENCH), "--quick", "--json=figures.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    medians = json.loads((tmp_path / "figures.json").read_text())["medians"]
-    for name, figures in medians.items():
-        assert figures["num_publishes"] >= 2, name
-        assert 0 < figures["staleness_max"] <= (2 if "staleness 2" in name else 1), name
-        assert figures["early_share"] == ("staggered" in name), name
-        assert figures["publish_s"] > figures["lead_s"] > 0, name
-    interrupted = {name: figures["interrupted_s"] for name, figures in medians.items()}
-    beside = max(interrupted[f"double_buffer, {commits}"] for commits in ("staggered", "together"))
-    for name in ("blocking, together", "blocking, staggered", "bucket, staggered"):
-        assert interrupted[name] > 10 * beside, name
+    shape = replace(SHAPE, num_collectors=num_collectors)
+    load = simulate(shape, COSTS)
+    found = results(shape, COSTS, load)
+    steps = load.num_steps
+    assert steps == SHAPE.num_steps - SHAPE.max_staleness - 1
+    for method in ("generator.prepare", "trainer.write", "generator.verify", "generator.commit"):
+        assert load.calls[method] == 4 * steps, "one of each replica and version"
+    assert load.calls["trainer.step"] == steps
+    assert [call for call in load.calls if call.endswith("collect")] == [f"{who}.collect"]
+    num_groups = 16 * steps
+    assert 0 < load.calls[f"{who}.collect"] <= num_groups + 4 * steps, (
+        "by group, and log-prob checks"
+    )
+    assert load.message_s == pytest.approx(sum(load.calls.values()) * 1e-3, rel=0.1)
+    assert 0 < found["controller_wait_share"] < 0.1
+    assert found["controller_core_share"] > load.message_s / load.elapsed_s
+    assert 500 < found["bytes_per_rollout"] < 20_000
+
+
+def test_the_controllers_bytes_per_rollout_do_not_grow_with_the_trainers_ranks() -> None:
+    few, many = (
+        results(shape, COSTS, simulate(shape, COSTS))["bytes_per_rollout"]
+        for shape in (SHAPE, Shape(num_replicas=4, num_trainer_ranks=256, num_groups=16))
+    )
+    assert many < 1.2 * few
