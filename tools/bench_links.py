@@ -31,7 +31,7 @@ from pathlib import Path
 from demo_two_hosts import ROOT, worker
 from harness import Bench, Values, medians
 from links import Host, Link, network, why_not
-from store_bench.own import LEDGER, OwnStore
+from store_bench.own import CONTROLLER, OwnStore
 from store_bench.rows import Work, make_rows, num_bytes
 
 from llamarl.cluster import exiting_process
@@ -64,7 +64,7 @@ async def measure(bench: Bench, arguments: argparse.Namespace) -> dict[str, list
                 for units in UNITS:
                     behind = hosts[1 : units + 1]
                     before = [host.num_bytes() for host in behind]
-                    times = await own.run(units, LEDGER, work, True, is_checked=not number)
+                    times = await own.run(units, CONTROLLER, work, True, is_checked=not number)
                     could_bytes = units * link.rate_bits_per_s / 8 * times["flow_s"]
                     if number:
                         shares = counted(behind, before, could_bytes)

@@ -18,7 +18,7 @@ with the form of cells, the batch size and the number of calls under way that ar
 chosen at the start; then they run alternately and medians count. The first run of every setting
 checks that each row arrived once and whole.
 
-Our side has two ways to take rows. "own": consumers ask the controller's ledger and read from the
+Our side has two ways to take rows. "own": consumers ask the controller and read from the
 units, as trainers and stages of a run do. "own_loader": they are processes outside the run, with a
 StageLoader each, which has leases and hands results back for each row; its batches are smaller.
 
@@ -47,7 +47,7 @@ from pathlib import Path
 import harness
 import numpy as np
 from harness import Values, medians
-from store_bench.own import LEDGER, LOADER, OwnStore
+from store_bench.own import CONTROLLER, LOADER, OwnStore
 from store_bench.rival import TransferQueueRival, why_not
 from store_bench.rows import Work, make_rows, num_bytes
 
@@ -117,7 +117,7 @@ class Bench:
     async def compare(self, units: int, rival: TransferQueueRival | None) -> None:
         """All workloads with this number of units."""
         sides: dict[str, Run] = {
-            way: functools.partial(self._own.run, units, way) for way in (LEDGER, LOADER)
+            way: functools.partial(self._own.run, units, way) for way in (CONTROLLER, LOADER)
         }
         if rival is not None:
             sides["transferqueue"] = functools.partial(asyncio.to_thread, rival.run)
@@ -140,10 +140,11 @@ class Bench:
         work = next(
             result.work
             for result in reversed(self.results)
-            if result.side == LEDGER and result.work.tokens == max(self._arguments.tokens)
+            if result.side == CONTROLLER and result.work.tokens == max(self._arguments.tokens)
         )
         runs = {
-            str(units): (functools.partial(self._own.run, units, LEDGER), work) for units in (1, 2)
+            str(units): (functools.partial(self._own.run, units, CONTROLLER), work)
+            for units in (1, 2)
         }
         found = await alternate(runs, self._arguments.rounds)
         return found["1"]["flow_s"] / found["2"]["flow_s"]
@@ -157,7 +158,7 @@ class Bench:
         ]
         return max(found, key=lambda result: result.rows_per_s, default=None)
 
-    def lowest_ratio(self, tokens: int, other: str, way: str = LEDGER) -> float | None:
+    def lowest_ratio(self, tokens: int, other: str, way: str = CONTROLLER) -> float | None:
         """Ours over another side's, the lowest over numbers of consumers."""
         ratios = []
         for consumers in self._arguments.consumers:
@@ -251,7 +252,7 @@ async def measure(frame: harness.Bench, arguments: argparse.Namespace) -> list[R
         finally:
             await own.stop()
     fewest, most = min(arguments.tokens), max(arguments.tokens)
-    for way, prefix in ((LEDGER, ""), (LOADER, "loader_")):
+    for way, prefix in ((CONTROLLER, ""), (LOADER, "loader_")):
         rows, num_bytes = (bench.lowest_ratio(n, "transferqueue", way) for n in (fewest, most))
         frame.add(f"{prefix}rows_vs_transferqueue", rows)
         frame.add(f"{prefix}bytes_vs_transferqueue", num_bytes)

@@ -1,6 +1,6 @@
 """Exclusive taking of rows by processes outside a run: an External stage, and StageLoaders.
 
-Owns: a stage for each number of units and batch size, its ledger and its loaders. Does not own: who
+Owns: a stage for each number of units and batch size, its rows and its loaders. Does not own: who
 writes rows (`own.py`). Invariant: a stage's loaders wait for rows all the time, as in a run.
 """
 
@@ -18,15 +18,15 @@ import numpy as np
 from llamarl.cluster import Cluster
 from llamarl.executors.external import ExternalExecutor
 from llamarl.executors.specs import ExternalSpec
-from llamarl.experience.graph import GENERATE, SETTLE, External, Graph, Stage
+from llamarl.experience.graph import External, Stage
 from llamarl.experience.loader import SOCKETS, StageLoader
 from llamarl.experience.store import Store
-from llamarl.loop.ledger import Ledger
-from llamarl.loop.serving import serve_stage
 from llamarl.types import StageItem, StageResult
 from store_bench.rows import DTYPES, Flat, Taken, Work, calm_gc, taken_of
+from store_bench.taking import ReadyRows
 
 TIMEOUT_S = 60.0
+OUTSIDE_LIMIT = 1024  # rows of a call, as in a run
 
 
 class Stages:
@@ -112,13 +112,20 @@ class _Calls:
             self.done.set()
         return results
 
+    async def serve(self, ready: ReadyRows) -> None:
+        """Pass on what is ready, each handful in a call of its own, until cancelled."""
+        async with asyncio.TaskGroup() as calls:
+            while True:
+                rows = await ready.take(OUTSIDE_LIMIT)
+                calls.create_task(self.process([((row_id,), None) for row_id in rows]))
+
 
 class Loading:
     """The controller's side, and the processes."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
-        self._open: dict[str, tuple[Ledger, _Calls]] = {}
+        self._open: dict[str, tuple[ReadyRows, _Calls]] = {}
         self._serving: list[asyncio.Task[None]] = []
 
     async def start(self, num_consumers: int) -> None:
@@ -135,8 +142,8 @@ class Loading:
 
     async def begin(
         self, work: Work, units: list[tuple[str, str]], store: Store, is_checked: bool
-    ) -> Ledger:
-        """Have consumers wait for the rows of `work`; the ledger to mark them in."""
+    ) -> ReadyRows:
+        """Have consumers wait for the rows of `work`; where to mark them."""
         name = _name(work, len(units))
         if name not in self._open:
             stage = Stage(name, External(), reads=list(DTYPES), timeout_s=TIMEOUT_S)
@@ -145,27 +152,21 @@ class Loading:
                 stage=stage, socket=socket, units=tuple(units), tokenizer="", storage=store
             )
             await self._stages.call_one.add(spec)
-            graph = Graph(
-                stages={name: stage, SETTLE: Stage(SETTLE, SETTLE)},
-                needs={name: frozenset({GENERATE}), SETTLE: frozenset({name})},
-            )
-            ledger, calls = Ledger(graph, pause_s=0.0), _Calls(self._stages.call_one, name)
-            self._open[name] = ledger, calls
-            self._serving.append(asyncio.create_task(serve_stage(stage, calls, ledger)))
-        ledger, calls = self._open[name]
+            ready, calls = ReadyRows(), _Calls(self._stages.call_one, name)
+            self._open[name] = ready, calls
+            self._serving.append(asyncio.create_task(calls.serve(ready)))
+        ready, calls = self._open[name]
         calls.num_left = work.rows
         calls.done.clear()
         consumers = [each.call_one for each in self._consumers[: work.consumers]]
         await asyncio.gather(*(each.begin(name, work, is_checked) for each in consumers))
-        return ledger
+        return ready
 
     async def take(self, work: Work, num_units: int) -> list[Taken]:
         """Wait until all rows are finished; what each consumer got."""
         name = _name(work, num_units)
-        ledger, calls = self._open[name]
+        _, calls = self._open[name]
         await calls.done.wait()
-        await asyncio.sleep(0)  # the ledger is given the last ones
-        ledger.forget(list(ledger.entries))
         consumers = [each.call_one for each in self._consumers[: work.consumers]]
         return list(await asyncio.gather(*(each.collect(name) for each in consumers)))
 

@@ -23,7 +23,7 @@ from store_bench.loading import Loading
 from store_bench.rows import Taken, Work
 from store_bench.taking import TakeClient, TakeServer
 
-LEDGER, LOADER = "own", "own_loader"  # ways to take rows
+CONTROLLER, LOADER = "own", "own_loader"  # ways to take rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Producer:
         return rows.digest(rows.join(self._columns))
 
     async def put(self, num_units: int, first_row: int) -> tuple[tuple[float, float], float]:
-        """When the writes began and ended, and how long the ledger was waited for in them."""
+        """When the writes began and ended, and how long the rows' list was waited for in them."""
         notify_s, work, store = 0.0, self._work, self._stores[num_units]
         starts = iter(range(0, work.rows, work.batch_rows))
 
@@ -172,10 +172,10 @@ class OwnStore:
             self._digest, self._prepared = await producer.prepare(work), work
         first_row, self._next_row = self._next_row, self._next_row + work.rows
         units, store = self._units[:num_units], self._stores[num_units]
-        ledger = None
+        ready = None
         if way == LOADER:
-            ledger = await self._loading.begin(work, units, store, is_checked)
-        self._server.begin(range(first_row, self._next_row), ledger)
+            ready = await self._loading.begin(work, units, store, is_checked)
+        self._server.begin(range(first_row, self._next_row), ready)
         before_s = rows.cpu_s(self._pids)
         putting = asyncio.create_task(producer.put(num_units, first_row))
         if way == LOADER:

@@ -1,4 +1,4 @@
-"""Exclusive taking of rows: the controller's ledger behind a unix socket.
+"""Exclusive taking of rows: the controller's batcher behind a unix socket.
 
 Owns: the socket, who gets which rows. Does not own: arrays. Invariant: each row is given once.
 """
@@ -7,40 +7,58 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from typing import Any
 
-from llamarl.experience.graph import GENERATE, SCORE, SETTLE, Graph, Stage
-from llamarl.loop.ledger import Ledger
-from llamarl.types import Prompt, Request, Sampling
+from llamarl.loop.batcher import Batcher
 
-GRAPH = Graph(
-    stages={name: Stage(name, None) for name in (SCORE, SETTLE)},
-    needs={SCORE: frozenset({GENERATE}), SETTLE: frozenset({SCORE})},
-)
-SAMPLING = Sampling(max_tokens=1)
+
+class ReadyRows:
+    """Rows that are written and given to no consumer yet, as the controller gathers them."""
+
+    def __init__(self) -> None:
+        self._batcher = Batcher(self._add, _fail)
+        self._rows: deque[int] = deque()
+        self._has_rows = asyncio.Event()
+
+    def mark(self, row_ids: list[int]) -> None:
+        """These rows are written."""
+        for row_id in row_ids:
+            self._batcher.ask(row_id)
+
+    async def take(self, most: int) -> list[int]:
+        """Rows that no other call gets, at most so many; waits for at least one."""
+        while not self._rows:
+            self._has_rows.clear()
+            await self._has_rows.wait()
+        return [self._rows.popleft() for _ in range(min(most, len(self._rows)))]
+
+    async def _add(self, row_ids: list[int]) -> None:
+        self._rows.extend(row_ids)
+        self._has_rows.set()
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 class TakeServer:
-    """The ledger, in the process that makes this; `start` it in its event loop."""
+    """In the process that makes this; `start` it in its event loop."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._own = self._ledger = Ledger(GRAPH, pause_s=0.0)
+        self._own = self._ready = ReadyRows()
         self._num_left = 0
         self._turn = asyncio.Lock()
-        self._prompt = Prompt(prompt_id=0, text="", token_ids=(0,))
 
     async def start(self) -> None:
         """Listen."""
         self._server = await asyncio.start_unix_server(self._serve, self._path)
 
-    def begin(self, row_ids: range, ledger: Ledger | None = None) -> None:
-        """Open these rows; they are given once they are marked, then nothing is. `ledger`: they are
-        only marked in it."""
-        self._ledger, self._num_left = ledger or self._own, len(row_ids)
-        for row_id in row_ids:
-            request = Request(row_id=row_id, prompt_ids=(0,), sampling=SAMPLING, seed=0)
-            self._ledger.add(request, self._prompt)
+    def begin(self, row_ids: range, ready: ReadyRows | None = None) -> None:
+        """Give so many rows once they are marked, then nothing. `ready`: they are only marked
+        there."""
+        self._ready, self._num_left = ready or self._own, len(row_ids)
 
     def close(self) -> None:
         """Listen no more."""
@@ -53,16 +71,15 @@ class TakeServer:
             writer.write(json.dumps(rows).encode() + b"\n")
 
     async def _mark(self, row_ids: list[int]) -> None:
-        self._ledger.finish(GENERATE, row_ids)
+        self._ready.mark(row_ids)
 
     async def _take(self, num_rows: int) -> list[int]:
         rows: list[int] = []
         async with self._turn:  # or two would wait for what the other has
             while len(rows) < num_rows and self._num_left:
-                some = await self._ledger.take(SCORE, min(num_rows - len(rows), self._num_left))
+                some = await self._ready.take(min(num_rows - len(rows), self._num_left))
                 self._num_left -= len(some)
-                rows += [row_id for (row_id,) in some]
-        self._ledger.forget(rows)
+                rows += some
         return rows
 
 
