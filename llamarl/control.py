@@ -162,18 +162,9 @@ class RunControl:
 
     def _status(self) -> Message:
         version = self.controller.saver.version
-        rows = [
-            [
-                each.name,
-                each.state,
-                version if each.name == "trainer" else each.version,
-                each.num_running,
-                each.load,
-                each.num_restarts,
-                *self._place(each.name),
-            ]
-            for each in self.fleet.status()
-        ]
+        found = self.fleet.status()
+        found = [s._replace(version=version) if s.name == "trainer" else s for s in found]
+        rows = [[*each, *self._place(each.name)] for each in found]
         return {
             "version": version,
             "num_steps": self.config.num_steps,

@@ -25,16 +25,17 @@ from llamarl.mending import (
     MENDING,
     ExecutorStatus,
     Member,
-    MendedCollector,
+    MendedCalls,
     MendedStage,
     Mending,
     Restarts,
-    Versions,
     role_of,
     status_of,
 )
 from llamarl.metrics.console import ReportState
+from llamarl.protocols import Collector
 from llamarl.starter import Executors, end_others, find_losses
+from llamarl.weights.sync.publisher import Publisher
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class Fleet:
         for name in self.executors.groups:
             self._member(name).serves.set()
         self._dispatch: Dispatch | None = None
-        self._publisher: Versions | None = None
+        self._publisher: Publisher | None = None
         self._elasticity: Elasticity | None = None
         self._has_learnt = lambda: False
         self._watching: list[asyncio.Task[None]] = []
@@ -82,7 +83,7 @@ class Fleet:
     def connect(
         self,
         dispatch: Dispatch,
-        publisher: Versions,
+        publisher: Publisher,
         elasticity: Elasticity | None = None,
         has_learnt: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -121,9 +122,10 @@ class Fleet:
         storage, stages = self.executors.storage, self.executors.stage_of.items()
         return {stage: MendedStage(name, stage, storage, self.ask) for name, stage in stages}
 
-    def collectors(self) -> list[MendedCollector]:
-        """Of each collector and those that take its place."""
-        return [MendedCollector(group.name, self.ask) for group in self.executors.collectors]
+    def collectors(self) -> list[Collector]:
+        """Of each collector and those that take its place, which get from the replicas what it had
+        not passed on."""
+        return [MendedCalls(group.name, self.ask) for group in self.executors.collectors]
 
     async def ask(
         self,
@@ -178,7 +180,8 @@ class Fleet:
         """
         for index in self.missing(num_replicas):
             log.info("generator %d is started", index)
-            self._begin(self._replica(index), 0.0)
+            member = self._replica(index)
+            member.starting = asyncio.create_task(self._start(member, 0.0))
         extra = [self._replica(index) for index in self.wanted()[num_replicas:]]
         leaving = [asyncio.create_task(self._remove(each, drains=drains)) for each in extra]
         for member, task in zip(extra, leaving, strict=True):
@@ -215,7 +218,7 @@ class Fleet:
         return self._member(f"generator-{index}")
 
     @property
-    def _connected(self) -> tuple[Dispatch, Versions]:
+    def _connected(self) -> tuple[Dispatch, Publisher]:
         assert self._dispatch is not None
         assert self._publisher is not None
         return self._dispatch, self._publisher
@@ -255,7 +258,7 @@ class Fleet:
             reason = str(why).splitlines()[0]
             log.warning("%s is started again, and nothing else: %s", member.name, reason)
         member.num_losses += 1
-        self._begin(member, pause_s)
+        member.starting = asyncio.create_task(self._start(member, pause_s))
 
     def _give_up(self, member: Member, why: Exception) -> None:
         """A replica's host is lost, so nothing can be started there."""
@@ -268,9 +271,6 @@ class Fleet:
         words = "generator %d is not started again, the others go on: %s"
         log.warning(words, member.replica, reason)
         member.leaving = asyncio.create_task(self._remove(member, drains=False))
-
-    def _begin(self, member: Member, pause_s: float) -> None:
-        member.starting = asyncio.create_task(self._start(member, pause_s))
 
     async def _start(self, member: Member, pause_s: float) -> None:
         """Start new processes in the place of those that are lost, if there were any."""

@@ -12,15 +12,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from llamarl.config import Config
 from llamarl.errors import NoGenerator
 from llamarl.experience.graph import SCORE, Stage
 from llamarl.loop.balance import Replica
-from llamarl.protocols import GeneratorReplica, Report, Storage
+from llamarl.protocols import Storage
 from llamarl.types import StageItem, StageResult
-from llamarl.weights.sync.replica_sync import PeerRelay
 
 log = logging.getLogger(__name__)
 
@@ -108,21 +107,7 @@ class Restarts:
         self._num_failed = 0
 
 
-class Versions(Protocol):
-    """What brings versions to replicas (`Publisher`)."""
-
-    async def connect_replica(self, replica: int, generator: PeerRelay) -> None:
-        """Bring the newest version to this replica too; raises whatever it fails with."""
-
-    async def drop(self, replica: int) -> None:
-        """Bring no more versions to it."""
-
-    async def watch(self) -> None:
-        """Wait until an error ends this, and raise it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorStatus:
+class ExecutorStatus(NamedTuple):
     """What an executor does; None for what it has not. `version` is -1 before a replica's first
     commit; `num_running` counts the rollouts that it holds, `load` the tokens that they may still
     take; `num_restarts` those within an hour, of all but a replica in this session."""
@@ -166,24 +151,15 @@ class Member:
 
 def status_of(member: Member, serving: Replica | None) -> ExecutorStatus:
     """What it does; `serving` is the dispatcher's side of a replica that gets requests."""
+    name, is_alone = member.name, member.mending is Mending.ALONE
     if member.replica is None:
         state = "running" if member.serves.is_set() else "starting"
-        num_restarts = member.num_losses if member.mending is Mending.ALONE else None
-        return ExecutorStatus(name=member.name, state=state, num_restarts=num_restarts)
-    if member.leaving is not None:
-        state = "draining"
-    elif serving is not None:
-        state = "serving"
-    else:
-        state = "joining" if member.starting is None else "starting"
-    return ExecutorStatus(
-        name=member.name,
-        state=state,
-        version=-1 if serving is None else serving.version,
-        num_running=0 if serving is None else len(serving.running),
-        load=0 if serving is None else serving.load,
-        num_restarts=member.restarts.num_recent,
-    )
+        return ExecutorStatus(name, state, num_restarts=member.num_losses if is_alone else None)
+    state = "joining" if member.starting is None else "starting"
+    if member.leaving is not None or serving is not None:
+        state = "serving" if member.leaving is None else "draining"
+    held = (-1, 0, 0) if serving is None else (serving.version, len(serving.running), serving.load)
+    return ExecutorStatus(name, state, *held, member.restarts.num_recent)
 
 
 Ask = Callable[..., Coroutine[Any, Any, Any]]
@@ -213,19 +189,14 @@ class MendedStage:
 
 
 @dataclass(frozen=True)
-class MendedCollector:
-    """protocols.Collector of the executor `name`: one that takes its place gets from the replicas
-    what this one had not passed on."""
+class MendedCalls:
+    """The methods of the executor `name`, and of those that take its place: each call goes to the
+    next if one is lost, so that must do no harm."""
 
     name: str
     ask: Ask
 
-    async def collect(self, received: int) -> tuple[int, list[tuple[int, Report | Exception]]]:
-        """See `protocols.Collector`."""
-        answer: tuple[int, list[tuple[int, Report | Exception]]]
-        answer = await self.ask(self.name, lambda calls: calls.collect(received))
-        return answer
-
-    async def follow(self, replica: int, generator: GeneratorReplica) -> None:
-        """See `protocols.Collector`."""
-        await self.ask(self.name, lambda calls: calls.follow(replica, generator))
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args: self.ask(self.name, lambda calls: getattr(calls, method)(*args))

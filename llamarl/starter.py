@@ -154,20 +154,12 @@ class Starter:
     timeout_s: float
     started: list[ExecutorGroup] = field(default_factory=list)
 
-    async def spawn(self, name: str, spec: Spec) -> ExecutorGroup:
-        """Only the processes."""
-        places = self.places[name]
-        group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
-        self.started.append(group)
-        _sign(group, spec)
-        return group
-
     async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
         """Spawn the executor and let it load what it needs; if it cannot, its processes end.
 
         GroupLost if that takes longer than `timeout_s`.
         """
-        doing = ["starting its processes"]
+        doing, places = ["starting its processes"], self.places[name]
 
         def warn() -> None:
             words = "%s is still %s after %g s; after cluster.start_timeout_s=%g it counts as lost"
@@ -177,7 +169,9 @@ class Starter:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 report(name, "starting")
-                group = await self.spawn(name, spec)
+                group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
+                self.started.append(group)
+                _sign(group, spec)
                 doing.append("loading")
                 report(name, "loading")
                 await self._load(group)

@@ -56,11 +56,12 @@ SETTINGS = [
     "trainer.schedule=constant",  # the number of steps grows from leg to leg
     "checkpoint.resume=auto",
 ]
-PROCESSES = [  # two of each kind of executor that there can be two of, and a frozen model
+PROCESSES = [  # two of each kind that there can be two of, a frozen model, and a collector
     "generator.num_replicas=2",
     "trainer.num_ranks=2",
     "experience.units_per_host=2",
     "algorithm.kl_coefficient=0.001",
+    "generator.num_collectors=1",
 ]
 
 

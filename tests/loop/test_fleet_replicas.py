@@ -18,6 +18,7 @@ from llamarl.executors.specs import CollectorSpec
 from llamarl.fleet import Fleet
 from llamarl.planner.simulation.clock import run
 from llamarl.starter import Starter
+from llamarl.weights.sync.publisher import Publisher
 from tests.loop.faults import Faults, FaultyProcess
 from tests.loop.loop import COSTS, Loop, slower
 from tests.loop.test_loop import first_error
@@ -303,7 +304,7 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
             async def watch(self) -> None: ...
 
         fleet = Fleet(loop.config, replace(loop.executors, start=start))
-        fleet.connect(dispatch, LosesTheFirst())
+        fleet.connect(dispatch, cast(Publisher, LosesTheFirst()))
         await fleet.scale(2)
         await asyncio.sleep(5.0)
         assert len(started) == 1 + max_restarts
