@@ -1,21 +1,21 @@
 """llamarl: asynchronous reinforcement learning for pretrained language models.
 
 Read `loop/controller.py` first: it is the whole loop. `types.py` holds the glossary. For a loop of
-your own there is `llamarl.start_engines` (`library.py`).
+your own there is `llamarl.start_engines` (`library/`).
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llamarl.library import LibraryEngines, start_engines
+    from llamarl.library.start import LibraryEngines, start_engines
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Of `library.py`, imported on first use: importing llamarl alone loads next to nothing."""
+    """Of `library/`, imported on first use: importing llamarl alone loads next to nothing."""
     if name not in ("LibraryEngines", "start_engines"):
         raise AttributeError(f"module 'llamarl' has no attribute {name!r}")
-    from llamarl import library
+    from llamarl.library import start
 
-    return getattr(library, name)
+    return getattr(start, name)

@@ -1,7 +1,8 @@
 """What each command does, from a checked config to its result.
 
-Owns: the life of a run: inputs, processes, tear-down, summary. Does not own: wiring (`build.py`),
-what drives the executors of a training run (`sessions.py`), or the command line (`main.py`).
+Owns: the life of a run: inputs, processes, tear-down, summary. Does not own: wiring
+(`run/wiring.py`), what drives the executors of a training run (`run/sessions.py`), or the command
+line (`main.py`).
 Invariant: when a job ends, however it ends, none of its processes is left.
 """
 
@@ -20,15 +21,12 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from llamarl.build import engine_fields, make_evaluator
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.config import Config
 from llamarl.config.check import require
+from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE
 from llamarl.errors import NoGenerator
-from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE
-from llamarl.fleet import Fleet
 from llamarl.loop.engines import Engines, Unobserved
-from llamarl.loop.signals import Signals, Stopped
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.rendering import is_finished, shorten, show_end, show_finished_run
@@ -39,8 +37,11 @@ from llamarl.models.inventory import parameter_shapes
 from llamarl.planner.memory.fit import check_fit
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.sessions import Sessions, Start
-from llamarl.starter import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.run.fleet import Fleet
+from llamarl.run.sessions import Sessions, Start
+from llamarl.run.signals import Signals, Stopped
+from llamarl.run.starter import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.run.wiring import engine_fields, make_evaluator
 from llamarl.types import Evaluation
 
 log = logging.getLogger(__name__)

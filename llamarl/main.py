@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from llamarl import __version__, control, jobs, reports
+from llamarl import __version__, jobs, reports
 from llamarl.checkpoints import checkpoint
 from llamarl.cluster import GroupLost, exiting_process
 from llamarl.cluster.controller_log import kept_log, show_warnings
@@ -47,6 +47,7 @@ from llamarl.recipe.composition import (
     to_config,
     to_yaml,
 )
+from llamarl.run import control
 
 log = logging.getLogger(__name__)
 

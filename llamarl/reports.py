@@ -15,7 +15,7 @@ from llamarl.config.check import require
 from llamarl.metrics.summary import WriteProvenance
 from llamarl.recipe.inputs import read_frozen, read_planned_architecture, with_measured_prompts
 from llamarl.recipe.task_source import read_graph, read_task
-from llamarl.starter import name_executor, place_executors
+from llamarl.run.starter import name_executor, place_executors
 
 
 def plan(

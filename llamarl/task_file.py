@@ -1,8 +1,8 @@
 """A recipe's own task.py: which functions it may define, and loading it.
 
 Owns: what each function must look like; running the text as the module `task`. Does not own: where
-the text is read (`recipe/inputs.py`), its check before a run (`experience/task_stages.py`), or what
-the functions mean (`algorithms/`, `environments/`, `experience/`). Invariant: what is wrong with
+the text is read (`recipe/inputs.py`), its check before a run (`dataflow/task_stages.py`), or what
+the functions mean (`algorithms/`, `environments/`, `dataflow/`). Invariant: what is wrong with
 the text is one line, with the user's own line.
 
 The text travels by content to every process that runs one of its functions: `reward` and those of

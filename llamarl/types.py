@@ -27,9 +27,7 @@ Glossary
     sampler     chooses which of the groups that are settled the trainer takes next.
     slot        the place of one open group: a group is open from its admission until it is dropped
                 or the step that trains it is complete. There are (S + 1) P slots.
-    gate, ledger
-                two parts of the controller: the gate admits groups and hands them to the trainer in
-                order; the ledger holds which rows are ready for which stage.
+    gate        a part of the controller: it admits groups and hands them to the trainer in order.
     Batch       the rollouts of an optimizer step, or of a part of it, and their place on ranks and
                 micro-batches. Metadata only.
     part        whole groups of a step that are trained before the others have arrived.

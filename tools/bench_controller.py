@@ -9,7 +9,7 @@ charged for replicas and trainer. What Monarch itself does to watch over process
 is the more the more processes there are. The rest, pickling and unpickling the very arguments and
 answers, is done and timed.
 
-Then the real controller (stages, gate, dispatch, ledger, packing, publisher, log-prob check, run
+Then the real controller (stages, gate, dispatch, rollouts, packing, publisher, log-prob check, run
 logger) runs with simulated executors on a virtual clock. Time stands still for what the executors
 compute, and goes on for what the controller computes and for its messages: that is when they have
 to wait.

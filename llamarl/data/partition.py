@@ -2,7 +2,7 @@
 
 Owns: the largest differencing method of Karmarkar and Karp, and its counterpart for parts of equal
 size. Does not own: what the numbers mean
-(`packing.py`, `experience/samplers.py`). Invariant: pure and deterministic.
+(`packing.py`, `dataflow/samplers.py`). Invariant: pure and deterministic.
 """
 
 import heapq

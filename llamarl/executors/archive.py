@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from llamarl.experience.columns import COLUMNS
+from llamarl.dataflow.columns import COLUMNS
 from llamarl.types import (
     COMPLETION_TEXT,
     GENERATOR_LOGPROBS,

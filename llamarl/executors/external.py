@@ -1,7 +1,7 @@
 """A stage whose work is done outside the run: consumers take its rollouts at a socket.
 
 Owns: which consumer has which rollouts, and for how long; storing what they finish in time. Does
-not own: reading (consumers do that themselves), how batches are drawn (`experience/samplers.py`).
+not own: reading (consumers do that themselves), how batches are drawn (`dataflow/samplers.py`).
 Invariant: a rollout is with one consumer at a time, and has one result; what a consumer finishes
 after its lease has ended is refused. A lease ends with its time or its consumer. Processes of a
 consumer with ranks begin together: when one ends, all begin again.
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llamarl.dataflow.columns import NUMBER
+from llamarl.dataflow.graph import External
+from llamarl.dataflow.samplers import RankAware, Ranks, ReadyItem, make_sampler
+from llamarl.dataflow.task_stages import as_data
 from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ExternalSpec
 from llamarl.executors.work_spans import WorkSpans
-from llamarl.experience.channel import Channel, Packet
-from llamarl.experience.columns import NUMBER
-from llamarl.experience.graph import External
-from llamarl.experience.samplers import RankAware, Ranks, ReadyItem, make_sampler
-from llamarl.experience.server import Answer, UnitServer
-from llamarl.experience.store import RecordingStore
-from llamarl.experience.task_stages import as_data
-from llamarl.experience.wire import read_columns
 from llamarl.metrics.span import Spans
+from llamarl.storage.channel import Channel, Packet
+from llamarl.storage.server import Answer, UnitServer
+from llamarl.storage.store import RecordingStore
+from llamarl.storage.wire import read_columns
 from llamarl.types import (
     PROMPT_IDS,
     RESPONSE_IDS,

@@ -18,11 +18,11 @@ from llamarl.data.micro_batch import micro_batch
 from llamarl.data.packing import pack
 from llamarl.executors.compute import ComputeThread
 from llamarl.executors.specs import ReferenceSpec
-from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
 from llamarl.models.loading import load_model
 from llamarl.models.parallelize import make_mesh, reshard
 from llamarl.models.process_group import compute_device, join, leave, use_device
+from llamarl.storage.store import RecordingStore
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
 
 

@@ -10,10 +10,10 @@ from llamarl.executors.engine_output import EngineOutput
 from llamarl.executors.kept_rows import KeptRows
 from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
 from llamarl.executors.specs import GeneratorSpec
-from llamarl.experience.store import RecordingStore
 from llamarl.generation.protocol import PartialOutput
 from llamarl.metrics.span import Spans
 from llamarl.protocols import ColumnStore, Report
+from llamarl.storage.store import RecordingStore
 from llamarl.types import Request
 
 STORE_S = 1.0

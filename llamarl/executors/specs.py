@@ -1,4 +1,4 @@
-"""What an executor is constructed with: one frozen record per role, made by `build.py`.
+"""What an executor is constructed with: one frozen record per role, made by `run/`.
 
 Owns: the fields and which class reads them. Does not own: their values (the config holds most), or
 rank, number of ranks and spans, which the cluster adds. Invariant: nothing here imports torch, for
@@ -19,7 +19,7 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
-from llamarl.experience.graph import Stage
+from llamarl.dataflow.graph import Stage
 from llamarl.protocols import ColumnStore, GeneratorReplica
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
+from llamarl.dataflow.graph import GROUP
+from llamarl.dataflow.task_stages import as_data
 from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.work_spans import WorkSpans
-from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
-from llamarl.experience.graph import GROUP
-from llamarl.experience.store import RecordingStore
-from llamarl.experience.task_stages import as_data
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import RecordingStore
 from llamarl.types import (
     COMPLETION_TEXT,
     PROMPT_ID,
@@ -59,7 +59,7 @@ class StageExecutor:
         self._work = WorkSpans(spans, stage.name, "rows")
         keys = "its " if reward is None else "reward."
         code = UserCode(
-            service="llamarl.experience.stage_function",
+            service="llamarl.dataflow.stage_function",
             setup={
                 "stage": as_data(self._stage, str(stage.run)),
                 "task_source": spec.task_source,

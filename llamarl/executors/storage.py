@@ -1,7 +1,7 @@
 """A storage unit: holds the arrays of its share of the rollouts until they are retired.
 
 Owns: whose writes count, and how what is asked is answered. Does not own: which rows exist or who
-may take them (the ledger), where bytes are (`experience/`). Invariant: a cell is written once,
+may take them (`loop/rollouts.py`), where bytes are (`storage/`). Invariant: a cell is written once,
 except that a partial rollout may be written again; what a fenced writer still sends is skipped, so
 an executor that was given up too early does no harm; a retired row's memory is freed.
 
@@ -16,18 +16,18 @@ from collections.abc import Awaitable
 from operator import attrgetter
 from pathlib import Path
 
+from llamarl.dataflow.columns import COLUMNS
 from llamarl.executors.archive import Archive, Row
 from llamarl.executors.specs import StorageSpec
-from llamarl.experience.channel import Packet
-from llamarl.experience.columns import COLUMNS
-from llamarl.experience.packed_columns import PackedColumns
-from llamarl.experience.server import Answer, UnitServer
-from llamarl.experience.slabs import Slabs
-from llamarl.experience.spill import Spill
-from llamarl.experience.table import Table
-from llamarl.experience.unit import MESSAGE_BYTES
-from llamarl.experience.wire import Written, found_message, read_ids, write_message
 from llamarl.metrics.span import Spans
+from llamarl.storage.channel import Packet
+from llamarl.storage.packed_columns import PackedColumns
+from llamarl.storage.server import Answer, UnitServer
+from llamarl.storage.slabs import Slabs
+from llamarl.storage.spill import Spill
+from llamarl.storage.table import Table
+from llamarl.storage.unit import MESSAGE_BYTES
+from llamarl.storage.wire import Written, found_message, read_ids, write_message
 from llamarl.types import (
     PROMPT_IDS,
     SAMPLING,

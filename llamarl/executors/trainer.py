@@ -15,8 +15,8 @@ from llamarl.executors.compute import ComputeThread
 from llamarl.executors.offloadable import OffloadPart
 from llamarl.executors.policy_step import PolicyStep
 from llamarl.executors.specs import TrainerSpec
-from llamarl.experience.store import RecordingStore
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import RecordingStore
 from llamarl.types import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,

@@ -3,7 +3,7 @@ the age of every trained token.
 
 Owns: admission, the order of consumption, the bound, and the numbers of groups and rows. Does not
 own: rewards or rollouts, or which of the groups that the bound allows come next
-(`experience/samplers.py`).
+(`dataflow/samplers.py`).
 
 Words: P groups make a step, S is the largest staleness, v is the trainer's version. A group is
 *open* from its admission until the step that consumes it has made a version, or until it is
@@ -61,9 +61,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 from llamarl.algorithms.group_filters import SOLVED
+from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
-from llamarl.experience.samplers import ReadyItem, Sample, Sampler, admission, draw
 from llamarl.loop.placement import RowIds
 from llamarl.metrics.span import Spans
 from llamarl.task_file import FILE

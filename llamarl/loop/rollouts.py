@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from llamarl.dataflow.columns import PROMPT_RECORD
+from llamarl.dataflow.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
 from llamarl.errors import unwrap
-from llamarl.experience.columns import PROMPT_RECORD
-from llamarl.experience.graph import GENERATE, GROUP, SCORE, External, Graph, Stage
 from llamarl.loop.batcher import Batcher
 from llamarl.loop.dispatch import Dispatch
 from llamarl.protocols import Processor, Storage

@@ -1,6 +1,6 @@
 """Whether storage has room for more rollouts.
 
-Owns: asking, and saying so in the log. Does not own: what fills a unit (`experience/spill.py`), or
+Owns: asking, and saying so in the log. Does not own: what fills a unit (`storage/spill.py`), or
 what waits (`gate.py`).
 """
 

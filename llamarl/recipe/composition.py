@@ -38,8 +38,8 @@ from llamarl.config import Config
 from llamarl.config.check import did_you_mean, require
 from llamarl.config.pools import alone, named, pools_of
 from llamarl.config.rank_assignment import assign
+from llamarl.dataflow.samplers import check_sampler
 from llamarl.environments.rewards.functions import REWARDS, check_rewards
-from llamarl.experience.samplers import check_sampler
 from llamarl.recipe.config_reference import WANTED, Choice, KeyReference
 from llamarl.weights.transports.registry import TRANSPORTS, check_transport
 

@@ -1,7 +1,7 @@
 """What a run reads: checkpoint, tokenizer, prompts and task.py, checked.
 
 Owns: reading and checking them, and the sampling of training and held-out rollouts. Does not own:
-objects of the run (`build.py`). Invariant: `read_inputs` finds every mistake that can be found
+objects of the run (`run/wiring.py`). Invariant: `read_inputs` finds every mistake that can be found
 before a process starts.
 """
 
@@ -29,10 +29,10 @@ from llamarl.data.tokenizer import (
     load_tokenizer,
     split_stops,
 )
+from llamarl.dataflow.graph import INFER, FrozenModel, Graph
 from llamarl.environments.prompts import PromptStream, read_prompts
 from llamarl.environments.requests import read_lengths
 from llamarl.environments.rewards.functions import check_answers
-from llamarl.experience.graph import INFER, FrozenModel, Graph
 from llamarl.generation.vllm.installed import check_installed
 from llamarl.generation.vllm.limits import check_limits, check_temperature
 from llamarl.metrics.trackers import check_trackers

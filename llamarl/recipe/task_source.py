@@ -12,8 +12,8 @@ from typing import Any
 from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.experience.graph import Graph, make_graph
-from llamarl.experience.task_stages import check_task
+from llamarl.dataflow.graph import Graph, make_graph
+from llamarl.dataflow.task_stages import check_task
 from llamarl.metrics.trackers import TRACKERS
 from llamarl.task_file import FILE, STAGES, load
 

@@ -23,7 +23,7 @@ from llamarl.user_code.supervisor import end_descendants
 logger = logging.getLogger(__name__)
 
 OWN_FRAMES = (  # of a stack, not shown
-    *("llamarl/user_code/", "llamarl/experience/", "llamarl/task_file.py"),
+    *("llamarl/user_code/", "llamarl/dataflow/", "llamarl/task_file.py"),
     "llamarl/environments/rewards/functions.py",
     *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
 )

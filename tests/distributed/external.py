@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.dataflow.graph import External, Stage
 from llamarl.executors.external import ExternalExecutor
 from llamarl.executors.specs import ExternalSpec, StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.graph import External, Stage
-from llamarl.experience.loader import SOCKETS, StageBatch, StageLoader
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
 from llamarl.metrics.span import Spans
+from llamarl.storage.loader import SOCKETS, StageBatch, StageLoader
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 from llamarl.types import PROMPT_IDS, RESPONSE_IDS, Prompt, StageItem
 
 PROMPT = Prompt(prompt_id=3, text="what?", token_ids=(1, 2), fields={"answer": "4"})

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llamarl.config import RewardConfig
-from llamarl.experience.graph import SCORE, Stage
-from llamarl.experience.task_stages import as_data
+from llamarl.dataflow.graph import SCORE, Stage
+from llamarl.dataflow.task_stages import as_data
 from llamarl.types import REWARD, Prompt, StageResult
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
@@ -40,7 +40,7 @@ class RewardPool:
         stage = Stage(SCORE, "scorer", reads, writes, timeout_s=config.timeout_s)
         data = as_data(stage, "scorer")
         code = UserCode(
-            service="llamarl.experience.stage_function",
+            service="llamarl.dataflow.stage_function",
             setup={"stage": data, "task_source": task_source, "reward": asdict(config)},
             timeout_s=config.timeout_s,
             label="reward",

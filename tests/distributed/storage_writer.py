@@ -14,8 +14,8 @@ import sys
 
 import numpy as np
 
-from llamarl.experience import channel
-from llamarl.experience.unit import Unit
+from llamarl.dataflow import channel
+from llamarl.storage.unit import Unit
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llamarl.experience.graph import Stage
-from llamarl.experience.task_stages import as_data
+from llamarl.dataflow.graph import Stage
+from llamarl.dataflow.task_stages import as_data
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.calls import Call, Failure, UserCode
 from llamarl.user_code.pool import WorkerPool
@@ -69,7 +69,7 @@ def run(
     """What comes of these batches of completions, each begun `pause_s` after the one before."""
     stage = Stage(function, function, ["completion"], ["value"], per=per)
     code = UserCode(
-        service="llamarl.experience.stage_function",
+        service="llamarl.dataflow.stage_function",
         setup={"stage": as_data(stage, function), "task_source": TASK, "reward": None},
         timeout_s=timeout_s,
         label=f"stage {function}",

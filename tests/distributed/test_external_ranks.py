@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.dataflow.graph import External
 from llamarl.errors import NotStored
-from llamarl.experience.graph import External
-from llamarl.experience.loader import StageBatch, StageLoader
+from llamarl.storage.loader import StageBatch, StageLoader
 from tests.distributed.external import Run, alone, consume, lengths_of, make, run
 
 

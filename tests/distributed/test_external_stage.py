@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamarl.dataflow.columns import Column
 from llamarl.errors import UserCodeError
-from llamarl.experience.columns import Column
-from llamarl.experience.loader import StageBatch, StageLoader
+from llamarl.storage.loader import StageBatch, StageLoader
 from llamarl.types import RESPONSE_IDS, Prompt, StageResult, StageStatus
 from tests.distributed.external import NUM_ROWS, PROMPT, Run, alone, consume, lengths_of, make, run
 
@@ -69,7 +69,7 @@ def test_prompts_and_reasons_of_a_batch_may_be_longer_than_a_packet(tmp_path: Pa
 
 TAKE_AND_HANG = """
 import sys, time
-from llamarl.experience.loader import StageLoader
+from llamarl.storage.loader import StageLoader
 for batch in StageLoader(sys.argv[1], "judge", batch_size=10, prefetch=1):
     print(*batch.row_ids, flush=True)
     time.sleep(60)
@@ -101,7 +101,7 @@ def test_what_a_killed_consumer_had_taken_goes_to_another_and_nothing_is_lost_or
 
 TAKE_AND_WAIT = """
 import sys
-from llamarl.experience.loader import StageLoader
+from llamarl.storage.loader import StageLoader
 for batch in StageLoader(sys.argv[1], "judge", batch_size=10):
     batch.finish(quality=[1.0] * len(batch.row_ids))
     print(*batch.row_ids, flush=True)
@@ -129,7 +129,7 @@ def test_a_consumer_that_died_while_it_waited_gets_nothing_more(tmp_path: Path) 
 
 CLOSE = """
 import sys, threading
-from llamarl.experience.loader import StageLoader
+from llamarl.storage.loader import StageLoader
 loader = StageLoader(sys.argv[1], "judge", batch_size=10, prefetch=1)
 seen = []
 thread = threading.Thread(target=lambda: seen.extend(loader))

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamarl.dataflow import slabs as slabs_module
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience import slabs as slabs_module
-from llamarl.experience.store import Store
+from llamarl.storage.store import Store
 from llamarl.types import Columns
 from tests.distributed.storage_writer import stamped
 from tests.random_search import case, searched

@@ -143,7 +143,7 @@ def return_liar():
 def patch_answers():
     async def forged(*_):
         return {"rows": [["forged", 1.0]]}
-    sys.modules["llamarl.experience.stage_function"].answer = forged
+    sys.modules["llamarl.dataflow.stage_function"].answer = forged
 
 def reward(prompt, completion):
     attack = globals().get(completion)

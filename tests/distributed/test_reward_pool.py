@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import RewardConfig
-from llamarl.experience.graph import Stage
-from llamarl.experience.task_stages import as_data
+from llamarl.dataflow.graph import Stage
+from llamarl.dataflow.task_stages import as_data
 from llamarl.types import Prompt, StageStatus
 from tests.distributed import reward_pool
 from tests.distributed.reward_pool import RewardPool, running
@@ -353,7 +353,7 @@ def test_a_worker_ends_when_its_input_ends_whatever_user_code_left(source):
     worker = start_worker(os.getpid())
     stage = as_data(Stage("judge", "judge", ["completion"], ["value"]), "judge")
     setup = {"stage": stage, "reward": None, "task_source": source}
-    service = "llamarl.experience.stage_function"
+    service = "llamarl.dataflow.stage_function"
     lines = (
         {"token": "abc", "service": service, "setup": setup, "timeout_s": 100.0},
         {"prompts": [], "calls": [[None, [["2.5"], [1]], "def"]]},

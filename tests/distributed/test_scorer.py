@@ -13,10 +13,10 @@ import pytest
 
 from llamarl.config import RewardConfig
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.dataflow.graph import SCORE, make_graph
 from llamarl.errors import UserCodeError
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage import StageExecutor
-from llamarl.experience.graph import SCORE, make_graph
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     COMPLETION_TEXT,

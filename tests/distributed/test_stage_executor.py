@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from llamarl.data.tokenizer import load_tokenizer
+from llamarl.dataflow.columns import Column
+from llamarl.dataflow.graph import Stage
 from llamarl.errors import UserCodeError
 from llamarl.executors.specs import StageSpec
 from llamarl.executors.stage import StageExecutor
-from llamarl.experience.columns import Column
-from llamarl.experience.graph import Stage
 from llamarl.metrics.span import Spans
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, REWARD, Prompt, StageStatus
 from tests.unit.tokenizer_files import write_tokenizer
@@ -24,7 +24,7 @@ PROMPT = Prompt(prompt_id=7, text="what?", token_ids=(1, 2), fields={"word": "ca
 # What `judge` does is chosen by the completion, so that one text serves many tests.
 TASK = """
 import math, os, sys, time
-from llamarl.experience.graph import Drop
+from llamarl.dataflow.graph import Drop
 
 def judge(prompt, completion):
     if completion == "raise":
@@ -47,7 +47,7 @@ def judge(prompt, completion):
             except OSError:
                 pass
     if completion == "patch":
-        service = sys.modules["llamarl.experience.stage_function"]
+        service = sys.modules["llamarl.dataflow.stage_function"]
         async def answer(*_):
             return {"rows": [[[1.0, 2.0]]]}
         service.answer = answer

@@ -13,8 +13,8 @@ from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 from tests.distributed.test_storage_processes import Client, memory_files
 
 MIB = 1024 * 1024

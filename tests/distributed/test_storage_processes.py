@@ -14,12 +14,12 @@ import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
+from llamarl.dataflow import channel
 from llamarl.errors import GroupLost
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience import channel
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 from llamarl.types import RESPONSE_IDS
 from tests.unit.stored_rows import NAMES, assert_same, rows
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
+from llamarl.dataflow.columns import Column
+from llamarl.dataflow.graph import Stage
 from llamarl.executors.specs import StageSpec, StorageSpec
 from llamarl.executors.stage import StageExecutor
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.columns import Column
-from llamarl.experience.graph import Stage
-from llamarl.experience.store import Store
 from llamarl.protocols import Report
+from llamarl.storage.store import Store
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,

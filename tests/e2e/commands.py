@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from transformers import AutoTokenizer
 
-from llamarl.control import ask
+from llamarl.run.control import ask
 from tests.signals import restore_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.control import ask
+from llamarl.run.control import ask
 from tests.e2e.commands import (
     executors,
     finish,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.own_loop import LibraryEngines
+from llamarl.library.own_loop import LibraryEngines
 from llamarl.recipe.inputs import read_inputs
 from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from tests.e2e.test_library import RECIPE, run

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.errors import UserCodeError
-from llamarl.own_loop import LibraryEngines
+from llamarl.library.own_loop import LibraryEngines
 from tests.e2e.commands import Command
 from tests.e2e.test_library import RECIPE, run
 

@@ -26,7 +26,7 @@ algorithm: {reward_columns: [reward, quality, share], reward_column_weights: [1.
 """
 TASK = """
 import os, time
-from llamarl.experience.graph import Drop, Stage
+from llamarl.dataflow.graph import Drop, Stage
 
 def judge(prompt, completion):
     chance = hash(completion) % 40

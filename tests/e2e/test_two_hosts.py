@@ -14,7 +14,7 @@ import pytest
 
 from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.cluster.os_process import is_alive
-from llamarl.control import ask, scale
+from llamarl.run.control import ask, scale
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.config import DispatchConfig
-from llamarl.experience.samplers import ReadyItem, Sample
+from llamarl.dataflow.samplers import ReadyItem, Sample
 from llamarl.lengths.ranker import History, Learnt, Oracle, Ranker, Unranked
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.simulated_run import make_skew

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.build import build_controller
 from llamarl.config import (
     CheckpointConfig,
     ClusterConfig,
@@ -25,11 +24,10 @@ from llamarl.config import (
     TrainerConfig,
     WeightsConfig,
 )
+from llamarl.dataflow.graph import Stage, make_graph
+from llamarl.dataflow.samplers import Sampler, admission
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.graph import Stage, make_graph
-from llamarl.experience.samplers import Sampler, admission
-from llamarl.fleet import Fleet
 from llamarl.loop.skew import Skew
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.costs import Costs
@@ -39,6 +37,8 @@ from llamarl.planner.simulation.simulated_cluster import make_executors
 from llamarl.planner.simulation.simulated_run import make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, spread
+from llamarl.run.fleet import Fleet
+from llamarl.run.wiring import build_controller
 from llamarl.types import (
     TOKEN_VERSIONS,
     Batch,

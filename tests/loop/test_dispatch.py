@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.build import make_dispatch
 from llamarl.errors import GroupLost, NoGenerator
 from llamarl.planner.simulation.clock import run
+from llamarl.run.wiring import make_dispatch
 from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import Loop

@@ -10,14 +10,14 @@ from typing import cast
 
 import pytest
 
-from llamarl.build import make_dispatch
 from llamarl.cluster import ExecutorGroup
 from llamarl.config.rank_assignment import Device
 from llamarl.errors import GroupLost, NoGenerator
 from llamarl.executors.specs import CollectorSpec
-from llamarl.fleet import Fleet
 from llamarl.planner.simulation.clock import run
-from llamarl.starter import Starter
+from llamarl.run.fleet import Fleet
+from llamarl.run.starter import Starter
+from llamarl.run.wiring import make_dispatch
 from llamarl.weights.sync.publisher import Publisher
 from tests.loop.faults import Faults, FaultyProcess
 from tests.loop.loop import COSTS, Loop, slower

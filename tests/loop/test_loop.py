@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.experience.graph import Stage
+from llamarl.dataflow.graph import Stage
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Request
 from tests.loop.faults import Faults

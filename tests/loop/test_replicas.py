@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.build import make_dispatch
 from llamarl.errors import GroupLost
 from llamarl.planner.simulation.clock import run
+from llamarl.run.wiring import make_dispatch
 from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Sampling
 from tests.loop.faults import LIVENESS_TIMEOUT_S, Faults
 from tests.loop.loop import COSTS, Loop, slower

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.experience.samplers import ReadyItem, Sample
+from llamarl.dataflow.samplers import ReadyItem, Sample
 from llamarl.planner.simulation.clock import run
 from tests.loop.loop import COSTS, Loop, slower
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.experience.graph import make_graph
+from llamarl.dataflow.graph import make_graph
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.loop.rollouts import Rollouts
 from llamarl.types import FinishReason, Prompt, RolloutInfo, Sampling, VersionSpan

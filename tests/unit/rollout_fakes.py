@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llamarl.experience.graph import Stage
+from llamarl.dataflow.graph import Stage
 from llamarl.types import (
     FinishReason,
     Group,

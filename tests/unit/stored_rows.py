@@ -14,9 +14,9 @@ import numpy as np
 
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 from llamarl.types import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,

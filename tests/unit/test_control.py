@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl import control
-from llamarl.control import Message, ask, listening, scale, status
+from llamarl.run import control
+from llamarl.run.control import Message, ask, listening, scale, status
 
 
 async def answer(message: Message) -> Message:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.dataflow.graph import INFER, SCORE
 from llamarl.environments.rewards.functions import REWARDS
-from llamarl.experience.graph import INFER, SCORE
 from llamarl.main import COMMANDS
 from llamarl.metrics.tensorboard import DESCRIPTIONS
 from llamarl.recipe.composition import reference
@@ -294,13 +294,13 @@ def test_names_elsewhere_lead_to_the_keys_that_the_config_reference_knows() -> N
             assert re.search(rf"^(== )?{re.escape(leads)}\b", said, re.M), name
 
 
-def test_the_loops_picture_names_the_controllers_stages() -> None:
+def test_the_loops_picture_names_what_the_controller_does() -> None:
     source = (ROOT / "llamarl" / "loop" / "controller.py").read_text()
     (picture,) = blocks(README.read_text(), "mermaid")
-    stages = set(re.findall(r"def _(\w+)_stage", source))
-    assert stages == {"admit", "collect", "settle", "train"}
-    stages |= {SCORE, INFER, "publish"}  # those between, by their names
-    assert stages <= set(re.findall(r"[a-z]+", picture))
+    (line,) = re.findall(r"^    (admit -> .*)$", source, re.M)
+    steps = set(re.findall(r"[a-z]+", line)) - {"roll", "out"}
+    assert {"admit", "generate", "settle", "train", "publish"} <= steps
+    assert steps | {SCORE, INFER} <= set(re.findall(r"[a-z]+", picture))
 
 
 def test_errors_of_the_troubleshooting_page_are_ones_of_the_code() -> None:

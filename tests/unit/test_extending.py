@@ -22,8 +22,8 @@ from llamarl.algorithms.losses.aipo import AIPOConfig
 from llamarl.algorithms.losses.task_loss import TaskConfig
 from llamarl.algorithms.policy_loss import policy_loss
 from llamarl.config import Config, TrainerConfig
+from llamarl.dataflow.samplers import ReadyItem, draw, make_sampler
 from llamarl.errors import TaskError
-from llamarl.experience.samplers import ReadyItem, draw, make_sampler
 from llamarl.generation.parameters import BufferLayout
 from llamarl.metrics import trackers
 from llamarl.models import architecture, families

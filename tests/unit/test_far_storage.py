@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.experience.store import Store
-from llamarl.experience.unit import MESSAGE_BYTES, Unit
+from llamarl.storage.store import Store
+from llamarl.storage.unit import MESSAGE_BYTES, Unit
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, TOKEN_VERSIONS
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows
 

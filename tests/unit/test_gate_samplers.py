@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.data.packing import make_batch
+from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, group_complete
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
-from llamarl.experience.samplers import ReadyItem, Sample, Sampler, admission, group_complete
 from llamarl.loop.gate import Gate
 from llamarl.metrics.span import Spans
 from llamarl.types import FinishReason, Group, Prompt, RolloutInfo, VersionSpan

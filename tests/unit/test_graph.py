@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config import Config
-from llamarl.experience.columns import Column
-from llamarl.experience.graph import FrozenModel, Graph, Stage, make_graph
+from llamarl.dataflow.columns import Column
+from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
 from tests.unit.composing import compose_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
 from llamarl.errors import GroupLost
-from llamarl.experience.channel import MAX_FILES, MAX_PACKET_BYTES
-from llamarl.experience.slabs import FULL_BYTES
-from llamarl.experience.store import RecordingStore, Store
-from llamarl.experience.unit import Unit
 from llamarl.metrics.span import Spans
+from llamarl.storage.channel import MAX_FILES, MAX_PACKET_BYTES
+from llamarl.storage.slabs import FULL_BYTES
+from llamarl.storage.store import RecordingStore, Store
+from llamarl.storage.unit import Unit
 from llamarl.types import REF_LOGPROBS, RESPONSE_IDS, REWARD, Columns, FinishReason
 from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows, serving
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import PlacementConfig
-from llamarl.experience.graph import External, FrozenModel, Stage, make_graph
-from llamarl.mending import (
+from llamarl.dataflow.graph import External, FrozenModel, Stage, make_graph
+from llamarl.planner.simulation.clock import run
+from llamarl.run.mending import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MENDING,
@@ -20,8 +21,7 @@ from llamarl.mending import (
     Restarts,
     role_of,
 )
-from llamarl.planner.simulation.clock import run
-from llamarl.starter import name_executor
+from llamarl.run.starter import name_executor
 from llamarl.types import RESPONSE_IDS
 from tests.unit.planner_recipes import make_recipe
 

@@ -274,7 +274,7 @@ def test_a_teacher_counts_in_memory_and_other_stages_are_said_to_be_left_out(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "task.py").write_text(
-        "from llamarl.experience.graph import Column, FrozenModel, Stage\n"
+        "from llamarl.dataflow.graph import Column, FrozenModel, Stage\n"
         f"teacher = FrozenModel({str(RECIPES / 'quickstart' / 'checkpoint')!r})\n"
         "column = Column('teacher_logprobs', 'float32', 'response')\n"
         "def brief(completion): pass\n"

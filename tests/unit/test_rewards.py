@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from llamarl.config import RewardConfig
+from llamarl.dataflow.graph import SCORE, Stage
+from llamarl.dataflow.stage_function import answer, run_now
 from llamarl.environments.rewards import exact
 from llamarl.environments.rewards import format as format_reward
 from llamarl.environments.rewards import math as math_reward
@@ -15,8 +17,6 @@ from llamarl.environments.rewards.functions import (
     load_functions,
     make_score,
 )
-from llamarl.experience.graph import SCORE, Stage
-from llamarl.experience.stage_function import answer, run_now
 from llamarl.types import FINISH_CODES, FinishReason, Prompt, StageStatus
 
 CONFIG = RewardConfig(functions=["exact"])

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from llamarl.algorithms.losses.aipo import AIPOConfig
-from llamarl.experience.graph import FrozenModel, Graph, Stage, make_graph
+from llamarl.dataflow.graph import FrozenModel, Graph, Stage, make_graph
 from llamarl.loop.rollouts import Rollouts
 from llamarl.planner.simulation import clock
 from llamarl.types import (

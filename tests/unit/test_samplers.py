@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config.run import ExperienceConfig, StalenessConfig
-from llamarl.errors import TaskError
-from llamarl.experience.samplers import (
+from llamarl.dataflow.samplers import (
     SAMPLERS,
     RankAware,
     Ranks,
@@ -25,6 +24,7 @@ from llamarl.experience.samplers import (
     make_sampler,
     token_balanced,
 )
+from llamarl.errors import TaskError
 from llamarl.task_file import load
 from tests.unit.planner_recipes import make_recipe
 

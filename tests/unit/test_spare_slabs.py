@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.experience.slabs import SPARE_BYTES
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
+from llamarl.storage.slabs import SPARE_BYTES
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 from llamarl.types import Columns
 from tests.unit.stored_rows import NAMES, assert_same, rows, serving
 

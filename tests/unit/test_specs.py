@@ -19,5 +19,5 @@ def test_each_spec_names_the_executor_that_takes_it(spec: type) -> None:
 
 
 def test_the_wiring_loads_no_torch() -> None:
-    code = "import sys, llamarl.build; sys.exit('torch' in sys.modules)"
+    code = "import sys, llamarl.run.wiring; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

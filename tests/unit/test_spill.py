@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.dataflow import spill as spill_module
 from llamarl.executors import storage as storage_module
-from llamarl.experience import spill as spill_module
-from llamarl.experience.slabs import FULL_BYTES
+from llamarl.storage.slabs import FULL_BYTES
 from llamarl.types import REWARD, FinishReason
 from tests.unit.stored_rows import NAMES, assert_same, rows, serving
 

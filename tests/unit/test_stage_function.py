@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.experience.columns import Column
-from llamarl.experience.graph import Drop, Stage
-from llamarl.experience.stage_function import answer, run_now
+from llamarl.dataflow.columns import Column
+from llamarl.dataflow.graph import Drop, Stage
+from llamarl.dataflow.stage_function import answer, run_now
 from llamarl.types import Prompt, StageStatus
 
 FLOATS, INTS = Column("floats", "float32", "response"), Column("ints", "int32", "response")

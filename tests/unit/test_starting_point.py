@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from llamarl.build import build_evaluator
 from llamarl.checkpoints import checkpoint, manifest
 from llamarl.config import Config
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.starter import Executors
+from llamarl.run.starter import Executors
+from llamarl.run.wiring import build_evaluator
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"

@@ -17,9 +17,9 @@ from hypothesis.extra import numpy as nps
 
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience.packed_columns import CompressedColumns, PackedColumns, decode, encode
-from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
+from llamarl.storage.packed_columns import CompressedColumns, PackedColumns, decode, encode
+from llamarl.storage.store import Store
 from llamarl.types import (
     COMPLETION_TEXT,
     FINISH_CODES,

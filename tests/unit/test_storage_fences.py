@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.experience.store import RecordingStore, Store
-from llamarl.experience.unit import Unit
 from llamarl.metrics.span import Spans
+from llamarl.storage.store import RecordingStore, Store
+from llamarl.storage.unit import Unit
 from llamarl.types import RESPONSE_IDS, REWARD, Columns, FinishReason
 from tests.unit.stored_rows import NAMES, Nothing, assert_same, rows, serving
 from tests.unit.test_storage import join, rollout, unit

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamarl.dataflow import slabs as slabs_module
+from llamarl.dataflow import spill as spill_module
 from llamarl.errors import NotStored
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.experience import slabs as slabs_module
-from llamarl.experience import spill as spill_module
 from llamarl.metrics.span import Spans
 from llamarl.types import (
     REF_LOGPROBS,

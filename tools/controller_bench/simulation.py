@@ -2,8 +2,8 @@
 
 Owns: the run's shape, the wrapping of executors, when something waited for the controller. Does not
 own: the executors' model (`llamarl/planner`), what a message costs (`messages.py`). Invariant:
-controller, gate, dispatch, ledger, packing, publisher, log-prob check and run logger are those of a
-run, wired by `build.py`.
+controller, gate, dispatch, rollouts, packing, publisher, log-prob check and run logger are those of
+a run, wired by `run/wiring.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from llamarl.config import (
     WeightsConfig,
 )
 from llamarl.config.run import PlanConfig
-from llamarl.experience.graph import make_graph
-from llamarl.experience.store import Store
+from llamarl.dataflow.graph import make_graph
 from llamarl.metrics.console import Progress
 from llamarl.metrics.run_logger import RunLogger
 from llamarl.metrics.span import Spans
@@ -56,8 +55,9 @@ from llamarl.planner.simulation.simulated_cluster import (
 )
 from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.workload import USUAL_PROMPT_TOKENS, make_workload
-from llamarl.sessions import GC_THRESHOLDS
-from llamarl.starter import Executors
+from llamarl.run.sessions import GC_THRESHOLDS
+from llamarl.run.starter import Executors
+from llamarl.storage.store import Store
 from llamarl.weights.integrity.comparison import Fingerprints
 
 NUM_STORAGE_UNITS = 4

@@ -16,8 +16,7 @@ from typing import Any
 
 from llamarl.cluster import make_cluster
 from llamarl.config import Config
-from llamarl.experience.graph import SCORE, make_graph
-from llamarl.experience.store import Store
+from llamarl.dataflow.graph import SCORE, make_graph
 from llamarl.loop.logprob_check import NUM_TOKENS
 from llamarl.models.architecture import Architecture
 from llamarl.planner.simulation.cores import Cores
@@ -34,7 +33,8 @@ from llamarl.planner.simulation.simulated_cluster import SimulatedProcess
 from llamarl.planner.simulation.simulated_run import drive, make_inputs
 from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload
-from llamarl.starter import Executors
+from llamarl.run.starter import Executors
+from llamarl.storage.store import Store
 
 HOST = "host 0"
 NUM_CALLS = 200  # timed for `message_s`

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from llamarl.cluster import Cluster
+from llamarl.dataflow.graph import External, Stage
 from llamarl.executors.external import ExternalExecutor
 from llamarl.executors.specs import ExternalSpec
-from llamarl.experience.graph import External, Stage
-from llamarl.experience.loader import SOCKETS, StageLoader
-from llamarl.experience.store import Store
+from llamarl.storage.loader import SOCKETS, StageLoader
+from llamarl.storage.store import Store
 from llamarl.types import StageItem, StageResult
 from store_bench.rows import DTYPES, Flat, Taken, Work, calm_gc, taken_of
 from store_bench.taking import ReadyRows

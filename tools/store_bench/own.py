@@ -16,8 +16,8 @@ from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
 from llamarl.executors.specs import StorageSpec
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 from store_bench import rows
 from store_bench.loading import Loading
 from store_bench.rows import Taken, Work

@@ -1,7 +1,7 @@
 """The dataflow of a recipe as text and as a picture.
 
 Owns: the tables of `llamarl graph`, its Mermaid text, and what a run's spans say of its edges. Does
-not own: the graph (`experience/graph.py`) or the spans. Invariant: starts no process and reads no
+not own: the graph (`dataflow/graph.py`) or the spans. Invariant: starts no process and reads no
 weights; what spans do not hold is missing, never estimated.
 """
 
@@ -14,8 +14,8 @@ from rich.table import Table
 
 from llamarl.config.check import require
 from llamarl.config.rank_assignment import Device
-from llamarl.experience.columns import DERIVED
-from llamarl.experience.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
+from llamarl.dataflow.columns import DERIVED
+from llamarl.dataflow.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
 from llamarl.metrics.aggregate import by_executor, executor_of, read_timeline
 from llamarl.metrics.span_file import Span
 from llamarl.planner.report.text import render

@@ -10,8 +10,8 @@ from collections import Counter
 
 from llamarl.algorithms.policy_loss import is_inert
 from llamarl.config.pools import number_of, pools_of
+from llamarl.dataflow.graph import Stage
 from llamarl.errors import StaleVersion
-from llamarl.experience.graph import Stage
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
 from llamarl.planner.simulation.setting import Layouts, Setting, SimulatedExecutor

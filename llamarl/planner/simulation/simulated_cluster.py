@@ -12,11 +12,9 @@ from typing import Any
 
 from llamarl.config import Config, rank_assignment
 from llamarl.config.pools import number_of, pools_of
-from llamarl.executor_specs import collector_spec
+from llamarl.dataflow.graph import SCORE, Graph
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.specs import CollectorSpec
-from llamarl.experience.graph import SCORE, Graph
-from llamarl.experience.store import Store
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.cores import Cores
 from llamarl.planner.simulation.costs import Costs
@@ -29,7 +27,9 @@ from llamarl.planner.simulation.executors import (
 )
 from llamarl.planner.simulation.replica import SimulatedReplica
 from llamarl.planner.simulation.setting import Setting
-from llamarl.starter import Executors, name_executor
+from llamarl.run.executor_specs import collector_spec
+from llamarl.run.starter import Executors, name_executor
+from llamarl.storage.store import Store
 
 
 class SimulatedProcess:

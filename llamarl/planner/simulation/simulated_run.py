@@ -1,7 +1,8 @@
 """A run without a model: the real controller on a virtual clock, with executors that only sleep.
 
 Owns: the assembly of a simulated run and what is read off it. Does not own: the loop (gate,
-dispatch, packing, log-prob check, publisher and placement are those of a run, wired by `build.py`),
+dispatch, packing, log-prob check, publisher and placement are those of a run, wired by
+`run/wiring.py`),
 durations (`costs.py`) or lengths (`workload.py`). Invariant: deterministic; equal arguments give
 equal times.
 """
@@ -11,13 +12,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.build import build_controller
 from llamarl.config import Config, DispatchConfig
 from llamarl.config.pools import number_of, pools_of
 from llamarl.config.run import CheckpointConfig
-from llamarl.experience.graph import Graph, make_graph
-from llamarl.experience.samplers import admission
-from llamarl.fleet import Fleet
+from llamarl.dataflow.graph import Graph, make_graph
+from llamarl.dataflow.samplers import admission
 from llamarl.lengths.ranker import Ranker
 from llamarl.lengths.split import Limits
 from llamarl.loop.skew import Skew
@@ -33,7 +32,9 @@ from llamarl.planner.simulation.timeline import SimulatedTimeline
 from llamarl.planner.simulation.workload import Workload, make_workload
 from llamarl.protocols import RunObserver
 from llamarl.recipe.inputs import Inputs
-from llamarl.starter import Executors
+from llamarl.run.fleet import Fleet
+from llamarl.run.starter import Executors
+from llamarl.run.wiring import build_controller
 from llamarl.types import REWARD, Prompt
 
 

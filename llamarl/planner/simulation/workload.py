@@ -13,8 +13,8 @@ import numpy as np
 from llamarl.config import Config
 from llamarl.config.pools import pools_of
 from llamarl.config.rank_assignment import num_storage_units, units_near
-from llamarl.experience.columns import NUMBER
-from llamarl.experience.graph import Stage
+from llamarl.dataflow.columns import NUMBER
+from llamarl.dataflow.graph import Stage
 from llamarl.types import REWARD, Prompt, Request, StageResult
 
 NUM_DRAWN = 1 << 14  # lengths drawn; a rollout's seed picks one of them

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from llamarl.dataflow.columns import COLUMNS
 from llamarl.errors import NotStored
-from llamarl.experience.cells import Cells, widths
-from llamarl.experience.columns import COLUMNS
-from llamarl.experience.slabs import Slab, Slabs
+from llamarl.storage.cells import Cells, widths
+from llamarl.storage.slabs import Slab, Slabs
 from llamarl.types import FINISH_CODES, TRAINER_LOGPROBS, FinishReason
 
 PARTIAL = FINISH_CODES[FinishReason.SEGMENT]

@@ -12,8 +12,8 @@ from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any
 
-from llamarl.experience.columns import Column
-from llamarl.experience.graph import External, FrozenModel, Stage
+from llamarl.dataflow.columns import Column
+from llamarl.dataflow.graph import External, FrozenModel, Stage
 from llamarl.task_file import FILE, STAGES, find, load_module, place_of
 from llamarl.user_code.calls import Call, UserCode
 from llamarl.user_code.pool import run_once

@@ -12,9 +12,9 @@ import socket
 from collections import deque
 from pathlib import Path
 
-from llamarl.experience.channel import Channel, Packet, memory_file
-from llamarl.experience.server import rebuild, short_path
-from llamarl.experience.wire import Message
+from llamarl.storage.channel import Channel, Packet, memory_file
+from llamarl.storage.server import rebuild, short_path
+from llamarl.storage.wire import Message
 
 
 class Connection:

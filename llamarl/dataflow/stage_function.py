@@ -17,10 +17,10 @@ import numpy as np
 
 from llamarl.algorithms.group_filters import REASON
 from llamarl.config import RewardConfig
+from llamarl.dataflow.columns import NUMBER, PROMPT_RECORD, Column
+from llamarl.dataflow.graph import GROUP, Drop, Stage
+from llamarl.dataflow.task_stages import from_data
 from llamarl.environments.rewards import functions as rewards
-from llamarl.experience.columns import NUMBER, PROMPT_RECORD, Column
-from llamarl.experience.graph import GROUP, Drop, Stage
-from llamarl.experience.task_stages import from_data
 from llamarl.task_file import load_module
 from llamarl.types import Prompt, StageStatus
 from llamarl.user_code.report import InvalidReturnError, shown, user_traceback

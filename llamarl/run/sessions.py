@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.build import build_controller, make_run_logger
 from llamarl.checkpoints import positions
 from llamarl.config import Config
-from llamarl.control import RunControl, listening
 from llamarl.errors import GroupLost
-from llamarl.fleet import Fleet
 from llamarl.loop.controller import Controller
-from llamarl.loop.signals import Signals
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.starting_point import starting_point
+from llamarl.run.control import RunControl, listening
+from llamarl.run.fleet import Fleet
+from llamarl.run.signals import Signals
+from llamarl.run.wiring import build_controller, make_run_logger
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from llamarl.experience.channel import read_all, write_all
-from llamarl.experience.slabs import Slab, Slabs
-from llamarl.experience.table import Table
+from llamarl.storage.channel import read_all, write_all
+from llamarl.storage.slabs import Slab, Slabs
+from llamarl.storage.table import Table
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Owns: taking rollouts of a stage that runs `External`, reading their columns, ha
 stage writes. Does not own: which consumer gets what (`executors/external.py`), storage.
 Invariant: a batch that is not finished in time, or whose loader is gone, goes to another consumer.
 
-    from llamarl.experience.loader import StageLoader
+    from llamarl.storage.loader import StageLoader
 
     for batch in StageLoader("outputs/run", "judge", batch_size=32):
         batch.finish(quality=[grade(text) for text in batch["completion"]])
@@ -28,15 +28,15 @@ import numpy as np
 
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer, load_tokenizer
+from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD
+from llamarl.dataflow.graph import Stage
+from llamarl.dataflow.task_stages import from_data
 from llamarl.errors import NotStored
-from llamarl.experience.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD
-from llamarl.experience.connection import Connection
-from llamarl.experience.graph import Stage
-from llamarl.experience.store import Store
-from llamarl.experience.task_stages import from_data
-from llamarl.experience.unit import Unit
-from llamarl.experience.wire import columns_message
 from llamarl.protocols import Storage
+from llamarl.storage.connection import Connection
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
+from llamarl.storage.wire import columns_message
 from llamarl.types import RESPONSE_IDS, Columns, Prompt
 
 SOCKETS = ".rendezvous-stages"  # folder in the run's, of a socket per stage

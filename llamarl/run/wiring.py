@@ -17,16 +17,14 @@ from llamarl.config.pools import pool_at, pools_of
 from llamarl.config.rank_assignment import far_sites, num_storage_units, units_near
 from llamarl.data.packing import make_batch
 from llamarl.data.tokenizer import TextDecoder
+from llamarl.dataflow.graph import Stage
+from llamarl.dataflow.samplers import make_sampler
 from llamarl.environments.requests import make_requests
-from llamarl.experience.graph import Stage
-from llamarl.experience.samplers import make_sampler
-from llamarl.fleet import Fleet, unless_lost
 from llamarl.generation.vllm.limits import kv_tokens
 from llamarl.lengths.split import Limits
 from llamarl.loop.colocation import Colocated, Colocation, Disaggregated
 from llamarl.loop.controller import Controller
 from llamarl.loop.dispatch import Dispatch
-from llamarl.loop.elasticity import Elasticity
 from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
@@ -48,7 +46,9 @@ from llamarl.models.inventory import attention_cost
 from llamarl.protocols import Collector, Processor, RunObserver, Storage, WeightSource
 from llamarl.recipe.inputs import Inputs, make_prompts
 from llamarl.recipe.sampling_rules import evaluation_sampling, train_sampling
-from llamarl.starter import Executors
+from llamarl.run.elasticity import Elasticity
+from llamarl.run.fleet import Fleet, unless_lost
+from llamarl.run.starter import Executors
 from llamarl.types import RESPONSE_IDS, Columns
 from llamarl.weights.layout.kinds import weight_kind
 from llamarl.weights.sync.publisher import Publisher

@@ -33,21 +33,21 @@ from llamarl.config.rank_assignment import (
     home_hosts,
     place_generator,
 )
+from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
 from llamarl.errors import GroupLost, unwrap
-from llamarl.executor_specs import (
+from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
+from llamarl.metrics.console import ReportState
+from llamarl.protocols import Storage
+from llamarl.recipe.inputs import Inputs
+from llamarl.run.executor_specs import (
     collector_spec,
     generator_spec,
     stage_spec,
     storage_specs,
     trainer_spec,
 )
-from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
-from llamarl.experience.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
-from llamarl.experience.store import Store
-from llamarl.experience.unit import Unit
-from llamarl.metrics.console import ReportState
-from llamarl.protocols import Storage
-from llamarl.recipe.inputs import Inputs
+from llamarl.storage.store import Store
+from llamarl.storage.unit import Unit
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.experience.cells import Cells, joined, pack
-from llamarl.experience.channel import MAX_FILES, Buffer, Packet, map_file
-from llamarl.experience.slabs import Slab, Slabs
+from llamarl.storage.cells import Cells, joined, pack
+from llamarl.storage.channel import MAX_FILES, Buffer, Packet, map_file
+from llamarl.storage.slabs import Slab, Slabs
 from llamarl.types import SAMPLING, Columns
 
 MAPPED_BYTES = 32 * 1024  # to map a slab costs as much as to copy so many bytes

@@ -1,7 +1,7 @@
 """The dataflow of a run as a graph: its stages, and what each reads and writes.
 
 Owns: what a stage is, the stages that every run has, and the check of the whole. Does not own: who
-runs a stage (`executors/`) or which rows are ready for it (`loop/ledger.py`). Invariant: a graph
+runs a stage (`executors/`) or which rows are ready for it (`loop/rollouts.py`). Invariant: a graph
 that passed the check has no circle, and every column has one writer.
 
     generate -> score, (infer), a recipe's own stages -> settle -> train
@@ -10,7 +10,7 @@ A stage that only reads what `generate` writes runs as soon as a rollout is writ
 another stage's column runs after that; settle, which computes advantages, runs after all of them.
 A recipe adds stages of its own in task.py:
 
-    from llamarl.experience.graph import Drop, Stage
+    from llamarl.dataflow.graph import Drop, Stage
 
     def judge(prompt, completion):
         return float(prompt.fields["word"] in completion)
@@ -26,7 +26,7 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
-from llamarl.experience.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column
+from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column
 from llamarl.types import (
     COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
@@ -83,7 +83,7 @@ class FrozenModel:
 @dataclass(frozen=True, slots=True)
 class External:
     """Processes outside the run take the rollouts, at a socket in the run's folder, and write what
-    the stage writes: see `experience/loader.py`.
+    the stage writes: see `storage/loader.py`.
 
     `sampler` is a name in `samplers.SAMPLERS`. If the consumer has data ranks, each gets its share
     of every batch, and `num_peers` processes of one rank get the same. What is taken must be

@@ -12,23 +12,23 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamarl import build
 from llamarl.config import Config
 from llamarl.config.check import require
-from llamarl.experience.graph import EXECUTORS, GENERATE, TRAIN
+from llamarl.dataflow.graph import EXECUTORS, GENERATE, TRAIN
 from llamarl.jobs import claim
+from llamarl.library.own_loop import LibraryEngines
 from llamarl.loop.engines import Unobserved
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
 from llamarl.metrics.span import Spans
 from llamarl.metrics.summary import write_provenance
 from llamarl.metrics.trackers import MetricsLog, flatten, open_trackers
-from llamarl.own_loop import LibraryEngines
 from llamarl.planner.memory.fit import check_fit
 from llamarl.protocols import RunObserver
 from llamarl.recipe.composition import compose, to_config, to_yaml
 from llamarl.recipe.inputs import Inputs, read_frozen, read_inputs
-from llamarl.starter import Executors, name_parts, running_cluster, spawn_executors
+from llamarl.run import wiring
+from llamarl.run.starter import Executors, name_parts, running_cluster, spawn_executors
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ async def start_engines(
             with _observing(config, inputs, started, folder, metrics) as (spans, observer):
                 options: dict[str, Any] = {"state": {}, "spans": spans, "observer": observer}
                 engines = LibraryEngines(
-                    **build.engine_fields(config, inputs, started, **options),
+                    **wiring.engine_fields(config, inputs, started, **options),
                     config=config,
                     inputs=inputs,
                     executors=started,
@@ -104,6 +104,6 @@ def _observing(
         progress = Progress(config.num_steps, live=config.metrics.live, recent_spans=recent)
         with closing(MetricsLog(run_dir, trackers)) as log, progress:
             shown = log, progress, spans, recent
-            run_logger = build.make_run_logger(config, inputs, executors, *shown)
+            run_logger = wiring.make_run_logger(config, inputs, executors, *shown)
             run_logger.start(0)
             yield spans, run_logger

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 from llamarl.cluster import ExecutorGroup
 from llamarl.config import Config
+from llamarl.dataflow.graph import Stage
 from llamarl.errors import GroupLost
-from llamarl.experience.graph import Stage
 from llamarl.loop.dispatch import Dispatch
-from llamarl.loop.elasticity import Elasticity
-from llamarl.mending import (
+from llamarl.metrics.console import ReportState
+from llamarl.protocols import Collector
+from llamarl.run.elasticity import Elasticity
+from llamarl.run.mending import (
     MENDING,
     ExecutorStatus,
     Member,
@@ -32,9 +34,7 @@ from llamarl.mending import (
     role_of,
     status_of,
 )
-from llamarl.metrics.console import ReportState
-from llamarl.protocols import Collector
-from llamarl.starter import Executors, end_others, find_losses
+from llamarl.run.starter import Executors, end_others, find_losses
 from llamarl.weights.sync.publisher import Publisher
 
 log = logging.getLogger(__name__)

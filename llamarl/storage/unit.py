@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from llamarl.errors import GroupLost
-from llamarl.experience.channel import Packet
-from llamarl.experience.connection import Connection
-from llamarl.experience.packed_columns import CompressedColumns, PackedColumns
-from llamarl.experience.wire import Message, ints, read_found, write_message
 from llamarl.protocols import Storage
+from llamarl.storage.channel import Packet
+from llamarl.storage.connection import Connection
+from llamarl.storage.packed_columns import CompressedColumns, PackedColumns
+from llamarl.storage.wire import Message, ints, read_found, write_message
 from llamarl.types import Columns, Outcome, RolloutInfo
 
 MESSAGE_BYTES = 8 * 1024 * 1024  # of a call between processes, which are meant for metadata

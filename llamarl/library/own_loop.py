@@ -24,24 +24,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamarl import build
 from llamarl.checkpoints import checkpoint
 from llamarl.config import Config
 from llamarl.config.check import require
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.dataflow.columns import COLUMNS
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import NoGenerator
-from llamarl.experience.columns import COLUMNS
+from llamarl.library.own_groups import Question, check_trainable, make_group
+from llamarl.library.own_weights import OwnWeights
 from llamarl.loop.colocation import Phase
 from llamarl.loop.engines import Engines
 from llamarl.loop.logprob_check import LogprobCheck
 from llamarl.metrics.span import Spans
-from llamarl.own_groups import Question, check_trainable, make_group
-from llamarl.own_weights import OwnWeights
 from llamarl.recipe.inputs import Inputs, check_lengths
 from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from llamarl.recipe.starting_point import starting_point
-from llamarl.starter import Executors
+from llamarl.run import wiring
+from llamarl.run.starter import Executors
 from llamarl.types import (
     RESPONSE_IDS,
     REWARD,
@@ -86,9 +86,9 @@ class LibraryEngines(Engines):
         self._names = {*self.names, "storage"}
         self._storage = self.executors.storage
         self._sampling = train_sampling(self.config, self.inputs)
-        self._colocation = build.make_colocation(self.config, self.executors, self.spans)
+        self._colocation = wiring.make_colocation(self.config, self.executors, self.spans)
         self._phase: Phase | None = None
-        self._evaluator = build.make_evaluator(self.config, self.inputs, self, {})
+        self._evaluator = wiring.make_evaluator(self.config, self.inputs, self, {})
         self._logprob_check: LogprobCheck | None = None
         self._scored: set[int] = set()  # group ids
         self._own_weights = OwnWeights(self, self._connect, self.config, self.inputs, self.spans)
@@ -100,7 +100,7 @@ class LibraryEngines(Engines):
         try:
             if self.trainer is not None and self.executors.generators:
                 await self._connect()
-                self._logprob_check = build.make_logprob_check(self.config, self.inputs, self)
+                self._logprob_check = wiring.make_logprob_check(self.config, self.inputs, self)
                 await self._colocation.begin()
             self._start(self._serve())
             yield
@@ -322,7 +322,7 @@ class LibraryEngines(Engines):
         state, _ = starting_point(config, self.inputs, self.run_dir)
         self.version = await trainer.restore(resumed.resume)
         places = self.executors, self.dispatch
-        self.gate = build.make_gate(config, self.inputs, *places, self.spans, state)
+        self.gate = wiring.make_gate(config, self.inputs, *places, self.spans, state)
         return self.version
 
     async def save_weights(self, folder: str | Path, dtype: str | None = None) -> None:
@@ -392,6 +392,6 @@ class LibraryEngines(Engines):
 
     async def _connect(self, source: Any = None) -> None:
         owned = self.executors, self.dispatch, self.spans, self.run_dir
-        publisher = build.make_publisher(self.config, *owned, source=source)
+        publisher = wiring.make_publisher(self.config, *owned, source=source)
         await publisher.connect()
         self.publisher = publisher

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import NotStored
-from llamarl.experience.channel import Buffer, Channel, Packet
+from llamarl.storage.channel import Buffer, Channel, Packet
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from llamarl.config import Config
+from llamarl.dataflow.graph import SCORE, Stage
 from llamarl.errors import NoGenerator
-from llamarl.experience.graph import SCORE, Stage
 from llamarl.loop.balance import Replica
 from llamarl.protocols import Storage
 from llamarl.types import StageItem, StageResult

@@ -22,9 +22,9 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, place_generator
-from llamarl.experience.server import short_path
-from llamarl.fleet import Fleet
 from llamarl.loop.controller import Controller
+from llamarl.run.fleet import Fleet
+from llamarl.storage.server import short_path
 from llamarl.weights.transports.registry import TRANSPORTS
 
 SOCKET = ".control"

@@ -15,6 +15,7 @@ from llamarl.cluster import ExecutorGroup, make_rdma
 from llamarl.config import Config
 from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
+from llamarl.dataflow.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
 from llamarl.executors.specs import (
     CollectorSpec,
     ExternalSpec,
@@ -25,10 +26,9 @@ from llamarl.executors.specs import (
     StorageSpec,
     TrainerSpec,
 )
-from llamarl.experience.graph import EXECUTORS, SCORE, TRAIN, FrozenModel, Stage
-from llamarl.experience.loader import SOCKETS
-from llamarl.experience.store import Store
 from llamarl.recipe.inputs import Inputs
+from llamarl.storage.loader import SOCKETS
+from llamarl.storage.store import Store
 from llamarl.weights.transports.registry import TRANSPORTS
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What runs between generate and train, checked before any process starts."""

@@ -1,0 +1,1 @@
+"""`llamarl.start_engines`: the verbs of a run under a loop of the caller's own."""

@@ -1,0 +1,1 @@
+"""Who is started, watched, mended and scaled, and how the objects of a run are wired."""
