@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from llamarl.dataflow import channel
+from llamarl.storage import channel
 from llamarl.storage.unit import Unit
 from llamarl.types import (
     FINISH_CODES,

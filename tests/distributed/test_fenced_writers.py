@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.dataflow import slabs as slabs_module
 from llamarl.executors.storage import StorageExecutor
+from llamarl.storage import slabs as slabs_module
 from llamarl.storage.store import Store
 from llamarl.types import Columns
 from tests.distributed.storage_writer import stamped

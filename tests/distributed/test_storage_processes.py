@@ -14,10 +14,10 @@ import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
-from llamarl.dataflow import channel
 from llamarl.errors import GroupLost
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
+from llamarl.storage import channel
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
 from llamarl.types import RESPONSE_IDS

@@ -63,7 +63,7 @@ def test_a_fraction_of_a_cluster_takes_as_long_as_the_whole(max_staleness: int) 
     config = make_cluster(max_staleness)
     assert fraction.divisor(config, COSTS, fewest_rollouts=1024) == 2
     num_steps = fewest_steps(config)
-    assert step_s(config, 2, num_steps) == pytest.approx(step_s(config, 1, num_steps), rel=0.03)
+    assert step_s(config, 2, num_steps) == pytest.approx(step_s(config, 1, num_steps), rel=0.035)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.dataflow import spill as spill_module
 from llamarl.executors import storage as storage_module
+from llamarl.storage import spill as spill_module
 from llamarl.storage.slabs import FULL_BYTES
 from llamarl.types import REWARD, FinishReason
 from tests.unit.stored_rows import NAMES, assert_same, rows, serving

@@ -14,8 +14,7 @@ from llamarl.checkpoints import checkpoint, manifest
 from llamarl.config import Config
 from llamarl.recipe.inputs import Inputs, identity, read_inputs
 from llamarl.recipe.starting_point import starting_point
-from llamarl.run.starter import Executors
-from llamarl.run.wiring import build_evaluator
+from llamarl.run.wiring import make_evaluator
 from tests.unit.composing import compose_recipe
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -157,9 +156,8 @@ def test_a_resumed_run_evaluates_nothing_that_the_checkpoint_says_is_evaluated(
     inputs: Inputs,
 ) -> None:
     nothing: Any = None
-    executors = Executors(storage=nothing, groups={}, stage_of={}, start=nothing)
-    parts: Any = (resume(), inputs, executors, nothing, nothing)  # evaluation.every_steps is 10
+    parts: Any = (resume(), inputs, nothing)  # evaluation.every_steps is 10
     for evaluated, due in ({"evaluated": 10}, False), ({"evaluated": 0}, True), ({}, True):
-        evaluator = build_evaluator(*parts, evaluated)
+        evaluator = make_evaluator(*parts, evaluated)
         assert evaluator is not None
         assert evaluator.is_due(12, last=30) == due

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.dataflow import slabs as slabs_module
-from llamarl.dataflow import spill as spill_module
 from llamarl.errors import NotStored
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.span import Spans
+from llamarl.storage import slabs as slabs_module
+from llamarl.storage import spill as spill_module
 from llamarl.types import (
     REF_LOGPROBS,
     REWARD,

@@ -46,7 +46,7 @@ def test_end_of_sequence_ids_join_those_of_the_generation_config(tmp_path):
 def test_loading_a_tokenizer_loads_no_torch_and_importing_data_no_transformers(tmp_path):
     write_tokenizer(tmp_path)
     code = (
-        "import sys; import llamarl.environments.prompts, llamarl.executors.scorer as s\n"
+        "import sys; import llamarl.environments.prompts, llamarl.executors.stage as s\n"
         "assert 'transformers' not in sys.modules\n"
         f"t = s.load_tokenizer({str(tmp_path)!r}); t.decode(t.encode('a'))\n"
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules\n"

@@ -16,8 +16,8 @@ from llamarl.config.check import require
 from llamarl.config.rank_assignment import Device
 from llamarl.dataflow.columns import DERIVED
 from llamarl.dataflow.graph import GENERATE, SCORE, SETTLE, FrozenModel, Graph, Stage
-from llamarl.metrics.aggregate import by_executor, executor_of, read_timeline
-from llamarl.metrics.span_file import Span
+from llamarl.metrics.shares import by_executor, read_timeline
+from llamarl.metrics.span import Span, executor_of
 from llamarl.planner.report.text import render
 
 UNITS = ("B", "kB", "MB", "GB")
