@@ -1,0 +1,74 @@
+"""How large each room may be, and what is done in one place only."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.test_house import FILES, PACKAGE, ROOT, room
+
+# Room -> (files, lines). A change may lower these numbers, and nothing else.
+SIZES = {
+    "algorithms": (14, 886),
+    "checkpoints": (4, 467),
+    "cluster": (20, 2589),
+    "config": (11, 1466),
+    "data": (6, 564),
+    "dataflow": (6, 956),
+    "environments": (9, 611),
+    "executors": (27, 3556),
+    "generation": (21, 2975),
+    "lengths": (5, 441),
+    "library": (5, 651),
+    "loop": (17, 2721),
+    "metrics": (12, 2651),
+    "models": (19, 2758),
+    "planner": (31, 5536),
+    "recipe": (7, 1386),
+    "run": (10, 2080),
+    "storage": (13, 1928),
+    "top": (12, 1728),
+    "user_code": (7, 957),
+    "weights": (29, 3589),
+}
+
+
+def test_rooms_only_shrink() -> None:
+    found: dict[str, list[int]] = {}
+    for path in FILES:
+        name = "top" if path.parent == PACKAGE else room(path)
+        found.setdefault(name, []).append(len(path.read_text().splitlines()))
+    assert found.keys() == SIZES.keys()
+    for name, (num_files, num_lines) in SIZES.items():
+        assert len(found[name]) <= num_files, name
+        assert sum(found[name]) <= num_lines, name
+
+
+def places_of(pattern: str, *outside: str) -> set[str]:
+    """The files of the package whose text has this, but for those of some rooms."""
+    found = (path for path in FILES if re.search(pattern, path.read_text()))
+    return {str(path.relative_to(PACKAGE)) for path in found if room(path) not in outside}
+
+
+def test_each_job_is_done_in_one_place() -> None:
+    assert places_of(r"except\*? \(?[\w, ]*\bGroupLost\b", "cluster") == {
+        "loop/dispatch.py",
+        "loop/saver.py",
+        "run/fleet.py",
+    }
+    assert places_of(r"await [\w.]*collect\(", "executors") == {
+        "loop/dispatch.py",
+        "loop/rollouts.py",
+    }
+    assert places_of(r"_PAUSE_S\b.*= |WINDOW_S\b.*= ") <= {"run/mending.py", "loop/gate.py"}
+
+
+def test_every_module_that_is_imported_exists() -> None:
+    """Imports inside functions too, which fail only when they are reached."""
+    beside = [path for folder in ("tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    for path in [*FILES, *beside]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llamarl"):
+                place = ROOT / (node.module or "").replace(".", "/")
+                found = place.is_dir() or place.with_suffix(".py").is_file()
+                assert found, f"{path}:{node.lineno} imports {node.module}"
