@@ -261,9 +261,9 @@ def reward(prompt, completion):
         os.close(os.open(HERE / "waits", os.O_CREAT | os.O_EXCL))
         while not METRICS.exists() or METRICS.read_text().count("trainer/loss") < 3:
             time.sleep(0.01)
+        return 5.0  # no other of its group has that, so the group is not dropped
     except FileExistsError:
-        pass
-    return float(len(completion) % 3)
+        return float(len(completion) % 3)
 """
 
 
@@ -278,6 +278,7 @@ def test_a_late_group_is_overtaken_and_its_old_tokens_masked(forks: Forks, tmp_p
         "staleness.late=mask",
         "reward.functions=[task]",
         "reward.num_workers=2",
+        "reward.timeout_s=100",  # for the call that waits
         "generator.max_num_seqs=8",  # so that few are scored together with the one that waits
         "data.held_out=null",
         recipe=recipe,
