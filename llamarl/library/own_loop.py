@@ -1,7 +1,7 @@
 """The verbs of a run for a loop of the caller's own, and what such a loop needs beside them.
 
 Owns: what a call checks, and the order that calls must keep. Does not own: what the verbs do
-(`loop/engines.py`), or the start and end of executors (`library.py`). Invariant: an error of
+(`loop/engines.py`), or the start and end of executors (`start.py`). Invariant: an error of
 whatever goes on by itself is raised by all calls that wait and by all later ones.
 """
 

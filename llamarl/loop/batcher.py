@@ -2,7 +2,7 @@
 
 Owns: what waits to be sent, when a call begins, and who waits for which call. Does not own: what a
 call does, or what it finds. Invariant: an item is in one call at most; its future is done once that
-call has ended, and an error of any call reaches all futures through `on_error`.
+call has ended, unless it failed: `on_error` gets the error, and ends all that waits.
 """
 
 import asyncio

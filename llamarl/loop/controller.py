@@ -72,8 +72,7 @@ class Controller:
         try:
             await self.gate.drop(group, reason)
         finally:
-            place = group.group_id
-            await self.engines.retire([group], "dropped", reason=reason, group_id=place)
+            await self.engines.retire([group], "dropped", reason=reason, group_id=group.group_id)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """One optimizer step per batch; a version is published while the next one is trained."""

@@ -180,5 +180,7 @@ class Engines:
                 yield
             return
         self.dispatch.hold(set(self.dispatch.replicas))
-        yield
-        self.dispatch.hold(set())
+        try:
+            yield
+        finally:
+            self.dispatch.hold(set())
