@@ -20,7 +20,7 @@ SIZES = {
     "generation": (21, 2975),
     "lengths": (5, 441),
     "library": (5, 651),
-    "loop": (17, 2721),
+    "loop": (17, 2718),
     "metrics": (12, 2651),
     "models": (19, 2758),
     "planner": (31, 5536),

@@ -81,7 +81,7 @@ class Rollouts:
                 partial(self._process, stage, executor),
                 self.fail,
                 limit=OUTSIDE_LIMIT if isinstance(stage.run, External) else LIMIT,
-                size=_num_rows,
+                size=lambda asked: len(asked[1]),
                 pause_s=0.0 if stage.is_model else pause_s,
                 in_turn=stage.is_model,
             )
@@ -257,10 +257,6 @@ async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
         failed = unwrap(errors)
     if failed is not None:
         raise failed
-
-
-def _num_rows(asked: Asked) -> int:
-    return len(asked[1])
 
 
 def _learn(stage: Stage, group: Group, result: StageResult) -> None:

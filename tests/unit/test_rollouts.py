@@ -284,7 +284,6 @@ def test_an_error_ends_all_that_waits_and_all_that_comes_later(where: str) -> No
 
     if where == "score":
         setting.stages["score"].result = broken
-        setting.dispatch.longest_s = 0.0
 
     async def work(rollouts: Rollouts) -> None:
         groups = [group_of(0, 1), group_of(2, 3)]
