@@ -30,7 +30,7 @@ from rich.console import Console
 
 from llamarl import __version__, jobs, reports
 from llamarl.checkpoints import checkpoint
-from llamarl.cluster import GroupLost, exiting_process
+from llamarl.cluster import ExecutorLost, exiting_process
 from llamarl.cluster.controller_log import kept_log, show_warnings
 from llamarl.cluster.deploy.launch import RESUMABLE
 from llamarl.config import Config
@@ -295,9 +295,9 @@ def _report(error: Exception, run_dir: str | None) -> int:
         sys.exit(_complain(str(error)))
     if isinstance(cause, TaskError):
         return _complain(str(cause))
-    if isinstance(cause, GroupLost | NoGenerator):
+    if isinstance(cause, ExecutorLost | NoGenerator):
         origin: BaseException = cause
-        while not isinstance(origin, GroupLost) and origin.__cause__ is not None:
+        while not isinstance(origin, ExecutorLost) and origin.__cause__ is not None:
             origin = origin.__cause__
         end = "" if origin is cause else f"{cause}: "
         _say(f"{end}{origin}")

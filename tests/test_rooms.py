@@ -51,7 +51,7 @@ def places_of(pattern: str, *outside: str) -> set[str]:
 
 
 def test_each_job_is_done_in_one_place() -> None:
-    assert places_of(r"except\*? \(?[\w, ]*\bGroupLost\b", "cluster") == {
+    assert places_of(r"except\*? \(?[\w, ]*\bExecutorLost\b", "cluster") == {
         "loop/dispatch.py",
         "loop/saver.py",
         "run/fleet.py",

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from llamarl.cluster.credentials import configure_monarch
-from llamarl.cluster.group import Cluster, ExecutorGroup, process_name
+from llamarl.cluster.executor import Cluster, Executor, process_name
 from llamarl.cluster.inline import InlineCluster
 from llamarl.config import ClusterConfig
-from llamarl.errors import GroupLost, RemoteError
+from llamarl.errors import ExecutorLost, RemoteError
 from llamarl.metrics.span import Spans
 
 # How often Monarch checks whether each process lives. It reads this when it is imported, and

@@ -7,8 +7,8 @@ actor; it travels as data.
 A message costs its sender and the receiver of the answer about 0.2 ms. So a call is one message to
 rank 0, which passes it to the heads of FANOUT spans of the other ranks, and so on: no process sends
 more than FANOUT messages, and the caller's cost does not grow with the number of ranks. Results
-come back the same way, together (a `group.MergeableResult` as one); the first failure comes back at
-once.
+come back the same way, together (an `executor.MergeableResult` as one); the first failure comes
+back at once.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from llamarl.cluster.call_result import CallResult, attempt, failure, merged
-from llamarl.cluster.group import Call, Factory, process_name, resolve
+from llamarl.cluster.executor import Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import redirect_output
-from llamarl.errors import GroupLost, RemoteError
+from llamarl.errors import ExecutorLost, RemoteError
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ class ExecutorActor(Actor):
         self._spans: Spans | None = None
         self._where = ""
         self._name, self._rank = "", 0
-        self._group = GroupActors((), 0)
+        self._actors = ExecutorActors((), 0)
         # By span and end; kept, for every new slice of a mesh subscribes to it in the controller.
         self._heads: dict[tuple[int, int], list[Any]] = {}
 
     @concurrent_endpoint
     async def construct(
         self,
-        group: "GroupActors",
+        actors: "ExecutorActors",
         first_rank: int,
         name: str,
         factory: Factory,
@@ -69,7 +69,7 @@ class ExecutorActor(Actor):
     ) -> list[CallResult]:
         """Construct the executor; `first_rank` is the first one on this host. Returns the pid."""
         rank = self._rank = first_rank + current_rank().rank
-        self._group, self._name, num_ranks = group, name, group.num_ranks
+        self._actors, self._name, num_ranks = actors, name, actors.num_ranks
         self._where = process_name(name, rank, num_ranks)
         try:
             redirect_output(logs_folder, self._where)
@@ -95,7 +95,7 @@ class ExecutorActor(Actor):
             span = math.ceil((end - self._rank - 1) / FANOUT)
             if (span, end) not in self._heads:
                 ranks = range(self._rank + 1, end, span)
-                self._heads[span, end] = [heads.run for heads in self._group.select(ranks)]
+                self._heads[span, end] = [heads.run for heads in self._actors.select(ranks)]
             for run in self._heads[span, end]:
                 answers += send(run, call, span, end, is_first)
         results: list[CallResult] = []
@@ -140,7 +140,7 @@ class ExecutorActor(Actor):
     @concurrent_endpoint
     async def monitor(self, rank: int, liveness_timeout_s: float) -> None:
         """Returns once another rank has not answered for `liveness_timeout_s`."""
-        await wait_silent(self._group.one(rank), liveness_timeout_s)
+        await wait_silent(self._actors.one(rank), liveness_timeout_s)
 
     @concurrent_endpoint
     async def wait_exit(self) -> None:
@@ -157,8 +157,8 @@ def end_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class GroupActors:
-    """The actors of all ranks of a group: per host one Monarch mesh, in rank order. Picklable."""
+class ExecutorActors:
+    """The actors of all ranks: per host one Monarch mesh, in rank order. Picklable."""
 
     def __init__(self, meshes: tuple[tuple[Any, int], ...], num_ranks: int) -> None:
         """`meshes` are those of the hosts, each with the rank of its first actor."""
@@ -183,34 +183,34 @@ class GroupActors:
 
 
 class RemoteRun:
-    """Runs calls on all ranks of a group; for `group.Calls`. Picklable.
+    """Runs calls on all ranks of an executor; for `executor.Calls`. Picklable.
 
     Only in the controller it has `lost`, which ends pending calls when a process is silent, and
-    `on_answer`, which is called at every answer: it shows that the group lives.
+    `on_answer`, which is called at every answer: it shows that the executor lives.
     """
 
     def __init__(
         self,
         name: str,
-        group: GroupActors,
+        actors: ExecutorActors,
         is_first: bool,
         lost: asyncio.Future[None] | None = None,
         on_answer: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
-        self._group = group
+        self._actors = actors
         self._is_first = is_first
         self._lost = lost
         self._on_answer = on_answer
         self._root: Any = None
 
     def __reduce__(self) -> Any:
-        return RemoteRun, (self._name, self._group, self._is_first)
+        return RemoteRun, (self._name, self._actors, self._is_first)
 
     async def __call__(self, call: Call) -> list[Any]:
         if self._root is None:
-            self._root = self._group.one(0).run
-        size = self._group.num_ranks
+            self._root = self._actors.one(0).run
+        size = self._actors.num_ranks
         answers = send(self._root, call, size, size, self._is_first)
         results = await results_by_rank(self._name, answers, size, self._lost)
         self._on_answer()
@@ -268,7 +268,7 @@ async def results_by_rank(
         try:
             found = answer.result()
         except ValueError as error:  # Monarch's own: what an executor raises travels as data
-            raise GroupLost(name, None, last_line(error)) from None
+            raise ExecutorLost(name, None, last_line(error)) from None
         except (SupervisionError, ActorError) as error:
             if isinstance(error, SupervisionError):
                 await _prefer_loss(name, lost)
@@ -280,15 +280,15 @@ async def results_by_rank(
     return [results[rank] for rank in sorted(results)]
 
 
-def lost_or_remote(name: str, error: Exception) -> GroupLost | RemoteError:
+def lost_or_remote(name: str, error: Exception) -> ExecutorLost | RemoteError:
     """What a Monarch error means: the process ended, or an argument or result does not pickle."""
     if isinstance(error, SupervisionError):
-        return GroupLost(name, None, last_line(error))
+        return ExecutorLost(name, None, last_line(error))
     return RemoteError(f"{name}: {error}")
 
 
 async def _prefer_loss(name: str, lost: asyncio.Future[None] | None) -> None:
-    """Raise GroupLost if a rank just died or the group was stopped, of which other errors are
+    """Raise ExecutorLost if a rank just died or the executor was stopped, of which other errors are
     consequences."""
     if lost is not None:
         await asyncio.wait({lost}, timeout=LOSS_GRACE_S)
@@ -296,10 +296,10 @@ async def _prefer_loss(name: str, lost: asyncio.Future[None] | None) -> None:
 
 
 def raise_loss(name: str, lost: asyncio.Future[None] | None) -> None:
-    """Raise GroupLost if `lost` is done: a rank died, or the group was stopped."""
+    """Raise ExecutorLost if `lost` is done: a rank died, or the executor was stopped."""
     if lost is not None and lost.done():
         lost.result()
-        raise GroupLost(name, None, "it was stopped during the call")
+        raise ExecutorLost(name, None, "it was stopped during the call")
 
 
 def mark_retrieved(future: asyncio.Future[Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llamarl.cluster.group import Call, MergeableResult
+from llamarl.cluster.executor import Call, MergeableResult
 from llamarl.errors import RemoteError, UserCodeError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamarl.cluster.call_result import attempt, describe_failed_close, failure, merged
-from llamarl.cluster.group import Call, Calls, ExecutorGroup, Factory, process_name, resolve
+from llamarl.cluster.executor import Call, Calls, Executor, Factory, process_name, resolve
 from llamarl.config.rank_assignment import Device
 from llamarl.metrics.span import Spans
 
@@ -23,7 +23,7 @@ class InlineCluster:
 
     def __init__(self, make_spans: Callable[[str], Spans]) -> None:
         self._make_spans = make_spans
-        self._groups: dict[str, InlineGroup] = {}
+        self._executors: dict[str, InlineExecutor] = {}
 
     async def spawn(
         self,
@@ -32,36 +32,36 @@ class InlineCluster:
         spec: Any,
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
-    ) -> ExecutorGroup:
-        if name in self._groups and not self._groups[name].is_stopped:
+    ) -> Executor:
+        if name in self._executors and not self._executors[name].is_stopped:
             raise ValueError(f"executor name must not be in use in its cluster, got {name!r}")
-        group = InlineGroup(name)
-        self._groups[name] = group
+        found = InlineExecutor(name)
+        self._executors[name] = found
         for rank in range(num_ranks):
             where = process_name(name, rank, num_ranks)
             spans = self._make_spans(where)
-            group.spans.append(spans)
+            found.spans.append(spans)
             try:
-                executor = resolve(factory)(spec, rank=rank, num_ranks=num_ranks, spans=spans)
+                made = resolve(factory)(spec, rank=rank, num_ranks=num_ranks, spans=spans)
             except Exception as error:  # noqa: BLE001 - raised again in the shape all calls use
-                await group.stop()
+                await found.stop()
                 failure(error, where, rank).result()
-            group.executors.append(executor)
-        return group
+            found.objects.append(made)
+        return found
 
     async def add_host(self, address: str) -> int:
         raise ValueError("cluster.backend must be monarch for a host to join, got inline")
 
     async def stop(self) -> None:
-        await asyncio.gather(*(group.stop() for group in self._groups.values()))
+        await asyncio.gather(*(each.stop() for each in self._executors.values()))
 
 
-class InlineGroup:
-    """Executors that are plain objects of this process."""
+class InlineExecutor:
+    """Ranks that are plain objects of this process."""
 
-    def __init__(self, name: str, executors: Sequence[Any] = (), spans: Sequence[Spans] = ()):
+    def __init__(self, name: str, objects: Sequence[Any] = (), spans: Sequence[Spans] = ()):
         self.name, self.writer = name, ""
-        self.executors = list(executors)
+        self.objects = list(objects)
         self.spans = list(spans)
         self.call_one = Calls(self._run, is_first=True)
         self.call_all = Calls(self._run, is_first=False)
@@ -79,7 +79,7 @@ class InlineGroup:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        for executor, spans in zip(self.executors, self.spans, strict=False):
+        for executor, spans in zip(self.objects, self.spans, strict=False):
             try:
                 if hasattr(executor, "close"):
                     await executor.close()
@@ -91,7 +91,7 @@ class InlineGroup:
         """The results of all ranks; raises the first exception at once."""
         tasks = [
             asyncio.create_task(attempt(executor, spans.process, rank, call))
-            for rank, (executor, spans) in enumerate(zip(self.executors, self.spans, strict=True))
+            for rank, (executor, spans) in enumerate(zip(self.objects, self.spans, strict=True))
         ]
         for next_result in asyncio.as_completed(tasks):
             (await next_result).result()

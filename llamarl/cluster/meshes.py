@@ -1,8 +1,8 @@
-"""Executors in processes of their own: per group and host one Monarch process mesh.
+"""Executors in processes of their own: per executor and host one Monarch process mesh.
 
 Owns: starting, watching and ending processes. Does not own: calls (`actors.py`), hosts
-(`hosts.py`). Invariant: a group is at every moment running, lost (for a stated reason) or stopped,
-and the future `_lost` says which; after `stop` none of its processes is alive.
+(`hosts.py`). Invariant: an executor is at every moment running, lost (for a stated reason) or
+stopped, and the future `_lost` says which; after `stop` none of its processes is alive.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 from llamarl.cluster.actors import (
     ExecutorActor,
-    GroupActors,
+    ExecutorActors,
     RemoteRun,
     last_line,
     mark_retrieved,
@@ -25,12 +25,12 @@ from llamarl.cluster.actors import (
     send,
     wait_silent,
 )
-from llamarl.cluster.group import Calls, ExecutorGroup, Factory, process_name
+from llamarl.cluster.executor import Calls, Executor, Factory, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
 from llamarl.config.rank_assignment import Device
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.metrics.span import Spans
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ START_LIMIT_S = 120.0  # for imports and an executor's constructor; then for its
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of a group on one host, from `first_rank` on, and Monarch's meshes of them."""
+    """The ranks of an executor on one host, from `first_rank` on, and Monarch's meshes of them."""
 
     host: Host
     first_rank: int
@@ -52,7 +52,7 @@ class HostRanks:
     actors: Any
 
 
-class MonarchGroup:
+class MonarchExecutor:
     """Processes with one executor each, on one host or several."""
 
     def __init__(self, name: str, num_ranks: int, mark: str, logs_folder: str) -> None:
@@ -83,7 +83,7 @@ class MonarchGroup:
         """Start the processes and construct the executors; raises what a constructor raises."""
         self._parts = [self._start_part(*part, config) for part in parts_of(hosts, devices)]
         meshes = tuple((part.actors, part.first_rank) for part in self._parts)
-        self._actors = actors = GroupActors(meshes, self.num_ranks)
+        self._actors = actors = ExecutorActors(meshes, self.num_ranks)
         constructed = asyncio.Event()
         self._watch(
             self._watch_rank(rank, constructed, config.liveness_timeout_s)
@@ -118,7 +118,7 @@ class MonarchGroup:
     ) -> HostRanks:
         common = environment(self.mark, config.threads_per_process) | host.environment
         environments = [common | gpu_environment(device, config) for device in devices]
-        mesh_name = f"{self.name}-{first}-{uuid.uuid4().hex[:8]}"  # an earlier group had this name
+        mesh_name = f"{self.name}-{first}-{uuid.uuid4().hex[:8]}"  # the name alone may come again
         processes = host.spawn(mesh_name, environments)
         actors = processes.spawn(mesh_name, ExecutorActor)
         return HostRanks(host, first, len(devices), processes, actors)
@@ -182,8 +182,8 @@ class MonarchGroup:
     ) -> None:
         """Report the rank lost when its process ends, or when its event loop is silent too long.
 
-        Until a group has answered its first call, imports, loads and builds may block its event
-        loop for longer than that.
+        Until it has answered its first call, imports, loads and builds may block its event loop for
+        longer than that.
         """
         actor = self._actors.one(rank)
         (end,) = send(actor.wait_exit)
@@ -237,11 +237,11 @@ class MonarchGroup:
         tail = log_tail(self._logs_folder, process)
         if tail:
             reason += f"\nlast lines of {log_path(self._logs_folder, process)}:\n{tail}"
-        self._lost.set_exception(GroupLost(self.name, rank, reason))
+        self._lost.set_exception(ExecutorLost(self.name, rank, reason))
 
 
 class MonarchCluster:
-    """Starts executor groups on this machine, or on the hosts of worker daemons."""
+    """Starts executors on this machine, or on the hosts of worker daemons."""
 
     def __init__(
         self, config: ClusterConfig, make_spans: Callable[[str], Spans], *, logs_folder: str
@@ -250,7 +250,7 @@ class MonarchCluster:
         self._make_spans = make_spans
         self._logs_folder = logs_folder
         self._id = uuid.uuid4().hex
-        self._groups: dict[str, MonarchGroup] = {}
+        self._executors: dict[str, MonarchExecutor] = {}
         self._attaching: asyncio.Task[list[Host]] | None = None
         self._is_stopped = False
 
@@ -261,24 +261,24 @@ class MonarchCluster:
         spec: Any,
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
-    ) -> ExecutorGroup:
-        if name in self._groups and not self._groups[name].is_stopped:
+    ) -> Executor:
+        if name in self._executors and not self._executors[name].is_stopped:
             raise ValueError(f"executor name must not be in use in its cluster, got {name!r}")
         if self._is_stopped:
             raise RuntimeError("the cluster was stopped")
         mark = f"{self._id}/{name}"
-        group = MonarchGroup(name, num_ranks, mark, self._logs_folder)
-        self._groups[name] = group
+        found = MonarchExecutor(name, num_ranks, mark, self._logs_folder)
+        self._executors[name] = found
         if self._attaching is None:
             self._attaching = asyncio.create_task(attach(self._config, self._logs_folder))
         hosts = await asyncio.shield(self._attaching)
         places = devices or [Device(host=0, gpu=None)] * num_ranks
         try:
-            await group.start(hosts, places, self._config, (factory, spec), self._make_spans)
+            await found.start(hosts, places, self._config, (factory, spec), self._make_spans)
         except BaseException:  # its name is free for the next one
-            await group.stop()
+            await found.stop()
             raise
-        return group
+        return found
 
     async def add_host(self, address: str) -> int:
         if self._attaching is None:
@@ -289,7 +289,7 @@ class MonarchCluster:
 
     async def stop(self) -> None:
         self._is_stopped = True
-        await asyncio.gather(*(group.stop() for group in self._groups.values()))
+        await asyncio.gather(*(each.stop() for each in self._executors.values()))
         if self._attaching is None:
             return
         self._attaching.cancel()
@@ -303,18 +303,18 @@ class MonarchCluster:
 def parts_of(
     hosts: list[Host], devices: Sequence[Device]
 ) -> Iterator[tuple[Host, int, Sequence[Device]]]:
-    """Per host of a group: the host, the first rank there, the devices of its ranks.
+    """Per host of an executor: the host, the first rank there, the devices of its ranks.
 
     ValueError for a host that the run does not have, or whose ranks are not consecutive.
     """
     first, seen = 0, set[int]()
-    for number, group in groupby(devices, key=lambda device: device.host):
+    for number, some in groupby(devices, key=lambda device: device.host):
         if number >= len(hosts) or number in seen:
             raise ValueError(
                 f"devices must be on the run's {len(hosts)} hosts, host after host, got {number}"
             )
         seen.add(number)
-        places = list(group)
+        places = list(some)
         yield hosts[number], first, places
         first += len(places)
 

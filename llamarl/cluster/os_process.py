@@ -1,9 +1,9 @@
 """An executor process as the operating system sees it: environment, output, end.
 
 Owns: what is set before the executor's module is imported, where its output goes, and how
-processes that outlive their group are found. Does not own: Monarch. Invariant: every process
-started for a group, and every process that one starts, has the group's mark in its environment,
-so none can be missed at the end.
+processes that outlive their executor are found. Does not own: Monarch. Invariant: every process
+started for an executor, and every process that one starts, has the executor's mark in its
+environment, so none can be missed at the end.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MARK = "LLAMARL_GROUP"  # environment variable: <cluster id>/<group name>
+MARK = "LLAMARL_EXECUTOR"  # environment variable: <cluster id>/<executor name>
 MALLOC_MMAP_BYTES = 1_000_000_000
 MALLOC_TRIM_BYTES = 4_000_000_000
 KILL_LIMIT_S = 5.0  # a killed process that is still there after this is stuck in the kernel

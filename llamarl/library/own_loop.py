@@ -69,7 +69,7 @@ class LibraryEngines(Engines):
     bounds the age of what is trained, for loops that use it (see `loop/gate.py`).
 
     RuntimeError for calls in a wrong order, after the end, or of an executor that was not started;
-    GroupLost or NoGenerator once an executor that the call needs is lost.
+    ExecutorLost or NoGenerator once an executor that the call needs is lost.
     """
 
     config: Config

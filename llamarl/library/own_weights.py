@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llamarl.cluster.inline import InlineGroup
+from llamarl.cluster.inline import InlineExecutor
 from llamarl.config import Config
 from llamarl.loop.engines import Engines
 from llamarl.metrics.span import Spans
@@ -77,5 +77,5 @@ class OwnWeights:
         self._config.require(is_mapped, "weights.transport", must)
         boxes, spans = whole_boxes(tensors), self._spans
         part = SourcePart(0, *boxes, config=config, rdma=None, spans=spans)
-        await self._connect(InlineGroup("trainer", [part], [spans]).call_all)
+        await self._connect(InlineExecutor("trainer", [part], [spans]).call_all)
         return part

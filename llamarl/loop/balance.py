@@ -19,7 +19,7 @@ from itertools import groupby
 
 from llamarl.config import DispatchConfig
 from llamarl.lengths.split import Limits
-from llamarl.loop.placement import Neighbours
+from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
 from llamarl.protocols import GeneratorReplica

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
 from typing import Any
 
-from llamarl.errors import GroupLost, NoGenerator
+from llamarl.errors import ExecutorLost, NoGenerator
 from llamarl.metrics.span import Spans
 from llamarl.protocols import Offloadable
 
@@ -132,7 +132,7 @@ class Colocated(Colocation):
         calls = (ask(self._generators[replica]) for replica in replicas)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, GroupLost):
+            if isinstance(outcome, ExecutorLost):
                 log.warning("generator %d takes part in no more phases: %s", replica, outcome)
                 del self._generators[replica]
                 if not self._generators:

@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any, Protocol
 
-from llamarl.errors import GroupLost, NoGenerator
+from llamarl.errors import ExecutorLost, NoGenerator
 from llamarl.loop.balance import Balance, Replica
-from llamarl.loop.placement import Neighbours
+from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.skew import Skew
 from llamarl.loop.speeds import Speeds
 from llamarl.protocols import Collector, GeneratorReplica, Report, Storage
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.1
 
 
-class ReplicaGroup(Protocol):
+class ReplicaProcesses(Protocol):
     """The processes of one replica."""
 
     call_one: GeneratorReplica
@@ -38,7 +38,7 @@ class ReplicaGroup(Protocol):
     """How what they write into storage is signed."""
 
     async def watch(self) -> None:
-        """Wait until the replica is lost and raise GroupLost; return once it was stopped."""
+        """Wait until the replica is lost and raise ExecutorLost; return once it was stopped."""
 
     async def stop(self) -> None:
         """End the processes; never raises, may be repeated."""
@@ -49,7 +49,7 @@ class Dispatch:
 
     def __init__(
         self,
-        groups: Mapping[int, ReplicaGroup],
+        processes: Mapping[int, ReplicaProcesses],
         storage: Storage,
         collectors: Sequence[Collector] = (),
         neighbours: Neighbours | None = None,
@@ -61,11 +61,11 @@ class Dispatch:
         nothing is expected of lengths; without `speeds` all replicas count as equally fast."""
         self.balance = Balance(neighbours, skew, speeds)
         self.replicas = self.balance.replicas
-        self.replicas |= {index: Replica(group.call_one) for index, group in groups.items()}
+        self.replicas |= {index: Replica(own.call_one) for index, own in processes.items()}
         self.on_lost: Callable[[int, Exception], None] | None = None
         """Gets each replica that is lost. With it others may come, so requests wait for them if
         there are none."""
-        self._groups = dict(groups)
+        self._processes = dict(processes)
         self._storage = storage
         self._collectors = collectors
         self._rows: asyncio.Queue[list[RolloutInfo] | BaseException] = asyncio.Queue()
@@ -74,7 +74,7 @@ class Dispatch:
         self._tasks: set[asyncio.Task[None]] = set()  # what replicas that come or go cause
         self._unplaced: dict[int, Request] = {}  # of lost replicas, not yet started again
         self._waiting: dict[int, Request] = {}  # for a replica
-        self._joining: dict[int, tuple[ReplicaGroup, Callable[[int], None]]] = {}
+        self._joining: dict[int, tuple[ReplicaProcesses, Callable[[int], None]]] = {}
         self._may_hold_more = False
         self._last_loss: Exception | None = None
 
@@ -118,7 +118,7 @@ class Dispatch:
         """Await a call to a replica, which may be lost before it, during it or because of it."""
         try:
             await call
-        except GroupLost as error:
+        except ExecutorLost as error:
             self.lost(index, error)
         except Exception:
             if self.replicas.get(index) is not replica:  # whatever a replica that is stopped raises
@@ -153,15 +153,15 @@ class Dispatch:
         if replica in self.replicas:
             self.replicas[replica].version = version
         elif replica in self._joining:
-            self._groups[replica], serves = self._joining.pop(replica)
-            self.replicas[replica] = Replica(self._groups[replica].call_one, version)
+            self._processes[replica], serves = self._joining.pop(replica)
+            self.replicas[replica] = Replica(self._processes[replica].call_one, version)
             serves(replica)
             self._start(self._join(replica))
 
-    def expect(self, index: int, group: ReplicaGroup, serves: Callable[[int], None]) -> None:
+    def expect(self, index: int, own: ReplicaProcesses, serves: Callable[[int], None]) -> None:
         """Once this replica has committed its first version it gets requests, and `serves` is
         called."""
-        self._joining[index] = group, serves
+        self._joining[index] = own, serves
 
     def expects(self, index: int) -> bool:
         """Whether this replica gets requests, or will once it has committed its first version."""
@@ -187,7 +187,7 @@ class Dispatch:
         """`index` is given up, by a publish or because it died: its requests start again
         elsewhere. Without effect if it is lost already; where `why` names what
         every replica needs, such as a storage unit, `collect` raises it."""
-        if isinstance(why, GroupLost) and not why.group.startswith("generator"):
+        if isinstance(why, ExecutorLost) and not why.executor.startswith("generator"):
             self._rows.put_nowait(why)
             return
         if (num_running := self._let_go(index)) is not None:
@@ -215,10 +215,10 @@ class Dispatch:
         replica = self.replicas[index]
         try:
             if self._collectors:
-                await self._groups[index].watch()
+                await self._processes[index].watch()
             while not self._collectors:
                 self._release(index, await replica.generator.collect(replica.received))
-        except GroupLost as error:
+        except ExecutorLost as error:
             self.lost(index, error)
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
@@ -229,11 +229,11 @@ class Dispatch:
             while True:
                 received, reports = await collector.collect(received)
                 for index, report in reports:
-                    if isinstance(report, GroupLost) and report.group.startswith("generator"):
+                    if isinstance(report, ExecutorLost) and report.executor.startswith("generator"):
                         continue  # `_follow` finds it too, and belongs to the processes of now
                     if not isinstance(report, Exception):
                         self._release(index, report)
-                    elif isinstance(report, GroupLost) or index in self.replicas:
+                    elif isinstance(report, ExecutorLost) or index in self.replicas:
                         raise report  # else the replica was being stopped
         except Exception as error:  # noqa: BLE001 - raised again in `collect`, where it ends the run
             self._rows.put_nowait(error)
@@ -261,16 +261,16 @@ class Dispatch:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         self._unplaced |= replica.running
-        group = self._groups.pop(index)
-        self._start(group.stop())
-        self._start(self._restart(index, group.writer, list(replica.running)))
+        processes = self._processes.pop(index)
+        self._start(processes.stop())
+        self._start(self._restart(index, processes.writer, list(replica.running)))
         return len(replica.running)
 
     async def _join(self, index: int) -> None:
         """What waited for a replica need wait no longer."""
         if self._collectors:
             collector = self._collectors[index % len(self._collectors)]
-            await collector.follow(index, self._groups[index].call_one)
+            await collector.follow(index, self._processes[index].call_one)
         requests, self._waiting = list(self._waiting.values()), {}
         await self.submit(requests)
 

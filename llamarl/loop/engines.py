@@ -66,7 +66,7 @@ class Engines:
     """What a loop asks of its executors. `version` is the trainer's, or the one that generators got
     from a source of the caller's own. Belongs to one event loop.
 
-    GroupLost or NoGenerator once an executor that a verb needs is lost.
+    ExecutorLost or NoGenerator once an executor that a verb needs is lost.
     """
 
     rules: Rules

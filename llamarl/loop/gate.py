@@ -64,7 +64,7 @@ from llamarl.algorithms.group_filters import SOLVED
 from llamarl.dataflow.samplers import ReadyItem, Sample, Sampler, admission, draw
 from llamarl.environments.prompts import PromptStream
 from llamarl.errors import TaskError
-from llamarl.loop.placement import RowIds
+from llamarl.loop.nearby_units import RowIds
 from llamarl.metrics.span import Spans
 from llamarl.task_file import FILE
 from llamarl.types import Group, Prompt

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from llamarl.checkpoints import checkpoint
 from llamarl.config import CheckpointConfig
-from llamarl.errors import GroupLost, NoGenerator, unwrap
+from llamarl.errors import ExecutorLost, NoGenerator, unwrap
 from llamarl.loop.colocation import Colocation, Phase
 from llamarl.loop.engines import Engines
 from llamarl.loop.evaluation import Evaluator
@@ -152,7 +152,7 @@ class Saver:
         evaluation or lines of the archive; the version is saved nevertheless."""
         try:
             yield
-        except* (GroupLost, NoGenerator) as losses:
+        except* (ExecutorLost, NoGenerator) as losses:
             if not self.has_last:
                 raise
             log.warning("version %d may lack its evaluation: %s", self.version, unwrap(losses))

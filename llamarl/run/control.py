@@ -197,7 +197,7 @@ class RunControl:
         """The hosts and pids of an executor's processes."""
         cluster, executors = self.config.cluster, self.fleet.executors
         names = [cluster.name_host(host) for host in executors.hosts_of(name)]
-        pids = getattr(executors.groups.get(name), "pids", [])
+        pids = getattr(executors.by_name.get(name), "pids", [])
         return ",".join(dict.fromkeys(names)), ",".join(map(str, pids))
 
     async def _scale(self, num_replicas: int, drains: bool, host: str) -> Message:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.cluster import ExecutorGroup, make_rdma
+from llamarl.cluster import Executor, make_rdma
 from llamarl.config import Config
 from llamarl.config.pools import generator_of
 from llamarl.config.rank_assignment import Device, far_sites, num_storage_units
@@ -146,10 +146,10 @@ def stage_spec(
 
 
 def collector_spec(
-    config: Config, generators: Mapping[int, ExecutorGroup], number: int
+    config: Config, generators: Mapping[int, Executor], number: int
 ) -> CollectorSpec:
     """Each collector asks an equal share of the replicas."""
     num = config.generator.num_collectors
     return CollectorSpec(
-        generators={i: group.call_one for i, group in generators.items() if i % num == number}
+        generators={i: executor.call_one for i, executor in generators.items() if i % num == number}
     )

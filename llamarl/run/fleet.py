@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from llamarl.cluster import ExecutorGroup
+from llamarl.cluster import Executor
 from llamarl.config import Config
 from llamarl.dataflow.graph import Stage
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.loop.dispatch import Dispatch
 from llamarl.metrics.console import ReportState
 from llamarl.protocols import Collector
@@ -63,7 +63,7 @@ class Fleet:
 
     def _begin_session(self) -> None:
         self._members: dict[str, Member] = {}
-        for name in self.executors.groups:
+        for name in self.executors.by_name:
             self._member(name).serves.set()
         self._dispatch: Dispatch | None = None
         self._publisher: Publisher | None = None
@@ -97,9 +97,9 @@ class Fleet:
     async def watch(self) -> None:
         """Mend what is lost, until something is lost that ends the session, and raise that; or what
         ends its publishes."""
-        for name, group in self.executors.groups.items():
+        for name, executor in self.executors.by_name.items():
             if self._is_vital(name) or not name.startswith("generator"):
-                self._watch(self._member(name), group)
+                self._watch(self._member(name), executor)
         async with asyncio.TaskGroup() as tasks:
             if self._publisher is not None:
                 tasks.create_task(self._publisher.watch())
@@ -125,7 +125,7 @@ class Fleet:
     def collectors(self) -> list[Collector]:
         """Of each collector and those that take its place, which get from the replicas what it had
         not passed on."""
-        return [MendedCalls(group.name, self.ask) for group in self.executors.collectors]
+        return [MendedCalls(executor.name, self.ask) for executor in self.executors.collectors]
 
     async def ask(
         self,
@@ -137,13 +137,13 @@ class Fleet:
         meanwhile, once others have its place, and after `before_again`; that must do no harm."""
         member = self._member(name)
         while True:
-            group = await self._serving(member)
+            executor = await self._serving(member)
             try:
-                return await call(group.call_one)
-            except GroupLost as loss:
-                if loss.group != name:  # what it needs, such as a storage unit
+                return await call(executor.call_one)
+            except ExecutorLost as loss:
+                if loss.executor != name:  # what it needs, such as a storage unit
                     raise
-                if group is self.executors.groups[name]:
+                if executor is self.executors.by_name[name]:
                     self._lost(member, loss)
             await self._serving(member)
             if before_again is not None:
@@ -154,7 +154,7 @@ class Fleet:
     def status(self) -> list[ExecutorStatus]:
         """Of all replicas, then of all others."""
         replicas = (f"generator-{index}" for index in self._all_replicas())
-        others = (name for name in self.executors.groups if not name.startswith("generator"))
+        others = (name for name in self.executors.by_name if not name.startswith("generator"))
         return [self._status(name) for name in (*replicas, *others)]
 
     def wanted(self) -> list[int]:
@@ -228,14 +228,14 @@ class Fleet:
         can_spare = name.startswith("generator") and self._restarts.limit == 0
         return self._member(name).mending is not Mending.ALONE and not can_spare
 
-    def _watch(self, member: Member, group: ExecutorGroup) -> None:
-        self._watching.append(asyncio.create_task(self._wait_lost(member, group)))
+    def _watch(self, member: Member, executor: Executor) -> None:
+        self._watching.append(asyncio.create_task(self._wait_lost(member, executor)))
 
-    async def _wait_lost(self, member: Member, group: ExecutorGroup) -> None:
+    async def _wait_lost(self, member: Member, executor: Executor) -> None:
         try:
-            await group.watch()
-        except GroupLost as loss:
-            if group is self.executors.groups.get(member.name):
+            await executor.watch()
+        except ExecutorLost as loss:
+            if executor is self.executors.by_name.get(member.name):
                 self._lost(member, loss)
 
     def _lost(self, member: Member, why: Exception) -> None:
@@ -246,7 +246,7 @@ class Fleet:
             member.lost_early = why
             return
         member.serves.clear()
-        is_host_lost = isinstance(why, GroupLost) and not why.has_host
+        is_host_lost = isinstance(why, ExecutorLost) and not why.has_host
         mending = member.if_host_lost if is_host_lost else member.mending
         if mending is Mending.GIVEN_UP:
             return self._give_up(member, why)
@@ -263,7 +263,7 @@ class Fleet:
     def _give_up(self, member: Member, why: Exception) -> None:
         """A replica's host is lost, so nothing can be started there."""
         assert member.replica is not None
-        assert isinstance(why, GroupLost)
+        assert isinstance(why, ExecutorLost)
         self._given_up.add(member.replica)
         if self.wanted() == [member.replica]:
             return self._fail(member, why)
@@ -274,16 +274,16 @@ class Fleet:
 
     async def _start(self, member: Member, pause_s: float) -> None:
         """Start new processes in the place of those that are lost, if there were any."""
-        groups, name = self.executors.groups, member.name
+        by_name, name = self.executors.by_name, member.name
         try:
-            if (lost := groups.get(name)) is not None:
+            if (lost := by_name.get(name)) is not None:
                 await asyncio.wait({asyncio.ensure_future(lost.stop())}, timeout=STOP_LIMIT_S)
                 if lost.writer:  # it may go on writing
                     await self.executors.storage.fence(lost.writer)
             await asyncio.sleep(pause_s)
-            groups[name] = group = await self.executors.start(name)
+            by_name[name] = executor = await self.executors.start(name)
             member.lost_early = None  # that of the processes before
-            await self._join(member, group)
+            await self._join(member, executor)
         except Exception as why:  # noqa: BLE001 - counts as one more loss, whatever it is
             log.warning("%s did not start: %s", name.replace("-", " "), why)
             member.lost_early = why
@@ -292,15 +292,15 @@ class Fleet:
             member.lost_early = None
             if member.restarts.limit:
                 return self._lost(member, lost_by)
-            if (failed := groups.pop(name, None)) is not None:
+            if (failed := by_name.pop(name, None)) is not None:
                 await failed.stop()
 
-    async def _join(self, member: Member, group: ExecutorGroup) -> None:
+    async def _join(self, member: Member, executor: Executor) -> None:
         if member.replica is not None:
             dispatch, publisher = self._connected
-            dispatch.expect(member.replica, group, self._served)
-            return await publisher.connect_replica(member.replica, group.call_all)
-        self._watch(member, group)
+            dispatch.expect(member.replica, executor, self._served)
+            return await publisher.connect_replica(member.replica, executor.call_all)
+        self._watch(member, executor)
         member.restarts.succeeded()
         member.serves.set()
 
@@ -319,19 +319,19 @@ class Fleet:
                 await dispatch.drain(index)
             await publisher.drop(index)
             dispatch.remove(index)
-            if (group := self.executors.groups.pop(member.name, None)) is not None:
-                await group.stop()
+            if (executor := self.executors.by_name.pop(member.name, None)) is not None:
+                await executor.stop()
             log.info("generator %d is stopped", index)
         except Exception as error:  # noqa: BLE001 - raised again in `watch`
             self._fail(member, error)
         finally:
             del self._members[member.name]
 
-    async def _serving(self, member: Member) -> ExecutorGroup:
+    async def _serving(self, member: Member) -> Executor:
         await member.serves.wait()
         if member.failure is not None:
             raise member.failure
-        return self.executors.groups[member.name]
+        return self.executors.by_name[member.name]
 
     def _fail(self, member: Member, error: Exception) -> None:
         """It is lost for good."""
@@ -345,13 +345,13 @@ class Fleet:
 
     # From one session to the next
 
-    async def find_losses(self, *, of_all: bool = False) -> list[GroupLost]:
+    async def find_losses(self, *, of_all: bool = False) -> list[ExecutorLost]:
         """What is lost that the session cannot spare, or `of_all` executors; what a loss causes may
         come before it is noticed."""
-        groups = self.executors.groups.items()
-        return await find_losses([g for name, g in groups if of_all or self._is_vital(name)])
+        by_name = self.executors.by_name.items()
+        return await find_losses([each for name, each in by_name if of_all or self._is_vital(name)])
 
-    def may_start_again(self, losses: Sequence[GroupLost]) -> bool:
+    def may_start_again(self, losses: Sequence[ExecutorLost]) -> bool:
         """Whether a further session may take the place of one that ended with these losses, which
         counts as one restart. Not where consumers outside hold rollouts, which would be repeated.
         """
@@ -376,7 +376,7 @@ class Fleet:
         """End all executors but the generators that are wanted, which forget the session."""
         self.executors = await end_others(self.executors, self._wanted)
 
-    async def start_again(self, report: ReportState) -> GroupLost | None:
+    async def start_again(self, report: ReportState) -> ExecutorLost | None:
         """Start the executors of a further session; the loss of one of them meanwhile, after which
         only the generators that were kept are left."""
         assert self._spawn is not None
@@ -384,7 +384,7 @@ class Fleet:
             self.executors = await self._spawn(
                 report=report, replicas=self._wanted, before=self.executors
             )
-        except GroupLost as loss:
+        except ExecutorLost as loss:
             return loss
         self._restarts.succeeded()
         self._begin_session()
@@ -395,5 +395,5 @@ async def unless_lost(call: Awaitable[T]) -> T | None:
     """What `call` returns; None if an executor that it needs is lost."""
     try:
         return await call
-    except GroupLost:
+    except ExecutorLost:
         return None

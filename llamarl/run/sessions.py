@@ -18,7 +18,7 @@ from typing import Any
 
 from llamarl.checkpoints import positions
 from llamarl.config import Config
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.loop.controller import Controller
 from llamarl.metrics.console import Progress
 from llamarl.metrics.recent_spans import RecentSpans
@@ -42,8 +42,8 @@ Start = tuple[dict[str, Any], str | None]
 class SessionLost(Exception):  # noqa: N818 - an outcome more than an error
     """Executors were lost at `version`, and the run goes on without them from a checkpoint."""
 
-    def __init__(self, losses: Sequence[GroupLost], version: int) -> None:
-        super().__init__(", ".join(f"{loss.group}" for loss in losses))
+    def __init__(self, losses: Sequence[ExecutorLost], version: int) -> None:
+        super().__init__(", ".join(f"{loss.executor}" for loss in losses))
         self.losses, self.version = losses, version
 
 
@@ -145,7 +145,7 @@ class Sessions:
             is_stopped = signals.ended_by is not None or isinstance(error, asyncio.CancelledError)
             losses = [] if is_stopped else await fleet.find_losses()
             if signals.ended_by is None and fleet.may_start_again(losses):
-                if not any(loss.group.startswith(("trainer", "storage")) for loss in losses):
+                if not any(loss.executor.startswith(("trainer", "storage")) for loss in losses):
                     await asyncio.create_task(controller.saver.rescue())
                 raise SessionLost(losses, controller.saver.version) from error
             signals.hold()
@@ -169,7 +169,7 @@ def describe(lost: SessionLost, start: Start) -> str:
     state, folder = start
     version = state.get("version", 0)
     place = "its beginning" if folder is None else Path(folder).name
-    names = ", ".join(dict.fromkeys(loss.group for loss in lost.losses))
+    names = ", ".join(dict.fromkeys(loss.executor for loss in lost.losses))
     num_steps = lost.version - version
     steps = {0: "no step is", 1: "1 step is"}.get(num_steps, f"{num_steps} steps are")
     reasons = "; ".join(loss.reason.splitlines()[0] for loss in lost.losses if loss.reason)

@@ -24,7 +24,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster import Cluster, ExecutorGroup, make_cluster
+from llamarl.cluster import Cluster, Executor, make_cluster
 from llamarl.config import Config
 from llamarl.config.rank_assignment import (
     Device,
@@ -34,7 +34,7 @@ from llamarl.config.rank_assignment import (
     place_generator,
 )
 from llamarl.dataflow.graph import EXECUTORS, GENERATE, SCORE, TRAIN, Graph, Stage
-from llamarl.errors import GroupLost, unwrap
+from llamarl.errors import ExecutorLost, unwrap
 from llamarl.executors.specs import GeneratorSpec, Spec, StorageSpec
 from llamarl.metrics.console import ReportState
 from llamarl.protocols import Storage
@@ -59,41 +59,41 @@ REASON_LIMIT_S = 3.0  # for a loss to be noticed after the error that it causes
 class Executors:
     """The executors of a run, started.
 
-    `groups` has the present processes of each by its name, such as generator-0: those of another
+    `by_name` has the present processes of each by its name, such as generator-0: those of another
     take their place when it is lost. `stage_of` are the stages between generate and settle, by the
     name of the executor that runs each. `start` starts new processes of the executor of a name.
     """
 
     storage: Store
-    groups: dict[str, ExecutorGroup]
+    by_name: dict[str, Executor]
     stage_of: Mapping[str, Stage]
-    start: Callable[[str], Awaitable[ExecutorGroup]]
+    start: Callable[[str], Awaitable[Executor]]
     places: dict[str, list[Device]] = field(default_factory=dict)
     """By executor name, the device of each rank; also of generators that are yet to be started."""
     add_host: Callable[[str], Awaitable[int]] | None = None
     """Attaches the host at an address; its index."""
 
     @property
-    def generators(self) -> dict[int, ExecutorGroup]:
+    def generators(self) -> dict[int, Executor]:
         """By replica."""
         prefix = "generator-"
-        groups = self.groups.items()
-        return {int(n.removeprefix(prefix)): g for n, g in groups if n.startswith(prefix)}
+        found = self.by_name.items()
+        return {int(n.removeprefix(prefix)): e for n, e in found if n.startswith(prefix)}
 
     @property
-    def stages(self) -> dict[Stage, ExecutorGroup]:
+    def stages(self) -> dict[Stage, Executor]:
         """Those between generate and settle, by the stage that each runs."""
-        return {stage: self.groups[name] for name, stage in self.stage_of.items()}
+        return {stage: self.by_name[name] for name, stage in self.stage_of.items()}
 
     @property
-    def collectors(self) -> list[ExecutorGroup]:
+    def collectors(self) -> list[Executor]:
         """In the order of their numbers."""
-        return [group for name, group in self.groups.items() if name.startswith("collector-")]
+        return [each for name, each in self.by_name.items() if name.startswith("collector-")]
 
     @property
-    def trainer(self) -> ExecutorGroup | None:
+    def trainer(self) -> Executor | None:
         """Of a run that trains."""
-        return self.groups.get("trainer")
+        return self.by_name.get("trainer")
 
     def hosts_of(self, name: str) -> list[int]:
         """The host of each rank of an executor."""
@@ -152,12 +152,12 @@ class Starter:
     cluster: Cluster
     places: dict[str, list[Device]]
     timeout_s: float
-    started: list[ExecutorGroup] = field(default_factory=list)
+    started: list[Executor] = field(default_factory=list)
 
-    async def start(self, name: str, spec: Spec, report: ReportState) -> ExecutorGroup:
+    async def start(self, name: str, spec: Spec, report: ReportState) -> Executor:
         """Spawn the executor and let it load what it needs; if it cannot, its processes end.
 
-        GroupLost if that takes longer than `timeout_s`.
+        ExecutorLost if that takes longer than `timeout_s`.
         """
         doing, places = ["starting its processes"], self.places[name]
 
@@ -169,42 +169,42 @@ class Starter:
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 report(name, "starting")
-                group = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
-                self.started.append(group)
-                _sign(group, spec)
+                executor = await self.cluster.spawn(name, spec.executor, spec, len(places), places)
+                self.started.append(executor)
+                _sign(executor, spec)
                 doing.append("loading")
                 report(name, "loading")
-                await self._load(group)
+                await self._load(executor)
         except TimeoutError as error:
             if not limit.expired():  # the executor's own
                 raise
             reason = f"still {doing[-1]} after {self.timeout_s:g} s (cluster.start_timeout_s)"
-            raise GroupLost(name, None, reason) from error
+            raise ExecutorLost(name, None, reason) from error
         finally:
             warning.cancel()
         report(name, "ready")
-        return group
+        return executor
 
-    async def _load(self, group: ExecutorGroup) -> None:
+    async def _load(self, executor: Executor) -> None:
         try:
-            await group.call_all.start()
+            await executor.call_all.start()
         except BaseException:
-            await group.stop()
+            await executor.stop()
             raise
 
     async def go_on(
-        self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, ExecutorGroup]
-    ) -> ExecutorGroup:
+        self, name: str, spec: Spec, report: ReportState, kept: Mapping[int, Executor]
+    ) -> Executor:
         """Give the generator of `spec`, if it was `kept`, its storage; what was not is started."""
-        group = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
-        if group is not None and isinstance(spec, GeneratorSpec):
+        executor = kept.get(spec.replica) if isinstance(spec, GeneratorSpec) else None
+        if executor is not None and isinstance(spec, GeneratorSpec):
             try:
-                await group.call_one.use(spec.storage)
-                _sign(group, spec)
-                return group
+                await executor.call_one.use(spec.storage)
+                _sign(executor, spec)
+                return executor
             except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
                 log.warning("%s is started again: %s", name, error)
-                await group.stop()
+                await executor.stop()
         return await self.start(name, spec, report)
 
 
@@ -221,35 +221,35 @@ async def end_others(executors: Executors, replicas: Collection[int]) -> Executo
     asking = (collector.call_one.close() for collector in executors.collectors)
     await asyncio.gather(*asking, return_exceptions=True)  # one that is lost asks nothing
     wanted = {f"generator-{index}" for index in replicas}
-    groups = [group for name, group in executors.groups.items() if name in wanted]
-    is_reset = await asyncio.gather(*map(_reset, groups))
-    kept = {group.name: group for group in compress(groups, is_reset)}
-    others = (group for name, group in executors.groups.items() if name not in kept)
-    await asyncio.gather(*(group.stop() for group in others))
-    return replace(executors, groups=kept)
+    those = [executor for name, executor in executors.by_name.items() if name in wanted]
+    is_reset = await asyncio.gather(*map(_reset, those))
+    kept = {executor.name: executor for executor in compress(those, is_reset)}
+    others = (executor for name, executor in executors.by_name.items() if name not in kept)
+    await asyncio.gather(*(executor.stop() for executor in others))
+    return replace(executors, by_name=kept)
 
 
-async def _reset(group: ExecutorGroup) -> bool:
+async def _reset(executor: Executor) -> bool:
     try:
-        await group.call_one.reset()
+        await executor.call_one.reset()
         return True
     except Exception as error:  # noqa: BLE001 - whatever it is, a new one does without
-        log.warning("%s is started again: %s", group.name, error)
+        log.warning("%s is started again: %s", executor.name, error)
         return False
 
 
-async def find_losses(groups: Collection[ExecutorGroup]) -> list[GroupLost]:
+async def find_losses(executors: Collection[Executor]) -> list[ExecutorLost]:
     """Those of these executors that are lost; what that causes may come before it is noticed."""
-    if not groups:
+    if not executors:
         return []
-    watches = [asyncio.ensure_future(group.watch()) for group in groups]
+    watches = [asyncio.ensure_future(executor.watch()) for executor in executors]
     done, pending = await asyncio.wait(
         watches, timeout=REASON_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
     )
     for watch in pending:
         watch.cancel()
     errors = [watch.exception() for watch in done]
-    return [error for error in errors if isinstance(error, GroupLost)]
+    return [error for error in errors if isinstance(error, ExecutorLost)]
 
 
 async def spawn_executors(
@@ -280,7 +280,7 @@ async def spawn_executors(
     try:
         return await _spawn(config, inputs, starter, run_dir, parts, report, replicas, kept)
     except BaseException:
-        await asyncio.gather(*(group.stop() for group in starter.started))
+        await asyncio.gather(*(executor.stop() for executor in starter.started))
         raise
 
 
@@ -292,7 +292,7 @@ async def _spawn(
     parts: Collection[str],
     report: ReportState,
     replicas: Collection[int],
-    kept: Mapping[int, ExecutorGroup],
+    kept: Mapping[int, Executor],
 ) -> Executors:
     unit_specs = storage_specs(config, run_dir)
     units = await _all(starter.start(f"storage-{each.unit}", each, report) for each in unit_specs)
@@ -300,7 +300,7 @@ async def _spawn(
     stages = [stage for stage in inputs.graph.between if name_executor(stage) in parts]
     found = Executors(
         storage=storage,
-        groups={unit.name: unit for unit in units},
+        by_name={unit.name: unit for unit in units},
         stage_of={name_executor(stage): stage for stage in stages},
         start=lambda name: starter.start(name, spec_of(name), log_state),
         places=starter.places,
@@ -324,15 +324,15 @@ async def _spawn(
     if EXECUTORS[TRAIN] in parts:
         specs["trainer"] = trainer_spec(config, inputs, storage, run_dir)
     started = await _all(starter.go_on(name, spec, report, kept) for name, spec in specs.items())
-    found.groups |= zip(specs, started, strict=True)
+    found.by_name |= zip(specs, started, strict=True)
     num_collectors = config.generator.num_collectors if EXECUTORS[TRAIN] in parts else 0
     names = [f"collector-{number}" for number in range(num_collectors)]
     collectors = await _all(starter.start(name, spec_of(name), report) for name in names)
-    found.groups |= zip(names, collectors, strict=True)
+    found.by_name |= zip(names, collectors, strict=True)
     return found
 
 
-async def _all(starts: Iterable[Coroutine[Any, Any, ExecutorGroup]]) -> list[ExecutorGroup]:
+async def _all(starts: Iterable[Coroutine[Any, Any, Executor]]) -> list[Executor]:
     """What these return; if one fails, the others are cancelled and end before that is raised."""
     failed: BaseException | None = None
     try:
@@ -345,17 +345,17 @@ async def _all(starts: Iterable[Coroutine[Any, Any, ExecutorGroup]]) -> list[Exe
     return [task.result() for task in started]
 
 
-def _sign(group: ExecutorGroup, spec: Spec) -> None:
+def _sign(executor: Executor, spec: Spec) -> None:
     """Note how what these processes write is signed."""
     storage = getattr(spec, "storage", None)
     if isinstance(storage, Store):
-        group.writer = storage.writer
+        executor.writer = storage.writer
 
 
-def _store(units: list[ExecutorGroup], specs: list[StorageSpec], is_far: bool) -> Store:
+def _store(units: list[Executor], specs: list[StorageSpec], is_far: bool) -> Store:
     """The client of all units; `is_far`, for executors at other sites."""
 
-    def client(unit: ExecutorGroup, socket: str | None) -> Storage:
+    def client(unit: Executor, socket: str | None) -> Storage:
         calls: Storage = unit.call_one
         return calls if socket is None else Unit(unit.name, calls, socket, is_far=is_far)
 

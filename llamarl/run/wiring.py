@@ -29,8 +29,8 @@ from llamarl.loop.engines import Engines, Rules
 from llamarl.loop.evaluation import Evaluator
 from llamarl.loop.gate import Gate
 from llamarl.loop.logprob_check import LogprobCheck
+from llamarl.loop.nearby_units import Neighbours
 from llamarl.loop.part_size import PartSize
-from llamarl.loop.placement import Neighbours
 from llamarl.loop.rollouts import Rollouts
 from llamarl.loop.room import Room
 from llamarl.loop.saver import Saver
@@ -147,7 +147,7 @@ def engine_fields(
     publisher yet. `stages` and `collectors` take the place of the executors'."""
     dispatch = make_dispatch(config, executors, skew, collectors)
     if stages is None:
-        stages = {stage: group.call_one for stage, group in executors.stages.items()}
+        stages = {stage: executor.call_one for stage, executor in executors.stages.items()}
     gate = make_gate(config, inputs, executors, dispatch, spans, state)
     return {
         "rules": make_rules(config, inputs),
@@ -202,7 +202,7 @@ def make_dispatch(
     """One Generator of all replicas; without `skew` nothing is expected of lengths. `collectors`
     take the place of the executors'."""
     if collectors is None:
-        collectors = [group.call_one for group in executors.collectors]
+        collectors = [executor.call_one for executor in executors.collectors]
     return Dispatch(
         executors.generators,
         executors.storage,
@@ -261,17 +261,17 @@ def make_publisher(
         on_commit(replica, version)
 
     def lost(replica: int, why: Exception) -> asyncio.Future[None]:
-        group = executors.generators[replica]
+        executor = executors.generators[replica]
         dispatch.lost(replica, why)
         # A replica that was only silent must not wake up and write into its siblings' memory.
-        return asyncio.ensure_future(group.stop())
+        return asyncio.ensure_future(executor.stop())
 
     if source is None:
         assert executors.trainer is not None
         source = executors.trainer.call_all
     return Publisher(
         source,
-        {index: group.call_all for index, group in executors.generators.items()},
+        {index: executor.call_all for index, executor in executors.generators.items()},
         spans,
         weights,
         rendezvous_folder=f"{run_dir}/.rendezvous-routes-{uuid.uuid4().hex[:8]}",
@@ -306,7 +306,7 @@ def make_colocation(config: Config, executors: Executors, spans: Spans) -> Coloc
     if not config.placement.colocated:
         return Disaggregated()
     assert executors.trainer is not None
-    generators = {index: group.call_one for index, group in executors.generators.items()}
+    generators = {index: executor.call_one for index, executor in executors.generators.items()}
     return Colocated(executors.trainer.call_one, generators, spans)
 
 

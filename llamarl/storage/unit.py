@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.protocols import Storage
 from llamarl.storage.channel import Packet
 from llamarl.storage.connection import Connection
@@ -114,7 +114,7 @@ class Unit:
         return not self._is_elsewhere
 
     async def _ask(self, message: Message) -> tuple[Connection, Packet]:
-        """The answer and how it came; raises the error that it is. GroupLost if the unit ends
+        """The answer and how it came; raises the error that it is. ExecutorLost if the unit ends
         before."""
         connection = self._connection
         assert connection is not None
@@ -127,7 +127,7 @@ class Unit:
             with suppress(TimeoutError):  # a process that has ended may not be missed at once
                 async with asyncio.timeout(REASON_LIMIT_S):
                     await self._calls.usage()
-            raise GroupLost(self.name, None, "it hung up during a call") from None
+            raise ExecutorLost(self.name, None, "it hung up during a call") from None
         finally:
             answer.cancel()
 
@@ -137,7 +137,7 @@ class Unit:
         try:
             either: list[asyncio.Future[Any]] = [answer, usage]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if usage.done() and isinstance(error := usage.exception(), GroupLost):
+            if usage.done() and isinstance(error := usage.exception(), ExecutorLost):
                 raise error
         finally:
             usage.cancel()

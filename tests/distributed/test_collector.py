@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster import GroupLost, make_cluster
+from llamarl.cluster import ExecutorLost, make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.kept_rows import KeptRows
@@ -85,7 +85,7 @@ def test_a_collector_reports_all_rows_in_order_and_which_replica_failed_or_died(
         for i, found in rows.items():
             assert found == list(range(first[i], first[i] + len(found))), "each once, in order"
         assert len(rows[2]) == 5
-        assert isinstance(errors[0], GroupLost)
+        assert isinstance(errors[0], ExecutorLost)
         assert isinstance(errors[2], ArithmeticError)
         assert num_answers < sum(map(len, rows.values())) / 3, "together, not one by one"
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.cluster import daemon as worker_command
-from llamarl.cluster.actors import GroupActors
+from llamarl.cluster.actors import ExecutorActors
 from llamarl.cluster.credentials import (
     Address,
     Credentials,
@@ -337,7 +337,7 @@ def test_the_actors_of_any_range_of_ranks_are_found(sizes: list[int], data: st.D
     ]
     start = data.draw(st.integers(0, total - 1))
     ranks = range(start, data.draw(st.integers(start, total)), data.draw(st.integers(1, 6)))
-    found = GroupActors(tuple(meshes), total).select(ranks)
+    found = ExecutorActors(tuple(meshes), total).select(ranks)
     assert all(found)
     assert [rank for mesh in found for rank in mesh] == list(ranks)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster import Cluster
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from tests.distributed.executors import AtExit, CancelledInClose, Probe
 from tests.distributed.test_processes import run
 
@@ -38,8 +38,8 @@ def test_an_executor_that_calls_one_that_is_being_stopped_gets_an_error_and_live
         while not stopping.done():
             calls = [generator.call_one.ask_peer("echo", 1) for _ in range(8)]
             found = await asyncio.gather(*calls, return_exceptions=True)
-            assert {each for each in found if not isinstance(each, GroupLost)} <= {1}
-        with pytest.raises(GroupLost, match="storage"):
+            assert {each for each in found if not isinstance(each, ExecutorLost)} <= {1}
+        with pytest.raises(ExecutorLost, match="storage"):
             await generator.call_one.ask_peer("echo", 1)
         assert await generator.call_one.echo(2) == 2
 

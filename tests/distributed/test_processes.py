@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster import Cluster, GroupLost, RemoteError, make_cluster, meshes
+from llamarl.cluster import Cluster, ExecutorLost, RemoteError, make_cluster, meshes
 from llamarl.cluster.os_process import MARK
 from llamarl.config import ClusterConfig
 from llamarl.executors.specs import StorageSpec
@@ -90,13 +90,13 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
         errors = await asyncio.gather(*pending, return_exceptions=True)
         assert time.monotonic() - killed_s < 2
         for error in errors:
-            assert isinstance(error, GroupLost)
-            assert (error.group, error.rank) == ("trainer", 1)
-        with pytest.raises(GroupLost, match="trainer") as caught:
+            assert isinstance(error, ExecutorLost)
+            assert (error.executor, error.rank) == ("trainer", 1)
+        with pytest.raises(ExecutorLost, match="trainer") as caught:
             await peer
         assert time.monotonic() - killed_s < 4
         assert "raised in scorer-0" in caught.value.__notes__[0]
-        with pytest.raises(GroupLost, match="rank 1"):
+        with pytest.raises(ExecutorLost, match="rank 1"):
             await trainer.call_one.place()
         assert await other.call_one.echo(1) == 1  # the others live on
 
@@ -115,9 +115,9 @@ def test_a_call_reaches_many_ranks_through_one_and_the_first_failure_comes_back_
         with pytest.raises(KeyError, match="on rank 6"):
             await group.call_all.fail(6)  # the others never answer
         os.kill(group.pids[4], signal.SIGKILL)
-        with pytest.raises(GroupLost) as caught:
+        with pytest.raises(ExecutorLost) as caught:
             await group.call_all.place()
-        assert (caught.value.group, caught.value.rank) == ("trainer", 4)
+        assert (caught.value.executor, caught.value.rank) == ("trainer", 4)
 
     run(tmp_path, scenario)
 
@@ -134,7 +134,7 @@ def test_a_hung_process_is_lost_after_the_silence_limit(tmp_path: Path) -> None:
         assert not call.done()
         os.kill(group.pids[1], signal.SIGSTOP)  # rank 0 looks after it
         stopped_s = time.monotonic()
-        with pytest.raises(GroupLost, match="rank 1: silent for 1 s"):
+        with pytest.raises(ExecutorLost, match="rank 1: silent for 1 s"):
             await call
         assert 0.4 < time.monotonic() - stopped_s < 2
 
@@ -177,9 +177,9 @@ def test_a_result_that_does_not_pickle_is_an_error_of_the_call_and_a_stop_ends_p
         call = asyncio.create_task(group.call_one.forever())
         await asyncio.sleep(0.1)
         await cluster.stop()
-        with pytest.raises(GroupLost, match="stopped"):
+        with pytest.raises(ExecutorLost, match="stopped"):
             await call
-        with pytest.raises(GroupLost, match="stopped"):
+        with pytest.raises(ExecutorLost, match="stopped"):
             await group.call_one.echo(1)
         with pytest.raises(RuntimeError, match="stopped"):
             await cluster.spawn("late", Probe, {})
@@ -242,7 +242,7 @@ def test_the_last_words_of_a_dead_process_are_passed_on(tmp_path: Path) -> None:
         group = await cluster.spawn("trainer", Probe, {})
         await group.call_one.talk()
         os.kill(group.pids[0], signal.SIGKILL)
-        with pytest.raises(GroupLost, match="a crash writes"):
+        with pytest.raises(ExecutorLost, match="a crash writes"):
             await group.call_one.forever()
 
     run(tmp_path, scenario)

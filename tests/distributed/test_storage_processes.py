@@ -14,7 +14,7 @@ import pytest
 
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.storage import channel
@@ -102,7 +102,7 @@ def test_a_client_that_is_killed_in_a_write_leaves_nothing_visible(tmp_path: Pat
             row_ids = list(range(num_rows))
             for written, (writer, pieces) in enumerate(zip(writers, num_pieces, strict=True), 1):
                 await writer.call_one.write([100 + pieces], num_tokens)
-                with pytest.raises(GroupLost, match=f"lost executor {writer.name}"):
+                with pytest.raises(ExecutorLost, match=f"lost executor {writer.name}"):
                     await writer.call_one.die_in_write(row_ids, num_tokens, pieces)
                 assert not await reader.call_one.check(row_ids, num_tokens)
                 assert (await store.usage())["num_rows"] == written
@@ -130,11 +130,11 @@ def test_a_unit_killed_in_a_write_is_named_to_every_client(tmp_path: Path) -> No
             await asyncio.sleep(0.5)
             assert not writing.done()
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(GroupLost, match="lost executor storage-1"):
+            with pytest.raises(ExecutorLost, match="lost executor storage-1"):
                 await asyncio.wait_for(writing, 20)
-            with pytest.raises(GroupLost, match="lost executor storage-1"):
+            with pytest.raises(ExecutorLost, match="lost executor storage-1"):
                 await asyncio.wait_for(reader.call_one.check([1], 5000), 20)
-            with pytest.raises(GroupLost, match="lost executor storage-1"):
+            with pytest.raises(ExecutorLost, match="lost executor storage-1"):
                 await asyncio.wait_for(store.retire([1], {"outcome": "trained"}), 20)
             assert await reader.call_one.check([2, 0], 5000)
 
@@ -150,7 +150,7 @@ def test_a_unit_that_stands_still_ends_what_waits_for_its_answer(tmp_path: Path)
             os.kill(pid, signal.SIGSTOP)
             while states(pid) != {"T"}:
                 await asyncio.sleep(0.01)
-            with pytest.raises(GroupLost, match=r"lost executor storage-0.*silent for 4 s"):
+            with pytest.raises(ExecutorLost, match=r"lost executor storage-0.*silent for 4 s"):
                 await asyncio.wait_for(store.retire([0], {"outcome": "trained"}), 60)
 
     asyncio.run(scenario())
@@ -182,7 +182,7 @@ def test_nothing_is_left_of_killed_units(tmp_path: Path) -> None:
             files = memory_files(pid)  # without a name, so only processes keep them
             assert len(files) == 5
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(GroupLost):
+            with pytest.raises(ExecutorLost):
                 await units[0].watch()
         held = [memory_files(path.name) for path in Path("/proc").glob("[0-9]*")]
         assert not files & set().union(*held)

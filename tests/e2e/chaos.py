@@ -182,7 +182,7 @@ def wait_for(leg: Leg, what: str, is_there: Callable[[], bool]) -> bool:
 
 def name_of(pid: int) -> str:
     """The executor of a process."""
-    found = re.search(r"LLAMARL_GROUP=[^\0]*/([^\0/]*)", told_of(pid, "environ"))
+    found = re.search(r"LLAMARL_EXECUTOR=[^\0]*/([^\0/]*)", told_of(pid, "environ"))
     return found[1] if found else told_of(pid, "cmdline").replace("\0", " ")[:100]
 
 

@@ -158,7 +158,7 @@ def wait_for_save(command: Command, run_dir: Path, version: int, limit_s: float 
 
 def executors(command: Command, role: str) -> list[int]:
     """Pids of a role's processes, without those they started."""
-    mark = re.compile(rf"LLAMARL_GROUP=[^\0]*/{role}(\0|$)")
+    mark = re.compile(rf"LLAMARL_EXECUTOR=[^\0]*/{role}(\0|$)")
     pids = [pid for pid in command.family() if mark.search(told_of(pid, "environ"))]
     return [pid for pid in pids if not is_reward_worker(pid)]
 

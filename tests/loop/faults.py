@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import Config
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.executors.rollout_columns import read_written, write_finished
 from llamarl.generation.protocol import PartialOutput, RequestOutput
 from llamarl.planner.simulation.cores import Cores, Job
@@ -137,8 +137,8 @@ class FreezableCores(Cores):
 
 class FaultyProcess(SimulatedProcess):
     """A process that `faults` happen to, on `cores`. A call ends as on a cluster: with the
-    executor's answer or error or, once the process is lost, with GroupLost; a caller that gives up
-    does not end the work. `num_calls` counts calls by method."""
+    executor's answer or error or, once the process is lost, with ExecutorLost; a caller that gives
+    up does not end the work. `num_calls` counts calls by method."""
 
     def __init__(self, name: str, executor: Any, faults: Faults, cores: FreezableCores) -> None:
         super().__init__(name, executor)
@@ -153,7 +153,7 @@ class FaultyProcess(SimulatedProcess):
         self._loss: asyncio.Future[None] | None = None
 
     async def watch(self) -> None:
-        """Raise GroupLost once the process is lost."""
+        """Raise ExecutorLost once the process is lost."""
         await asyncio.shield(self._begin())
 
     async def stop(self) -> None:
@@ -174,7 +174,7 @@ class FaultyProcess(SimulatedProcess):
 
     def lose(self, reason: str) -> None:
         """The process counts as lost, whatever it goes on doing."""
-        loss = GroupLost(self.name, 0, reason)
+        loss = ExecutorLost(self.name, 0, reason)
         if not self._begin().done():
             self._begin().set_exception(loss)
         for answer in self._answers.values():

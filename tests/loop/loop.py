@@ -298,7 +298,7 @@ class Loop:
 
     def process(self, name: str) -> FaultyProcess:
         """The process of this name: "generator-1", "trainer", "scorer"."""
-        return cast(FaultyProcess, self.executors.groups[name])
+        return cast(FaultyProcess, self.executors.by_name[name])
 
     async def run(self, run_dir: Path) -> None:
         self.fleet = Fleet(self.config, self.executors)

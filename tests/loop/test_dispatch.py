@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.errors import GroupLost, NoGenerator
+from llamarl.errors import ExecutorLost, NoGenerator
 from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
 from llamarl.types import RESPONSE_IDS, FinishReason, Purpose, Request, RolloutInfo, Sampling
@@ -99,7 +99,7 @@ class Play:
             (index,) = arguments
             self.versions[index] += 1
             version = self.versions[index]
-            with contextlib.suppress(GroupLost):
+            with contextlib.suppress(ExecutorLost):
                 await self.replicas[index].call_one.commit(version, 0)
                 self.dispatch.committed(index, version)
         elif name == "thaw":
@@ -183,7 +183,7 @@ def test_losing_the_last_replica_is_an_error_of_collect(caplog: pytest.LogCaptur
         try:
             with pytest.raises(NoGenerator, match="every generator replica is lost") as caught:
                 await dispatch.collect()
-            assert isinstance(caught.value.__cause__, GroupLost)
+            assert isinstance(caught.value.__cause__, ExecutorLost)
         finally:
             await dispatch.close()
 
@@ -197,7 +197,7 @@ def test_a_lost_storage_unit_is_named_and_costs_no_replica(
 ) -> None:
     """A replica's own call to the unit raises first, before the unit's watcher knows."""
 
-    lost = GroupLost("storage-1", None, "killed")
+    lost = ExecutorLost("storage-1", None, "killed")
     faults = Faults(errors={"collect": (1, lost)})
 
     async def main() -> None:
@@ -209,7 +209,7 @@ def test_a_lost_storage_unit_is_named_and_costs_no_replica(
         dispatch = make_dispatch(loop.config, loop.executors)
         request = Request(row_id=0, prompt_ids=(1,), sampling=Sampling(max_tokens=5), seed=0)
         await dispatch.submit([request])
-        with pytest.raises(GroupLost, match="lost executor storage-1: killed"):
+        with pytest.raises(ExecutorLost, match="lost executor storage-1: killed"):
             await dispatch.collect()
         assert len(dispatch.replicas) == 2
         await dispatch.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.executors.collector import CollectorExecutor
 from llamarl.executors.kept_rows import KeptRows
 from llamarl.executors.specs import CollectorSpec
@@ -109,8 +109,8 @@ def test_a_collector_that_is_lost_too_often_ends_the_run_with_the_key_to_raise(
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     error = first_error(caught.value)
-    assert isinstance(error, GroupLost)
-    assert error.group == "collector-0"
+    assert isinstance(error, ExecutorLost)
+    assert error.executor == "collector-0"
     assert "cluster.max_restarts=1 times in an hour" in caplog.text
 
 

@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from llamarl.cluster import ExecutorGroup
+from llamarl.cluster import Executor
 from llamarl.config.rank_assignment import Device
-from llamarl.errors import GroupLost, NoGenerator
+from llamarl.errors import ExecutorLost, NoGenerator
 from llamarl.executors.specs import CollectorSpec
 from llamarl.planner.simulation.clock import run
 from llamarl.run.fleet import Fleet
@@ -196,7 +196,7 @@ class HangingCluster:
         self._executors, self._hangs_in = loop.executors, hangs_in
         self._num_spawned = 0
 
-    async def spawn(self, name: str, *spec: object, **options: object) -> ExecutorGroup:
+    async def spawn(self, name: str, *spec: object, **options: object) -> Executor:
         self._num_spawned += 1
         hanging = self._hangs_in if self._num_spawned == 1 else ""
         if hanging == "spawn":
@@ -224,7 +224,7 @@ def test_a_start_that_hangs_is_warned_of_and_then_counts_as_one_more_loss(
     loop = Loop(max_restarts=2, max_stage_restarts=2, faults={role: Faults(dies_at_s=1.0)})
     starter = Starter(HangingCluster(loop, hangs_in), {role: [Device(host=0, gpu=None)]}, 600.0)
 
-    async def start(*which: object) -> ExecutorGroup:
+    async def start(*which: object) -> Executor:
         return await starter.start(role, CollectorSpec(generators={}), lambda name, state: None)
 
     loop.executors = replace(loop.executors, start=start)
@@ -253,7 +253,7 @@ def test_a_replica_whose_host_is_lost_is_given_up_and_the_others_go_on(
     async def fail(name: str) -> FaultyProcess:
         nonlocal num_starts
         num_starts += 1
-        raise GroupLost(name, 0, HOST_LOST)
+        raise ExecutorLost(name, 0, HOST_LOST)
 
     loop.executors = replace(loop.executors, start=fail)
     run(loop.run(tmp_path))
@@ -272,7 +272,7 @@ def test_the_loss_of_every_replicas_host_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         run(Loop(num_replicas=2, max_restarts=3, faults=faults).run(tmp_path))
     error = first_error(caught.value)
-    assert isinstance(error, GroupLost)
+    assert isinstance(error, ExecutorLost)
     assert str(error) == f"lost executor generator-1 rank 0: {HOST_LOST}"
 
 
@@ -295,9 +295,9 @@ def test_a_replica_that_is_lost_as_it_joins_is_started_again_or_forgotten(
         class LosesTheFirst:
             async def connect_replica(self, replica: int, generator: object) -> None:
                 if len(started) == 1:
-                    dispatch.lost(replica, GroupLost("generator-1", 0, "died"))
+                    dispatch.lost(replica, ExecutorLost("generator-1", 0, "died"))
                     if not max_restarts:
-                        raise GroupLost("generator-1", 0, "died")
+                        raise ExecutorLost("generator-1", 0, "died")
 
             async def drop(self, replica: int) -> None: ...
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.planner.simulation.clock import run
 from llamarl.types import REWARD, Group, Outcome, Prompt, StageResult, StageStatus, Verdict
 from tests.loop.faults import Faults, FaultyProcess
@@ -186,14 +186,14 @@ def test_a_stage_that_is_lost_too_often_ends_the_run_with_the_key_to_raise(
     if dies_at_start:
 
         async def fail(*args: object) -> FaultyProcess:
-            raise GroupLost("scorer", 0, "died as it started")
+            raise ExecutorLost("scorer", 0, "died as it started")
 
         loop.executors = replace(loop.executors, start=fail)
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     error = first_error(caught.value)
-    assert isinstance(error, GroupLost)
-    assert error.group == "scorer"
+    assert isinstance(error, ExecutorLost)
+    assert error.executor == "scorer"
     assert "cluster.max_restarts=2 times in an hour" in caplog.text
 
 
@@ -203,6 +203,6 @@ def test_a_storage_unit_that_a_stage_needs_is_not_taken_for_its_own_loss(tmp_pat
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop.run(tmp_path))
     error = first_error(caught.value)
-    assert isinstance(error, GroupLost)
-    assert error.group == "storage-0"
+    assert isinstance(error, ExecutorLost)
+    assert error.executor == "storage-0"
     assert "scorer 2" not in loop.cluster.spawned

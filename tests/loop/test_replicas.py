@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
 from llamarl.types import TOKEN_VERSIONS, Purpose, Request, Sampling
@@ -131,7 +131,7 @@ def test_what_a_hung_replica_held_starts_again_though_its_collector_still_waits_
 
     async def lost_after_10_s() -> None:
         await asyncio.sleep(10.0)
-        raise GroupLost("generator-0", 0, "silent")
+        raise ExecutorLost("generator-0", 0, "silent")
 
     rows, end_s = run(main())
     assert rows == [7, 8]

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.checkpoints import checkpoint, positions
 from llamarl.environments.prompts import PromptStream
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.metrics.trackers import METRICS_FILE, MetricsLog
 from llamarl.planner.simulation.clock import run
 from llamarl.recipe.starting_point import starting_point
@@ -66,7 +66,7 @@ class Session:
         try:
             await task
             self.is_ended &= is_lost  # else it ended by itself, before its next step had
-        except (asyncio.CancelledError, BaseExceptionGroup, GroupLost) as error:
+        except (asyncio.CancelledError, BaseExceptionGroup, ExecutorLost) as error:
             if not self.is_ended or is_lost == isinstance(error, asyncio.CancelledError):
                 raise
         finally:

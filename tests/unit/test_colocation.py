@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from llamarl.errors import GroupLost, NoGenerator
+from llamarl.errors import ExecutorLost, NoGenerator
 from llamarl.loop.colocation import Colocated, Disaggregated, Phase
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.clock import run
@@ -65,7 +65,7 @@ class FakeTenant:
         if self.lost_at is not None and self.num_calls >= self.lost_at:
             self.device.tags[self.name] = set()
             self.all_kinds = None  # never complete again
-            raise GroupLost(self.name, 0, "killed")
+            raise ExecutorLost(self.name, 0, "killed")
         assert set(tags) <= self.all_kinds
         self.device.events.append(f"{self.name} {method} {' '.join(tags)}")
 
@@ -209,7 +209,7 @@ def test_a_lost_generator_is_passed_over_and_the_last_one_ends_the_run(caplog):
 def test_a_lost_trainer_ends_the_run():
     loop = Loop(1)
     loop.trainer.lost_at = 5
-    with pytest.raises(GroupLost, match="trainer"):
+    with pytest.raises(ExecutorLost, match="trainer"):
         run(loop.run())
 
 

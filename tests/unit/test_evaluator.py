@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.loop.engines import Engines, Unobserved
 from llamarl.loop.evaluation import Evaluator
-from llamarl.loop.placement import RowIds
+from llamarl.loop.nearby_units import RowIds
 from llamarl.loop.rollouts import Rollouts
 from llamarl.types import (
     REWARD,

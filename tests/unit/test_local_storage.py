@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.metrics.span import Spans
 from llamarl.storage.channel import MAX_FILES, MAX_PACKET_BYTES
 from llamarl.storage.slabs import FULL_BYTES
@@ -275,7 +275,7 @@ def test_a_socket_that_a_killed_session_left_is_replaced(tmp_path: Path) -> None
 def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> None:
     class Ended:
         async def usage(self) -> dict[str, int]:
-            raise GroupLost("storage-0", 0, "sig=9")
+            raise ExecutorLost("storage-0", 0, "sig=9")
 
     class Silent:
         async def usage(self) -> dict[str, int]:
@@ -290,9 +290,9 @@ def test_a_unit_that_hangs_up_is_named_and_its_calls_say_why(tmp_path: Path) -> 
             reading = asyncio.ensure_future(client.read([1], NAMES))
             await asyncio.sleep(0)
             await unit.close()
-            with pytest.raises(GroupLost, match=text):
+            with pytest.raises(ExecutorLost, match=text):
                 await reading
-            with pytest.raises(GroupLost, match=text):
+            with pytest.raises(ExecutorLost, match=text):
                 await client.read([1], NAMES)
 
     asyncio.run(scenario())
@@ -315,7 +315,7 @@ def test_a_caller_that_is_cancelled_as_its_unit_is_found_lost_is_cancelled(tmp_p
         reading = asyncio.ensure_future(client.read([1], NAMES))
         while not calls.found._callbacks:  # until it asks why
             await asyncio.sleep(0)
-        calls.found.set_exception(GroupLost("storage-0", 0, "sig=9"))
+        calls.found.set_exception(ExecutorLost("storage-0", 0, "sig=9"))
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading

@@ -18,7 +18,7 @@ from llamarl.loop.logprob_check import (
     LogprobCheck,
     Tolerance,
 )
-from llamarl.loop.placement import RowIds
+from llamarl.loop.nearby_units import RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.types import Purpose
 from tests.unit.logprob_fakes import PROMPTS, SAMPLING, Setting

@@ -7,11 +7,11 @@ import os
 
 import pytest
 
-from llamarl.cluster import GroupLost
+from llamarl.cluster import ExecutorLost
 from llamarl.errors import NoGenerator, ReplicaLost
 from llamarl.main import _report
 
-LOSS = GroupLost("generator-0", 0, "killed")
+LOSS = ExecutorLost("generator-0", 0, "killed")
 
 
 def test_a_lost_process_is_named_in_lines_without_a_traceback(

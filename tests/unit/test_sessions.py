@@ -1,11 +1,14 @@
 """What a run says when it goes on without executors that it lost."""
 
-from llamarl.errors import GroupLost
+from llamarl.errors import ExecutorLost
 from llamarl.run.sessions import SessionLost, describe
 
 
 def test_one_line_names_what_was_lost_where_the_run_goes_on_and_how_many_steps_that_costs():
-    losses = [GroupLost("trainer", 1, "killed\nlast lines of its log"), GroupLost("storage-0")]
+    losses = [
+        ExecutorLost("trainer", 1, "killed\nlast lines of its log"),
+        ExecutorLost("storage-0"),
+    ]
     lost = SessionLost(losses, 27)
     start = {"version": 20}, "/runs/a/checkpoints/step-00000020"
     assert describe(lost, start) == (

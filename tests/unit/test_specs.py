@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from llamarl.cluster.group import resolve
+from llamarl.cluster.executor import resolve
 from llamarl.executors.specs import Spec
 
 

@@ -33,7 +33,7 @@ from llamarl.storage.store import Store
 
 
 class SimulatedProcess:
-    """cluster.ExecutorGroup around one executor, which answers for all its ranks. It is never
+    """cluster.Executor around one executor, which answers for all its ranks. It is never
     lost."""
 
     def __init__(self, name: str, executor: Any) -> None:
@@ -118,16 +118,16 @@ def make_executors(
     storage = cluster.spawn("storage-0", make_storage or partial(SimulatedStorage, setting))
     found = Executors(
         storage=Store([storage.call_one]),
-        groups={storage.name: storage},
+        by_name={storage.name: storage},
         stage_of={name_executor(stage): stage for stage in graph.between},
         start=start,
     )
     replicas = map("generator-{}".format, range(config.generator.num_replicas))
     collectors = map("collector-{}".format, range(config.generator.num_collectors))
     for name in (*replicas, *collectors, *found.stage_of):
-        found.groups[name] = spawn_named(name)
+        found.by_name[name] = spawn_named(name)
     trainer = partial(SimulatedTrainer, setting, hosts=hosts["trainer"][:1], device=device)
-    found.groups["trainer"] = cluster.spawn("trainer", trainer)
+    found.by_name["trainer"] = cluster.spawn("trainer", trainer)
     return found
 
 

@@ -35,7 +35,7 @@ class Workload:
     prompt_tokens: int
     equal_share: float = 0.0
     row_step: int = 1
-    """By which the row ids of a group differ: `loop/placement.py` decides."""
+    """By which the row ids of a group differ: `loop/nearby_units.py` decides."""
 
     def length(self, request: Request) -> int:
         """Tokens that this rollout will have."""

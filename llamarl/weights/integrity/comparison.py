@@ -22,7 +22,7 @@ class Fingerprints(dict[str, int]):
     """Partial fingerprints by parameter.
 
     They are small when pickled, and those of several ranks merge on the way to the controller
-    (`cluster.group.MergeableResult`): it gets two per replica and version, for any number of ranks.
+    (`cluster.executor.MergeableResult`): it gets two per replica and version, whatever the ranks.
     """
 
     def merge(self, other: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config.rank_assignment import assign, num_storage_units, units_near
-from llamarl.loop.placement import Neighbours, RowIds
+from llamarl.loop.nearby_units import Neighbours, RowIds
 from llamarl.planner.simulation.clock import run
 from llamarl.run.wiring import make_dispatch
 from llamarl.types import Group

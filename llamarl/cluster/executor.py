@@ -1,4 +1,4 @@
-"""A cluster and a group of executor processes, as code outside `cluster/` sees them.
+"""A cluster and an executor of it, as code outside `cluster/` sees them.
 
 Owns: the protocols that every backend satisfies, calls by attribute access, and how processes are
 named. Does not own: processes. Invariant: code above `cluster/` needs nothing but these.
@@ -49,19 +49,19 @@ class Calls:
         return call
 
 
-class ExecutorGroup(Protocol):
+class Executor(Protocol):
     """The ranks of one executor.
 
     `call_one` and `call_all` have the methods of the executor and of its `parts` (objects that it
-    consists of). Calling one runs it on all ranks at once; `await group.call_one.method(...)`
-    returns rank 0's result, `await group.call_all.method(...)` the list by rank (of a
+    consists of). Calling one runs it on all ranks at once; `await executor.call_one.method(...)`
+    returns rank 0's result, `await executor.call_all.method(...)` the list by rank (of a
     MergeableResult one for all). Both can be passed to other executors in
     `spawn`'s spec or in any call; those then call peer to peer. Calls run concurrently;
     cancelling one does not cancel the remote work.
 
     An exception of any rank is raised here as soon as it arrives: with its own type where that
     survives pickling, else as RemoteError; a note holds the remote traceback. A lost process
-    raises GroupLost in every pending and later call.
+    raises ExecutorLost in every pending and later call.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ExecutorGroup(Protocol):
     """How what the processes write into storage is signed; set by what starts them."""
 
     async def watch(self) -> None:
-        """Wait until the group is lost and raise its GroupLost; return once it was stopped."""
+        """Wait until it is lost and raise ExecutorLost; return once it was stopped."""
 
     async def stop(self) -> None:
         """Close the executors and end their processes; never raises, may be repeated."""
@@ -87,7 +87,7 @@ class Cluster(Protocol):
         spec: Any,
         num_ranks: int = 1,
         devices: Sequence[Device] | None = None,
-    ) -> ExecutorGroup:
+    ) -> Executor:
         """Start `num_ranks` processes; construct `factory(spec, rank=, num_ranks=, spans=)`.
 
         Rank i sits on `devices[i]`; without devices all are on the first host and have no GPU. The
@@ -103,8 +103,8 @@ class Cluster(Protocol):
         index in `Device`. ValueError for what is wrong with it."""
 
     async def stop(self) -> None:
-        """Stop all groups at once; afterwards none of their processes, nor any process started by
-        them, is alive. Never hangs, never raises, may be repeated."""
+        """Stop all executors at once; afterwards none of their processes, nor any process that
+        those started, is alive. Never hangs, never raises, may be repeated."""
 
 
 def process_name(name: str, rank: int, num_ranks: int) -> str:
