@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
     {"wire_form"},
     {"types", "errors"},
     {"protocols"},
-    {"json_file", "task_file", "extensions"},
+    {"json_file", "memory_file", "task_file", "extensions"},
     {"config"},
     {"checkpoints"},
     {"algorithms", "data", "models", "metrics", "lengths"},

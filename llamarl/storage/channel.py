@@ -9,23 +9,19 @@ A packet is the length of its header, the header (JSON), and the body, which is 
 
 import asyncio
 import json
-import mmap
 import os
 import socket
 import struct
-import tempfile
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Buffer = Any  # np.ndarray or memoryview, contiguous: what has `nbytes`
+from llamarl.memory_file import Buffer, map_file, memory_file, write_all
 
 MAX_PACKET_BYTES = 64 * 1024  # well below what a socket's buffer holds by default (208 KiB)
 MAX_FILES = 64  # of one packet; the kernel takes 253, and a receiver may have 1024 open at once
-MAX_BUFFERS = 1024  # of one system call
 PREFIX = struct.Struct("<I")
 MAX_HEADER_BYTES = 32 * 1024  # a longer one travels as a file too
 BODY_BYTES = "body_bytes"  # in a header: the body is the first file, and so long
@@ -171,47 +167,6 @@ class Channel:
             header = json.loads(bytes(map_file(file, header[HEADER_BYTES])))
             os.close(file)
         self._receive(Packet(header, memoryview(data)[start:], list(files), self))
-
-
-def memory_file() -> int:
-    """The descriptor of a new file in memory; it is gone with its last descriptor and mapping."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("llamarl")
-    with tempfile.TemporaryFile() as on_disk:
-        return os.dup(on_disk.fileno())
-
-
-def write_all(file: int, buffers: Sequence[Buffer], offset: int) -> int:
-    """Write contiguous `buffers` one after another from `offset` on; how many bytes that was."""
-    start = offset
-    for first in range(0, len(buffers), MAX_BUFFERS):
-        some = buffers[first : first + MAX_BUFFERS]
-        num_bytes = sum(each.nbytes for each in some)
-        num_written = os.pwritev(file, some, offset)
-        if num_written < num_bytes:  # a nearly full disk, or over 2 GiB in one call
-            rest = memoryview(b"".join(some))
-            while num_written < num_bytes:
-                num_written += os.pwrite(file, rest[num_written:], offset + num_written)
-        offset += num_bytes
-    return offset - start
-
-
-def read_all(file: int, start: int, into: memoryview) -> None:
-    """Fill `into` with the bytes from `start` on. EOFError if the file ends before."""
-    while into.nbytes:
-        num_bytes = os.preadv(file, [into], start)
-        if num_bytes == 0:
-            raise EOFError(f"a file must have {into.nbytes} bytes more from byte {start} on")
-        start, into = start + num_bytes, into[num_bytes:]
-
-
-def map_file(file: int, num_bytes: int, dropped: Callable[[], None] | None = None) -> memoryview:
-    """The first bytes of a file as read-only memory, which outlives the descriptor. `dropped` is
-    called, on any thread, once nothing refers to it any more."""
-    mapped = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
-    if dropped is not None:
-        weakref.finalize(mapped, dropped).atexit = False
-    return memoryview(mapped)
 
 
 def _close_all(files: Sequence[int]) -> None:

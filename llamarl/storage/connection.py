@@ -12,7 +12,8 @@ import socket
 from collections import deque
 from pathlib import Path
 
-from llamarl.storage.channel import Channel, Packet, memory_file
+from llamarl.memory_file import memory_file
+from llamarl.storage.channel import Channel, Packet
 from llamarl.storage.server import rebuild, short_path
 from llamarl.storage.wire import Message
 

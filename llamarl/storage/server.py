@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import NotStored
-from llamarl.storage.channel import Buffer, Channel, Packet
+from llamarl.memory_file import Buffer
+from llamarl.storage.channel import Channel, Packet
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llamarl.memory_file import Buffer, memory_file, read_all, write_all
 from llamarl.storage.cells import ALIGNMENT, Cells, joined, widths
-from llamarl.storage.channel import Buffer, memory_file, read_all, write_all
 
 FULL_BYTES = 4 * 1024 * 1024  # a slab that small writes share takes no more of them then
 SPARE_BYTES = 128 * 1024 * 1024  # of empty slabs kept for the next writes

@@ -13,7 +13,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from llamarl.storage.channel import read_all, write_all
+from llamarl.memory_file import read_all, write_all
 from llamarl.storage.slabs import Slab, Slabs
 from llamarl.storage.table import Table
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.memory_file import Buffer, map_file
 from llamarl.storage.cells import Cells, joined, pack
-from llamarl.storage.channel import MAX_FILES, Buffer, Packet, map_file
+from llamarl.storage.channel import MAX_FILES, Packet
 from llamarl.storage.slabs import Slab, Slabs
 from llamarl.types import SAMPLING, Columns
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from llamarl import memory_file
 from llamarl.cluster import make_cluster
 from llamarl.config import ClusterConfig
 from llamarl.errors import ExecutorLost
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
-from llamarl.storage import channel
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
 from llamarl.types import RESPONSE_IDS
@@ -45,7 +45,7 @@ class Client:
 
     async def die_in_write(self, row_ids: list[int], num_tokens: int, num_pieces: int) -> None:
         """Be killed when so many pieces of the write were handed to the kernel."""
-        channel.MAX_BUFFERS = 4
+        memory_file.MAX_BUFFERS = 4
         left, pwritev = num_pieces, os.pwritev
 
         def count(*arguments):

@@ -1,9 +1,10 @@
 """Shared memory of one host: segments that other processes can map and that die with their users.
 
-Owns: creating, opening and sizing a segment. Does not own: what lies in it. Invariant: nothing is
-left behind, whichever process is killed and when.
+Owns: opening a segment and its size, the name of this host. Does not own: what lies in a segment,
+files in memory as such (`memory_file.py`). Invariant: nothing is left behind, whichever process is
+killed and when.
 
-A segment is an anonymous file in memory (memfd). Other processes reach it as /proc/PID/fd/N of
+A segment is a file in memory without a name (memfd). Other processes reach it as /proc/PID/fd/N of
 the owner while the owner lives; the kernel frees it when the last process that maps it ends. So
 there are no names to clean up, and the size of /dev/shm (64 MB in many containers) does not matter.
 """
@@ -16,6 +17,7 @@ import sys
 import torch
 from torch import Tensor
 
+from llamarl.memory_file import HAS_MEMORY_FILES, reserved_file
 from llamarl.weights.transports.available import available_bytes
 
 HOST = "LLAMARL_HOST"  # environment variable: the address of this host's worker daemon
@@ -29,14 +31,7 @@ class Segment:
     """
 
     def __init__(self, label: str, num_bytes: int) -> None:
-        self._fd: int | None = os.memfd_create(label, os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self._fd, 0, num_bytes)
-        except OSError as error:
-            os.close(self._fd)
-            raise ValueError(
-                f"shared memory for {label} must have {num_bytes} bytes, got: {error.strerror}"
-            ) from error
+        self._fd: int | None = reserved_file(label, num_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.flat = _map(self._fd, num_bytes)
 
@@ -80,7 +75,7 @@ def this_host() -> str:
 
 def require_memory(purpose: str, num_bytes: int) -> None:
     """ValueError, with numbers, unless `num_bytes` more of shared memory fit on this host."""
-    if not hasattr(os, "memfd_create"):
+    if not HAS_MEMORY_FILES:
         raise ValueError(f"weights=shared_memory must run on Linux, got {sys.platform}")
     free_bytes = available_bytes()
     if num_bytes > free_bytes:
