@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llamarl.storage.channel import user_of
+
 ACCEPT = "accept4"
 GLOBAL_DATA_AND_JUMP_SLOT = {"x86_64": (6, 7), "aarch64": (1025, 1026)}  # kinds of relocations
 LOAD, DYNAMIC = 1, 2  # kinds of segments
 JUMP_BYTES, STRINGS, SYMBOLS, RELOCATIONS, RELOCATION_BYTES, JUMPS = 2, 5, 6, 7, 8, 23
 SYMBOL_BYTES = 24
 RELOCATION = np.dtype([("place", "<u8"), ("kind", "<u4"), ("symbol", "<u4"), ("addend", "<i8")])
-CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of a peer
 ACCEPT_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int), use_errno=True
 )
@@ -76,10 +77,8 @@ def _is_ours(file: int) -> bool:
     try:
         connection = socket.socket(fileno=file)
         try:
-            if connection.family != socket.AF_UNIX:
-                return True
-            found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            return CREDENTIALS.unpack(found)[1] in (0, os.geteuid())
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+            return is_tcp or user_of(connection) in (0, os.geteuid())
         finally:
             connection.detach()
     except BaseException:  # noqa: BLE001 - C calls this, so nothing may be raised

@@ -24,7 +24,7 @@ from llamarl.executors.specs import ExternalSpec
 from llamarl.executors.work_spans import WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.channel import Channel, Packet
-from llamarl.storage.server import Answer, UnitServer
+from llamarl.storage.server import Answer, LocalServer
 from llamarl.storage.store import RecordingStore
 from llamarl.storage.wire import read_columns
 from llamarl.types import (
@@ -96,7 +96,7 @@ class ExternalExecutor:
         self._leases: dict[int, Lease] = {}
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
-        self._server: UnitServer | None = None
+        self._server: LocalServer | None = None
         self._warning: asyncio.TimerHandle | None = None
         self._work = WorkSpans(spans, stage.name, "rows")
         label, key = f"stage {stage.name}", "its max_failure_rate"
@@ -104,7 +104,7 @@ class ExternalExecutor:
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""
-        self._server = UnitServer(Path(self._spec.socket), self._answer, self._end_leases)
+        self._server = LocalServer(Path(self._spec.socket), self._answer, self._end_leases)
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:

@@ -22,7 +22,7 @@ from llamarl.executors.specs import StorageSpec
 from llamarl.metrics.span import Spans
 from llamarl.storage.channel import Packet
 from llamarl.storage.packed_columns import PackedColumns
-from llamarl.storage.server import Answer, UnitServer
+from llamarl.storage.server import Answer, LocalServer
 from llamarl.storage.slabs import Slabs
 from llamarl.storage.spill import Spill
 from llamarl.storage.table import Table
@@ -61,7 +61,7 @@ class StorageExecutor:
         if spec.archive_folder is not None:
             path = Path(spec.archive_folder, f"rollouts-{spec.unit}.jsonl")
             self._archive = Archive(path, spec.archive_tokens)
-        self._server: UnitServer | None = None
+        self._server: LocalServer | None = None
 
     async def start(self) -> None:
         """Open the archive; lines of an earlier session stay. Listen at the socket."""
@@ -69,7 +69,7 @@ class StorageExecutor:
             self._archive.open()
         if self._spec.socket is not None and self._server is None:
             try:
-                self._server = UnitServer(Path(self._spec.socket), self._answer)
+                self._server = LocalServer(Path(self._spec.socket), self._answer)
             except OSError as error:
                 log.info("clients call, for there is no socket at %s: %s", self._spec.socket, error)
 

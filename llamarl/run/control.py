@@ -1,21 +1,16 @@
-"""A run's control socket: `llamarl status RUN` and `llamarl scale RUN generators=N`.
+"""How a run at work is asked: `llamarl status RUN` and `llamarl scale RUN generators=N`.
 
-Owns: the socket in the run's folder, its messages, and both commands. Does not own: what scaling
-does (`fleet.py`). Invariant: only processes of the run's own user get an answer, and the
-file is gone once the run has ended.
+Owns: where in the run's folder it listens, its messages, and both commands. Does not own: sockets
+(`storage/server.py`), what scaling does (`fleet.py`). Invariant: only processes of the run's own
+user get an answer, and the socket's file is gone once the run has ended.
 
-A message is one line of JSON each way: {"ask": "status"}, or {"ask": "scale", "generators": 3,
-"drains": true}; the answer has "error" if it could not be done.
+A question is {"ask": "status"}, or {"ask": "scale", "generators": 3, "drains": true, "host": ""}.
 """
 
 import asyncio
-import json
-import os
 import pwd
-import socket
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +19,14 @@ from llamarl.config import Config
 from llamarl.config.rank_assignment import Device, place_generator
 from llamarl.loop.controller import Controller
 from llamarl.run.fleet import Fleet
-from llamarl.storage.server import short_path
+from llamarl.storage.channel import Packet
+from llamarl.storage.connection import Connection
+from llamarl.storage.server import Answer, LocalServer
 from llamarl.weights.transports.registry import TRANSPORTS
 
-SOCKET = ".control"
+SOCKET = ".rendezvous-control/socket"
 MAX_REPLICAS = 65536
 COLUMNS = "executor", "state", "version", "rollouts", "tokens left", "restarts", "host", "pids"
-LINE_BYTES = 1 << 20
 USAGE = {
     "status": "usage: llamarl status RUN\n\nRUN is the folder of a run that is at work.\n",
     "scale": (
@@ -46,75 +42,42 @@ Answerer = Callable[[Message], Awaitable[Message]]
 
 @asynccontextmanager
 async def listening(run_dir: str, answer: Answerer) -> AsyncIterator[None]:
-    """Answer clients while the block runs; ValueErrors of `answer` go to the client. Where the
-    folder's file system has no sockets there is none."""
-    path = Path(run_dir, SOCKET)
-    path.unlink(missing_ok=True)  # a killed session's
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with suppress(OSError), short_path(path) as address:
-            listener.bind(address)
-            path.chmod(0o600)
+    """Answer clients while the block runs; what `answer` raises they raise. Where the folder's file
+    system has no sockets there is none."""
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _serve(reader, writer, answer)
+    async def serve(packet: Packet) -> Answer:
+        # What was begun is done, also if who asked for it is gone.
+        return await asyncio.shield(answer(packet.header)), (), ()
 
-        server = await asyncio.start_unix_server(serve, sock=listener, limit=LINE_BYTES)
-        async with server:
-            yield
-    finally:
-        listener.close()
-        path.unlink(missing_ok=True)
-
-
-async def _serve(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answerer
-) -> None:
-    with suppress(ConnectionError):
-        try:
-            line = await reader.readline()
-            if user_of(writer.get_extra_info("socket")) == os.getuid():
-                reply = await answer(json.loads(line))
-            else:
-                reply = {"error": "the run belongs to another user"}
-        except ValueError as error:
-            reply = {"error": str(error)}
-        writer.write(json.dumps(reply).encode() + b"\n")
-        await writer.drain()
-    writer.close()
-
-
-def user_of(peer: socket.socket) -> int:
-    """The user id of the process at the other end."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    with ExitStack() as exits:
+        with suppress(OSError):
+            exits.callback(LocalServer(Path(run_dir, SOCKET), serve).close)
+        yield
 
 
 def ask(run_dir: str, message: Message) -> Message:
     """What the run in this folder answers. ValueError if no run is at work there, or it refuses."""
-    path = Path(run_dir, SOCKET)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        try:
-            with short_path(path) as address:
-                connection.connect(address)
-        except PermissionError:
-            owner = pwd.getpwuid(path.parent.stat().st_uid).pw_name
-            raise ValueError(f"RUN must be a run of yours, got {run_dir}, of {owner}") from None
-        except OSError:
-            raise ValueError(
-                f"RUN must be the folder of a run that is at work, got {run_dir}, where none is"
-            ) from None
-        line = b""
-        with suppress(ConnectionError), connection.makefile("rb") as answer:
-            connection.sendall(json.dumps(message).encode() + b"\n")
-            line = answer.readline()
-    if not line:
-        raise ValueError(f"RUN must be at work until it has answered, got {run_dir}, which ended")
-    reply: Message = json.loads(line)
-    if "error" in reply:
-        raise ValueError(reply["error"])
-    return reply
+    return asyncio.run(_ask(run_dir, message))
+
+
+async def _ask(run_dir: str, message: Message) -> Message:
+    try:
+        connection = Connection(Path(run_dir, SOCKET), f"the run in {run_dir}")
+    except PermissionError:
+        owner = pwd.getpwuid(Path(run_dir).stat().st_uid).pw_name
+        raise ValueError(f"RUN must be a run of yours, got {run_dir}, of {owner}") from None
+    except OSError:
+        raise ValueError(
+            f"RUN must be the folder of a run that is at work, got {run_dir}, where none is"
+        ) from None
+    try:
+        return (await connection.ask((message, []))).header
+    except ConnectionError:
+        raise ValueError(
+            f"RUN must be at work until it has answered, got {run_dir}, which ended"
+        ) from None
+    finally:
+        connection.close()
 
 
 def status(arguments: list[str]) -> str:

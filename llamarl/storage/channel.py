@@ -1,27 +1,32 @@
 """Packets between two processes of one host, with open files attached.
 
-Owns: a connected unix socket and the form of a packet. Does not own: what packets mean. Invariant:
-a packet arrives whole or not at all; what is too large for one travels as a file in memory, of
-which only the descriptor is sent, so the receiver has the sender's bytes without a copy.
+Owns: the kind of socket, who is at its other end, and the form of a packet. Does not own: what
+packets mean. Invariant: a packet arrives whole or not at all; what is too large for one travels as
+a file in memory, of which only the descriptor is sent, so the receiver has the sender's bytes
+without a copy.
 
 A packet is the length of its header, the header (JSON), and the body, which is raw bytes.
 """
 
 import asyncio
+import errno
 import json
 import os
 import socket
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llamarl.memory_file import Buffer, map_file, memory_file, write_all
 
 MAX_PACKET_BYTES = 64 * 1024  # well below what a socket's buffer holds by default (208 KiB)
 MAX_FILES = 64  # of one packet; the kernel takes 253, and a receiver may have 1024 open at once
+CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of a peer
 PREFIX = struct.Struct("<I")
 MAX_HEADER_BYTES = 32 * 1024  # a longer one travels as a file too
 BODY_BYTES = "body_bytes"  # in a header: the body is the first file, and so long
@@ -167,6 +172,32 @@ class Channel:
             header = json.loads(bytes(map_file(file, header[HEADER_BYTES])))
             os.close(file)
         self._receive(Packet(header, memoryview(data)[start:], list(files), self))
+
+
+@contextmanager
+def new_socket(path: Path) -> Iterator[tuple[socket.socket, str]]:
+    """A socket, closed if the block raises, and another name of `path` in the block, for an address
+    has room for about 100 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with ExitStack() as undo:
+            made = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            yield made, f"/proc/self/fd/{folder}/{path.name}"
+            undo.pop_all()
+    finally:
+        os.close(folder)
+
+
+def user_of(peer: socket.socket) -> int:
+    """The user id of the process at the other end of a unix socket, of which the kernel knows."""
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(found)[1])
+
+
+def check_user(peer: socket.socket) -> None:
+    """PermissionError if another user, root included, is at the other end."""
+    if user_of(peer) != os.geteuid():
+        raise PermissionError(errno.EPERM, "the socket is another user's")
 
 
 def _close_all(files: Sequence[int]) -> None:

@@ -8,20 +8,19 @@ once the other end is gone.
 import asyncio
 import itertools
 import os
-import socket
 from collections import deque
 from pathlib import Path
 
 from llamarl.memory_file import memory_file
-from llamarl.storage.channel import Channel, Packet
-from llamarl.storage.server import rebuild, short_path
+from llamarl.storage.channel import Channel, Packet, check_user, new_socket
+from llamarl.storage.server import rebuild
 from llamarl.storage.wire import Message
 
 
 class Connection:
     """To the socket `path`, which `name` serves; it belongs to the event loop it was made on.
 
-    OSError unless somebody listens there.
+    OSError unless a process of this user listens there.
     """
 
     def __init__(self, path: str | Path, name: str) -> None:
@@ -32,13 +31,9 @@ class Connection:
         """Slabs of answers that are not used any more; the next question says so. Any thread may
         add one."""
         self._spare: int | None = None  # a file for the next large body
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with short_path(Path(path)) as address:
-                connection.connect(address)
-        except OSError:
-            connection.close()
-            raise
+        with new_socket(Path(path)) as (connection, address):
+            connection.connect(address)
+            check_user(connection)
         self._channel: Channel | None = Channel(connection, self._receive, self._lose)
 
     async def ask(self, message: Message) -> Packet:

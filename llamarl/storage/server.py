@@ -1,38 +1,29 @@
-"""The socket at which a storage unit answers clients on its own host.
+"""The socket at which a process answers clients of its user on its own host.
 
-Owns: the socket's file, and how an error travels. Does not own: what is asked (`wire.py`), who
-answers (`executors/storage.py`). Invariant: only this user's processes can connect, what a client
-had not sent whole when it died has no effect, and the answer to one that is gone is not waited for.
+Owns: the socket's file and folder, who may connect, and how an error travels. Does not own: what is
+asked and who answers: storage units and external stages (`executors/`), a run (`run/control.py`).
+Each of them listens in its own process, so the leases of an external stage do not pass through the
+controller. Invariant: only this user's processes get an answer, what a client had not sent whole
+when it died has no effect, and the answer to one that is gone is not waited for.
 """
 
 import asyncio
-import logging
-import os
-import socket
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llamarl.errors import NotStored
 from llamarl.memory_file import Buffer
-from llamarl.storage.channel import Channel, Packet
-
-log = logging.getLogger(__name__)
+from llamarl.storage.channel import Channel, Packet, check_user, new_socket
 
 Answer = tuple[dict[str, Any], Sequence[Buffer], Sequence[int]]
 """(header, body, files)"""
-TRAVELLING: tuple[type[Exception], ...] = (
-    NotStored,
-    KeyError,
-    ValueError,
-    RuntimeError,
-    OSError,
-)
+TRAVELLING: tuple[type[Exception], ...] = (NotStored, KeyError, ValueError, RuntimeError, OSError)
 
 
-class UnitServer:
+class LocalServer:
     """Listens at `path`; `answer` gets every packet, and raises what the client is to raise.
 
     `gone` is called when a client hangs up or dies. An answer that it still waits for is cancelled:
@@ -50,20 +41,15 @@ class UnitServer:
         self._tasks: dict[Channel, set[asyncio.Task[None]]] = {}  # answers that clients wait for
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a killed session's
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
+        with new_socket(path) as (self._socket, address):
             self._socket.setblocking(False)
-            with short_path(path) as address:
-                self._socket.bind(address)
+            self._socket.bind(address)
             path.chmod(0o600)
             self._socket.listen(128)
-        except OSError:
-            self._socket.close()
-            raise
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Hang up and remove the file."""
+        """Hang up; remove the file, and the folder once it is empty."""
         if self._socket.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(self._socket)
@@ -73,13 +59,17 @@ class UnitServer:
             self._cancel(channel)
         with suppress(OSError):
             self._path.unlink()
-            self._path.parent.rmdir()  # the last unit's
+            self._path.parent.rmdir()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
         except BlockingIOError:
             return
+        try:
+            check_user(connection)
+        except PermissionError:  # root, or anybody if the file system knows no permissions
+            return connection.close()
         channel = Channel(
             connection,
             lambda packet: self._receive(channel, packet),
@@ -122,16 +112,6 @@ class UnitServer:
         channel.send(header | {"number": number}, body, files)
 
 
-@contextmanager
-def short_path(path: Path) -> Iterator[str]:
-    """Another name of the file, for an address has room for about 100 bytes."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
-
-
 def describe(error: Exception) -> Answer:
     """The error as an answer; one that a client cannot know becomes a RuntimeError."""
     kind = next((kind for kind in TRAVELLING if isinstance(error, kind)), None)
@@ -145,9 +125,9 @@ def describe(error: Exception) -> Answer:
     return {"error": name, "args": args, "note": note}, (), ()
 
 
-def rebuild(header: dict[str, Any], unit: str) -> Exception:
-    """The error that `describe` described."""
+def rebuild(header: dict[str, Any], name: str) -> Exception:
+    """The error that `describe` described, as the one who is called `name` raised it."""
     kinds = {kind.__name__: kind for kind in TRAVELLING}
     error = kinds[header["error"]](*header["args"])
-    error.add_note(f"raised in {unit}:\n{header['note']}")
+    error.add_note(f"raised in {name}:\n{header['note']}")
     return error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from llamarl.cluster import make_cluster
 from llamarl.cluster.deploy.certificates import make_certificates
 from llamarl.config import ClusterConfig
+from llamarl.storage.server import LocalServer
 from tests.distributed.executors import Probe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -30,8 +33,8 @@ KNOCK = """
 import json, os, socket, sys
 os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 found = {}
-for name in sys.argv[2:]:
-    with socket.socket(socket.AF_UNIX) as client:
+for name in sys.argv[3:]:
+    with socket.socket(socket.AF_UNIX, int(sys.argv[2])) as client:
         client.settimeout(1.0)
         try:
             client.connect(name.replace("@", "\\0", 1))
@@ -57,9 +60,9 @@ def listening_sockets(pids: list[int]) -> Iterator[str]:
             yield words[7]
 
 
-def knock(uid: int, names: list[str]) -> dict[str, str]:
+def knock(uid: int, names: list[str], kind: int = socket.SOCK_STREAM) -> dict[str, str]:
     """What happens to a client of this user at each socket."""
-    command = [sys.executable, "-c", KNOCK, str(uid), *names]
+    command = [sys.executable, "-c", KNOCK, str(uid), str(int(kind)), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
@@ -94,6 +97,24 @@ def test_another_user_is_refused_at_the_unix_sockets_of_a_daemon(tmp_path: Path)
     make_certificates(str(tmp_path), ["127.0.0.1"])
     with worker(tmp_path) as (_, daemon):
         assert_private([daemon.pid, *children(daemon.pid)])
+
+
+@pytest.mark.parametrize(("mode", "end"), [(0o700, "PermissionError"), (0o777, "closed")])
+def test_another_user_is_refused_also_where_files_have_no_permissions(mode: int, end: str) -> None:
+    async def scenario(folder: Path) -> None:
+        server = LocalServer(folder / "inner" / "s", lambda packet: ({}, (), ()))
+        try:
+            for path in (folder, folder / "inner", folder / "inner" / "s"):
+                path.chmod(mode)
+            names = [str(folder / "inner" / "s")]
+            for uid, wanted in ((os.geteuid(), "served"), (STRANGER, end)):
+                found = await asyncio.to_thread(knock, uid, names, socket.SOCK_SEQPACKET)
+                assert found == {names[0]: wanted}
+        finally:
+            server.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scenario(Path(folder)))
 
 
 def test_a_cluster_in_one_process_listens_nowhere(tmp_path: Path) -> None:

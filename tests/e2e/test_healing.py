@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.run.control import ask
+from llamarl.run.control import SOCKET, ask
 from tests.e2e.commands import (
     executors,
     finish,
@@ -45,7 +45,7 @@ def test_what_is_killed_is_started_again_alone_in_the_same_run_and_nothing_is_lo
     code, _, err = finish(command)
     assert code == 75, err
     assert command.wait_until_gone(5.0) == []
-    assert not (tmp_path / ".control").exists()
+    assert not (tmp_path / SOCKET).parent.exists()
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
     assert sorted(set(steps)) == list(range(max(steps) + 1))
     rows = [row["row_id"] for row in read_archive(tmp_path) if row["outcome"] == "trained"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from llamarl.run import control
 from llamarl.run.control import Message, ask, listening, scale, status
+from llamarl.storage import channel
+from llamarl.storage.connection import Connection
 
 
 async def answer(message: Message) -> Message:
@@ -57,16 +60,69 @@ def test_only_the_user_can_connect_in_a_folder_with_a_long_name(tmp_path: Path) 
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
 
-    async def main() -> int:
+    async def main() -> list[int]:
         async with listening(str(folder), answer):
-            return stat.S_IMODE((folder / control.SOCKET).stat().st_mode)
+            socket = folder / control.SOCKET
+            return [stat.S_IMODE(path.stat().st_mode) for path in (socket, socket.parent)]
 
-    assert asyncio.run(main()) == 0o600
+    assert asyncio.run(main()) == [0o600, 0o700]
 
 
 def test_another_users_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "user_of", lambda peer: os.getuid() + 1)
-    assert talk(tmp_path, lambda: status([str(tmp_path)])) == ["the run belongs to another user"]
+    monkeypatch.setattr(channel, "user_of", lambda peer: os.geteuid() + 1)
+    owner = pwd.getpwuid(os.geteuid()).pw_name
+    (said,) = talk(tmp_path, lambda: status([str(tmp_path)]))
+    assert said == f"RUN must be a run of yours, got {tmp_path}, of {owner}"
+
+
+def test_a_run_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        is_asked = asyncio.Event()
+
+        async def never(message: Message) -> Message:
+            is_asked.set()
+            return await asyncio.get_running_loop().create_future()
+
+        async with listening(str(tmp_path), never):
+            asking = asyncio.create_task(asyncio.to_thread(status, [str(tmp_path)]))
+            await is_asked.wait()
+        with pytest.raises(ValueError, match=f"until it has answered, got {tmp_path}, which ended"):
+            await asking
+
+    asyncio.run(main())
+
+
+def test_what_was_begun_is_done_though_who_asked_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        has_begun, may_end, is_done = (asyncio.Event() for _ in range(3))
+
+        async def slow(message: Message) -> Message:
+            has_begun.set()
+            await may_end.wait()
+            is_done.set()
+            return {}
+
+        async with listening(str(tmp_path), slow):
+            connection = Connection(tmp_path / control.SOCKET, "the run")
+            asking = asyncio.create_task(connection.ask(({"ask": "scale"}, [])))
+            await has_begun.wait()
+            connection.close()
+            with pytest.raises(ConnectionError):
+                await asking
+            for _ in range(10):  # until the run has noticed
+                await asyncio.sleep(0)
+            may_end.set()
+            await is_done.wait()
+
+    asyncio.run(main())
+
+
+def test_a_run_whose_folder_can_hold_no_socket_goes_on(tmp_path: Path) -> None:
+    (tmp_path / control.SOCKET).parent.touch()
+    said = talk(tmp_path, lambda: status([str(tmp_path)]))
+    assert said == [
+        f"RUN must be the folder of a run that is at work, got {tmp_path}, where none is"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +143,7 @@ def test_a_folder_without_a_run_at_work_is_named(tmp_path: Path) -> None:
 
 
 def test_the_socket_of_a_killed_run_is_no_run_and_gives_way_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / control.SOCKET).parent.mkdir()
     (tmp_path / control.SOCKET).touch()
     with pytest.raises(ValueError, match="where none is"):
         status([str(tmp_path)])
