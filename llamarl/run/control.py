@@ -24,7 +24,7 @@ from llamarl.storage.connection import Connection
 from llamarl.storage.server import Answer, LocalServer
 from llamarl.weights.transports.registry import TRANSPORTS
 
-SOCKET = ".rendezvous-control/socket"
+SOCKET = ".rendezvous-control/socket"  # goes with all that begins so when the run ends
 MAX_REPLICAS = 65536
 COLUMNS = "executor", "state", "version", "rollouts", "tokens left", "restarts", "host", "pids"
 USAGE = {
