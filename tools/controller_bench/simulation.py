@@ -383,7 +383,7 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
         f"generator-{index}": (IdleReplica(load, group.call_one, max_num_seqs), on_ranks)
         for index, group in simulated.generators.items()
     }
-    kinds |= {group.name: (Idle(load), costs) for group in simulated.collectors}
+    kinds |= {each.name: (Idle(load), costs) for each in simulated.collectors}
     kinds |= {name: (IdleScorer(load, scored_s), costs) for name in simulated.stage_of}
     kinds["trainer"] = IdleTrainer(load, scored_s), on_ranks
     unit = cast(Any, simulated.storage)._units[0]
@@ -391,9 +391,9 @@ def _charged(config: Config, simulated: Executors, costs: MessageCosts, load: Lo
     return replace(
         simulated,
         storage=Store(cast(Any, units)),
-        groups=simulated.groups
+        by_name=simulated.by_name
         | {
-            name: charged(name, simulated.groups[name], idle, its_costs)
+            name: charged(name, simulated.by_name[name], idle, its_costs)
             for name, (idle, its_costs) in kinds.items()
         },
     )
