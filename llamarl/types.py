@@ -123,7 +123,7 @@ FINISH_CODES: dict[FinishReason, int] = {reason: code for code, reason in enumer
 
 def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
     """Why the rollout with this SAMPLING cell stopped; the last entry is its finish code."""
-    return tuple(FinishReason)[int(sampling[-1])]
+    return [*FINISH_CODES][int(sampling[-1])]
 
 
 @light

@@ -131,7 +131,7 @@ def _row(values: Sequence[Any], stage: Stage, length: int) -> str | list[Any]:
 
 
 def _number(value: Any, column: Column) -> float:
-    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
     if not math.isfinite(number):
         _refuse(f"be a finite number for {column.name}", value)
     return number

@@ -184,7 +184,7 @@ class _Worker(threading.Thread, Generic[T]):
             for chunk, place in asked:
                 chunk.settle(place, Failure(StageStatus.RAISED, why))
             return
-        tokens = [secrets.token_hex(TOKEN_BYTES) for _ in asked]
+        tokens = secrets.token_bytes(TOKEN_BYTES * len(asked)).hex(" ", TOKEN_BYTES).split()
         if not self._in_flight:
             self._silent_since_s = time.monotonic()
         self._in_flight.update(zip(tokens, asked, strict=True))
@@ -197,7 +197,7 @@ class _Worker(threading.Thread, Generic[T]):
         """
         process = self.process
         assert process is not None, "calls are in flight in a process"
-        waits_for = [*self._in_flight][: None if self._runs_coroutines else 1]
+        waits_for = self._in_flight if self._runs_coroutines else [next(iter(self._in_flight))]
         limit_s = self._code.timeout_s + (2 * CANCEL_S if self._runs_coroutines else 0)
         left_s = self._silent_since_s + limit_s - time.monotonic()
         most = max(chunk.calls[place].max_answer_bytes for chunk, place in self._in_flight.values())

@@ -152,7 +152,7 @@ class WorkerProcess:
 
     def _check_answer(self, line: bytes, tokens: Collection[str]) -> dict[str, Any]:
         try:
-            answer = json.loads(line)
+            answer = json.loads(line.decode())
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("token") not in tokens:

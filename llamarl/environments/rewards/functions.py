@@ -84,7 +84,7 @@ def make_score(
 
 
 def _number(name: str, value: Any) -> float:
-    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    number = float(value) if isinstance(value, float | numbers.Real) else math.nan
     if not abs(number) <= LARGEST:
         must = f"be a finite number for {name}, at most {LARGEST:g} either way"
         raise InvalidReturnError(f"{must}, got {shown(value)}")
