@@ -15,7 +15,6 @@ from ipaddress import ip_address
 from typing import NoReturn
 
 from llamarl.cluster.credentials import SHORT_LIMITS, Address, Credentials, connect, reason_of
-from llamarl.cluster.handshake_timeout import limit_handshakes
 from llamarl.cluster.os_process import import_path, quiet_stderr
 from llamarl.cluster.peer_check import refuse_other_users
 from llamarl.cluster.socket_folder import private_sockets
@@ -84,8 +83,6 @@ def _serve(address: Address, credentials: Credentials) -> None:
         sys.stderr.write(f"llamarl: no controller could connect: {refusal}\n")
         sys.stderr.flush()
         os._exit(2)  # Monarch's threads would keep the process alive
-    if address.scheme == "tls":
-        limit_handshakes(address.port)
     sys.stdout.write(f"llamarl: worker listens on {address}\n")
     sys.stdout.flush()
     lifetime.get()
