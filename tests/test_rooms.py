@@ -11,7 +11,7 @@ from tests.test_house import FILES, PACKAGE, ROOT, room
 SIZES = {
     "algorithms": (14, 886),
     "checkpoints": (4, 467),
-    "cluster": (19, 2459),
+    "cluster": (19, 2461),
     "config": (11, 1466),
     "data": (6, 564),
     "dataflow": (6, 956),

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from llamarl.cluster.credentials import configure_monarch
-from llamarl.cluster.executor import Cluster, Executor, process_name
+from llamarl.cluster.executor import LOSS_GRACE_S, Cluster, Executor, process_name
 from llamarl.cluster.inline import InlineCluster
 from llamarl.config import ClusterConfig
 from llamarl.errors import ExecutorLost, RemoteError

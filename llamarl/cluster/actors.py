@@ -29,7 +29,7 @@ from monarch._src.actor import config as monarch_config
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from llamarl.cluster.call_result import CallResult, attempt, failure, merged
-from llamarl.cluster.executor import Call, Factory, process_name, resolve
+from llamarl.cluster.executor import LOSS_GRACE_S, Call, Factory, process_name, resolve
 from llamarl.cluster.hosts import DIMENSION
 from llamarl.cluster.os_process import redirect_output
 from llamarl.errors import ExecutorLost, RemoteError
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 monarch_config.prefix_python_logs_with_actor = False  # every log line has the process already
 
 FANOUT = 4  # ranks that one rank passes a call on to
-LOSS_GRACE_S = 1.0  # a death is reported this late; its consequences in other ranks come earlier
 
 
 class ExecutorActor(Actor):

@@ -1,7 +1,8 @@
 """A cluster and an executor of it, as code outside `cluster/` sees them.
 
-Owns: the protocols that every backend satisfies, calls by attribute access, and how processes are
-named. Does not own: processes. Invariant: code above `cluster/` needs nothing but these.
+Owns: the protocols that every backend satisfies, calls by attribute access, how processes are
+named, and how late a loss is noticed. Does not own: processes. Invariant: code above `cluster/`
+needs nothing but these.
 """
 
 import pkgutil
@@ -9,6 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from llamarl.config.rank_assignment import Device
+
+REPORT_LIMIT_S = 2.0  # for Monarch to report how a process ended; then that it is gone is enough
+LOSS_GRACE_S = REPORT_LIMIT_S + 2.0  # for a loss to be noticed after the errors that it causes
 
 Factory = type | str
 """An executor class, or "module:Class": the caller then need not load what the module imports."""

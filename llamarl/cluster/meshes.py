@@ -25,7 +25,7 @@ from llamarl.cluster.actors import (
     send,
     wait_silent,
 )
-from llamarl.cluster.executor import Calls, Executor, Factory, process_name
+from llamarl.cluster.executor import REPORT_LIMIT_S, Calls, Executor, Factory, process_name
 from llamarl.cluster.hosts import Host, attach, attach_late
 from llamarl.cluster.os_process import environment, log_path, log_tail
 from llamarl.config import ClusterConfig
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_LIMIT_S = 5.0  # for an executor's own clean-up
 STOP_LIMIT_S = 3.0  # for Monarch's
-REASON_LIMIT_S = 2.0  # for Monarch to report how a process ended
 START_LIMIT_S = 120.0  # for imports and an executor's constructor; then for its first answer
 
 
@@ -221,7 +220,7 @@ class MonarchExecutor:
         """Report a rank lost if its process is gone and Monarch, as happens, does not report it."""
         pids = self.pids[part.first_rank : part.first_rank + part.num_ranks]
         rank = part.first_rank + await part.host.wait_first_exit(pids)
-        await asyncio.sleep(REASON_LIMIT_S)
+        await asyncio.sleep(REPORT_LIMIT_S)
         self._set_lost(rank, "its process ended")
 
     async def _watch_host(self, part: HostRanks) -> None:

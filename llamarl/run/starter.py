@@ -24,7 +24,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster import Cluster, Executor, make_cluster
+from llamarl.cluster import LOSS_GRACE_S, Cluster, Executor, make_cluster
 from llamarl.config import Config
 from llamarl.config.rank_assignment import (
     Device,
@@ -52,7 +52,6 @@ from llamarl.storage.unit import Unit
 log = logging.getLogger(__name__)
 
 WARN_SHARE = 0.1  # of the limit of a start
-REASON_LIMIT_S = 3.0  # for a loss to be noticed after the error that it causes
 
 
 @dataclass(kw_only=True)
@@ -244,7 +243,7 @@ async def find_losses(executors: Collection[Executor]) -> list[ExecutorLost]:
         return []
     watches = [asyncio.ensure_future(executor.watch()) for executor in executors]
     done, pending = await asyncio.wait(
-        watches, timeout=REASON_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+        watches, timeout=LOSS_GRACE_S, return_when=asyncio.FIRST_COMPLETED
     )
     for watch in pending:
         watch.cancel()

@@ -1,11 +1,16 @@
-"""When an executor is pinged, and when it counts as silent; on a virtual clock."""
+"""When an executor is pinged, and when it counts as silent or lost; on a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 
-from llamarl.cluster.actors import wait_silent
+import pytest
+
+from llamarl.cluster.actors import results_by_rank, wait_silent
+from llamarl.cluster.call_result import failure
+from llamarl.cluster.executor import REPORT_LIMIT_S
+from llamarl.errors import ExecutorLost
 from llamarl.planner.simulation.clock import run
 
 SILENCE_S = 60.0
@@ -46,3 +51,20 @@ def test_an_actor_that_answers_calls_is_not_pinged_and_its_silence_is_noticed_as
     end_s, asked_s = run(silent_s([], hangs_at_s=100.0))
     assert asked_s == [15.0 * i for i in range(8)]
     assert 100.0 < end_s <= 100.0 + SILENCE_S
+
+
+def test_what_a_rank_raises_as_its_peer_ends_counts_as_a_loss_that_is_noticed_later() -> None:
+    """Monarch does not report the end; that the process is gone is noticed after a limit."""
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[None] = loop.create_future()
+        loop.call_later(
+            REPORT_LIMIT_S + 0.5, lost.set_exception, ExecutorLost("reference", 1, "it ended")
+        )
+        answer = loop.create_future()
+        answer.set_result([failure(RuntimeError("connection reset by peer"), "reference-0", 0)])
+        await results_by_rank("reference", iter([answer]), 2, lost)
+
+    with pytest.raises(ExecutorLost, match="reference rank 1: it ended"):
+        run(ask())
