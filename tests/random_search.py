@@ -1,7 +1,8 @@
 """Which cases a random search runs.
 
-The default suite runs a few, other ones every day; the slow set runs many, always the same. A case
-that fails says its seed: LLAMARL_SEARCH_SEED=SEED runs that case alone.
+The default suite runs a few, other ones every day, and `make test-quick` a tenth of them; the slow
+set runs many, always the same. A case that fails says its seed: LLAMARL_SEARCH_SEED=SEED runs that
+case alone.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from contextlib import contextmanager
 import pytest
 
 GIVEN = os.environ.get("LLAMARL_SEARCH_SEED")
+FULL = pytest.mark.full  # not in `make test-quick`
 TODAY = datetime.datetime.now(datetime.UTC).date().toordinal() * 100_000
 
 
 def searched(few: int, many: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a test its argument `seeds`: of `few` cases of today; in the slow set, of `many`."""
     slow = pytest.param(range(many), id=f"{many} cases", marks=pytest.mark.slow)
-    today = pytest.param(range(TODAY, TODAY + few), id=f"{few} cases of today")
     if GIVEN is not None:
-        today = pytest.param([int(GIVEN)], id=f"seed {GIVEN}")
-    return pytest.mark.parametrize("seeds", [today, slow])
+        return pytest.mark.parametrize("seeds", [pytest.param([int(GIVEN)], id=f"seed {GIVEN}")])
+    first = TODAY + max(1, few // 10)
+    quick = pytest.param(range(TODAY, first), id=f"{first - TODAY} cases of today")
+    last = TODAY + few
+    more = pytest.param(range(first, last), id=f"{last - first} more of today", marks=FULL)
+    return pytest.mark.parametrize("seeds", [quick, *[more] * (first < last), slow])
 
 
 @contextmanager

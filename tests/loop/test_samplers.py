@@ -31,7 +31,7 @@ def make_loop(**options: object) -> Loop:
     )
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_parts_of_whole_groups_as_they_settle_keep_the_bound_and_take_less_time(
     max_staleness: int, tmp_path: Path
 ) -> None:

@@ -322,6 +322,7 @@ print(load.num_bytes, save.num_bytes, sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_holds_the_model_alone_and_saving_one_more_file(
     checkpoint: Path, tmp_path: Path
