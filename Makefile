@@ -85,7 +85,7 @@ demo-two-hosts: $(READY)
 
 # Most of the time of a test is waiting for processes: three files run side by side.
 test: $(READY)
-	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 # What fits between two commits.
 test-quick: $(READY)
