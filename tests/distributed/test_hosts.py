@@ -196,7 +196,6 @@ def test_a_name_that_our_certificate_is_not_for_is_not_used(hosts: Hosts) -> Non
         (["--address", "127.0.0.1"], r"--address must be like tls://10.0.0.7:24440"),
         (["--address", "tls://0.0.0.0:0"], r"at which controllers reach this host, got tls://0"),
         (["--address", "tls://192.0.2.1:0"], r"one to listen on, got .*: Cannot assign"),
-        (["--adress", "tls://127.0.0.1:0"], r"worker: unrecognized arguments: --adress"),
     ],
 )
 def test_a_daemon_listens_only_where_clients_are_checked(arguments: list[str], reason: str) -> None:

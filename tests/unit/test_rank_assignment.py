@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import ClusterConfig, Config
+from llamarl.config import Config
 from llamarl.config.rank_assignment import (
     assign,
     companions,
@@ -120,8 +120,3 @@ def test_a_pool_that_does_not_fit_is_named_with_the_numbers() -> None:
     config = with_pools(with_sizes(GPUS, 4, 1, 1, 1), "num_replicas=2", "num_ranks=4")
     with pytest.raises(ValueError, match=r"at least 2 \(.* 2 generator .* of 1 and 1 .* of 4"):
         assign(config)
-
-
-def test_each_host_needs_a_site() -> None:
-    with pytest.raises(ValueError, match=r"cluster\.sites must name the site of each of 2 hosts"):
-        ClusterConfig(num_hosts=2, sites=["a"])
