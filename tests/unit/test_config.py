@@ -96,6 +96,14 @@ WRONG = [
     ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
     ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),
     ("reward.functions=[magic]", "reward.functions must be one of math"),
+    (
+        "reward.functions=[exact] reward.pattern='('",
+        "reward.pattern must be a regular expression, got '('",
+    ),
+    (
+        "reward.functions=[exact] reward.pattern=a",
+        "reward.pattern must have a group around the answer",
+    ),
     ("reward.weights=[nan]", "reward.weights must be a finite number, got [nan]"),
     ("reward.weights=[1e308]", "reward.weights must be at most 1000000.0, got [1e+308]"),
     ("reward.timeout_s=1e308", "reward.timeout_s must be at most 86400.0, got 1e+308"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.run import control
-from llamarl.run.control import Message, ask, listening, scale, status
+from llamarl.run.control import Message, listening, scale, status
 from llamarl.storage import channel
 from llamarl.storage.connection import Connection
 

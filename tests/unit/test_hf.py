@@ -194,6 +194,16 @@ def write_index(folder: Path, weight_map: object) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
+def into_folder(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / SINGLE_FILE).mkdir()
+
+
+def damage_header(folder: Path) -> None:
+    path = folder / SINGLE_FILE
+    path.write_bytes(path.read_bytes().replace(b'"dtype"', b"xxxxxxx", 1))
+
+
 def shift_header(folder: Path) -> None:
     """Let one tensor's byte range overlap another's."""
     path = folder / SINGLE_FILE
@@ -212,6 +222,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / SINGLE_FILE).unlink(),
         "must hold model.safetensors",
     ),
+    "weights are a folder": (into_folder, "must hold model.safetensors"),
     "empty file": (lambda f: truncate(f, 0), "whole safetensors file, got header too small"),
     "cut in the header": (lambda f: truncate(f, 100), "whole safetensors file, got invalid header"),
     "cut in the data": (lambda f: truncate(f, 90_000), "file, got incomplete metadata, file not"),
@@ -219,6 +230,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
         "whole safetensors file",
     ),
+    "damaged header": (damage_header, "got invalid JSON in header"),
     "overlap": (shift_header, "file, got invalid offset for tensor"),
     "missing tensor": (
         lambda f: rewrite(f, lambda t: t.pop(NORM)),
