@@ -271,14 +271,21 @@ def test_a_broken_checkpoint_is_refused_in_one_line(checkpoint: Path, damage: st
         hf.load_into(weights, checkpoint)
 
 
-def test_tensors_of_another_model_are_refused(checkpoint: Path) -> None:
-    weights = parameters(checkpoint)
-    with pytest.raises(ValueError, match=r"model.norm.weight of the model .* \(48,\), got None"):
-        hf.load_into({name: t for name, t in weights.items() if name != NORM}, checkpoint)
-    with pytest.raises(ValueError, match=r"other of the model .* None, got \(1,\)"):
-        hf.load_into(weights | {"other": torch.zeros(1)}, checkpoint)
-    with pytest.raises(ValueError, match=r"model.norm.weight of the model .* got \(47,\)"):
-        hf.load_into(weights | {NORM: torch.zeros(47)}, checkpoint)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({NORM: None}, r"model.norm.weight of the model .* \(48,\), got None"),
+        ({"other": torch.zeros(1)}, r"other of the model .* None, got \(1,\)"),
+        ({NORM: torch.zeros(47)}, r"model.norm.weight of the model .* got \(47,\)"),
+    ],
+    ids=["missing", "too many", "shape"],
+)
+def test_tensors_of_another_model_are_refused(
+    changed: dict[str, Any], words: str, checkpoint: Path
+) -> None:
+    weights = parameters(checkpoint) | changed
+    with pytest.raises(ValueError, match=words):
+        hf.load_into({name: t for name, t in weights.items() if t is not None}, checkpoint)
 
 
 def test_constants_and_tied_heads_that_old_files_store_are_ignored(tmp_path: Path) -> None:
