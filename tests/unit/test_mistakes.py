@@ -145,7 +145,7 @@ def test_a_key_of_a_group_file_of_the_recipes_own_is_named_with_its_line(tmp_pat
 
 
 TRAIN = ["train", "--config-dir", str(RECIPE)]
-GRAPH = ["graph", "--config-dir", str(RECIPE)]
+GRAPH, LAUNCH = ["graph", *TRAIN[1:]], ["launch", *TRAIN[1:]]
 PLAN = ["plan", "--config-dir", str(GSM8K)]
 WRONG_COMMANDS = [
     (["tran"], "got 'tran' (did you mean train?)"),
@@ -159,7 +159,14 @@ WRONG_COMMANDS = [
     (["evaluate"], "--config-dir must name a recipe's folder"),
     ([*GRAPH, "--mermaid"], "--mermaid must name a file or folder, got nothing"),
     ([*GRAPH, "--run", "nowhere"], "--run must name the folder of a run of this recipe"),
-    (["launch", *TRAIN[1:]], "cluster.scheduler must be one of slurm, kubernetes, without"),
+    (
+        LAUNCH,
+        "must be one of slurm, kubernetes, without cluster.hosts, to launch a run, got none w",
+    ),
+    (
+        [*LAUNCH, "cluster=slurm", "cluster.num_hosts=2", "weights=collective"],
+        "cluster.data_interface must name the network interface of tensor traffic, which is not en",
+    ),
     (["config", "trainer.lrr"], "(did you mean trainer.lr?)"),
     (["status"], "status must get one folder, RUN, got none"),
     (
