@@ -112,7 +112,6 @@ WRONG = [
     ("reward.on_failure=ignore", "reward.on_failure must be one of drop, zero, got 'ignore'"),
     ("data.system=hello", "data.system must stay unset without data.chat"),
     ("num_steps=0", "num_steps must be at least 1, got 0"),
-    ("+lrr=1", "lrr must be a known key"),
     ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
     ("trainer.groups_per_step=100000", "the rollouts open at once (1600000), at most 1048576"),
     ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
