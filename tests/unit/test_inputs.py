@@ -20,6 +20,7 @@ from llamarl.recipe.inputs import (
     with_measured_prompts,
 )
 from tests.unit.composing import compose_recipe
+from tests.unit.reference_checkpoints import write_reference
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
@@ -70,6 +71,16 @@ def damage_one_byte(recipe: Path) -> None:
     replace(WEIGHTS, b"\x3b", b"\x3c")(recipe)
 
 
+def teacher_of_another_family(recipe: Path) -> None:
+    write_reference(recipe / "other", "qwen25")
+    (recipe / "task.py").write_text(
+        "from llamarl.dataflow.graph import Column, FrozenModel, Stage\n"
+        "column = Column('teacher', 'float32', 'response')\n"
+        "def loss(inputs): return -inputs.trainer_logprobs\n"
+        "stages = [Stage('a', FrozenModel('other'), writes=[column])]\n"
+    )
+
+
 def nothing(recipe: Path) -> None:
     """The mistake is in the overrides."""
 
@@ -90,7 +101,7 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     "checkpoint is a name": (
         nothing,
         ["model.checkpoint=meta-llama/Llama-3.2-1B"],
-        "existing fold",
+        r"existing folder, .* `hf download meta-llama/Llama-3\.2-1B --local-dir /",
     ),
     "another architecture than planned": (
         planned(rms_norm_eps=1e-6),
@@ -105,6 +116,11 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     "context": (nothing, ["generator.max_model_len=300"], "at most the checkpoint's 256 pos"),
     "tokenizer missing": (remove(TOKENIZER), [], r"must hold tokenizer\.json"),
     "tokenizer too large": (replace(TOKENIZER, b": 5,", b": 999,"), [], "got token id 999"),
+    "a special token and more": (
+        nothing,
+        ["sampling.stop_strings=['<pad>.']"],
+        "sampling.stop_strings must hold a special token, such as .*, by itself",
+    ),
     "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "jsonl:2: .* 'answer'"),
     "held-out missing": (remove("held_out.jsonl"), [], r"must exist, got .*held_out\.jsonl"),
     "task missing": (nothing, [TASK], r"task\.py"),
@@ -114,6 +130,11 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
         write("task.py", "import nowhere\nreward = print\n"),
         [TASK],
         r"No module named 'nowhere' \(task\.py, line 1: import nowhere\)",
+    ),
+    "stage of another vocabulary": (
+        teacher_of_another_family,
+        ["algorithm=task", "algorithm.loss_columns=[teacher]", "experience.stages=[a]"],
+        r"the vocabulary of .*/other \(stage a\) must be the policy's 64, got 97",
     ),
     "tracker that task.py does not add": (
         write("task.py", "def reward(prompt, completion):\n    return 1.0\n"),
