@@ -117,10 +117,7 @@ WRONG = [
     ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
     ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
     ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
-    (
-        "generator.elastic=[1]",
-        "generator.elastic must be [] or [fewest, most] with 1 <= fewest",
-    ),
+    ("generator.elastic=[1]", "generator.elastic must be [] or [fewest, most] with 1 <= fewest"),
     ("generator.elastic=[3,1]", "generator.elastic must be [] or [fewest, most]"),
     ("generator.elastic=[2,4]", "generator.num_replicas must be from 2 to 4"),
     (

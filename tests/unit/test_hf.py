@@ -218,10 +218,7 @@ def shift_header(folder: Path) -> None:
 
 NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no weights": (
-        lambda f: (f / SINGLE_FILE).unlink(),
-        "must hold model.safetensors",
-    ),
+    "no weights": (lambda f: (f / SINGLE_FILE).unlink(), "must hold model.safetensors"),
     "weights are a folder": (into_folder, "must hold model.safetensors"),
     "empty file": (lambda f: truncate(f, 0), "whole safetensors file, got header too small"),
     "cut in the header": (lambda f: truncate(f, 100), "whole safetensors file, got invalid header"),

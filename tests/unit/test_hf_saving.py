@@ -53,11 +53,7 @@ WRONG: dict[str, tuple[Callable[[Weights], Any], type[Exception], str]] = {
         "model's parameters, each once, got 'other'",
     ),
     "shape": (lambda w: [(FIRST, torch.zeros(3, 3))], ValueError, f"{FIRST} must have shape"),
-    "twice": (
-        lambda w: [*w.items(), (FIRST, w[FIRST])],
-        ValueError,
-        f"each once, got '{FIRST}'",
-    ),
+    "twice": (lambda w: [*w.items(), (FIRST, w[FIRST])], ValueError, f"each once, got '{FIRST}'"),
 }
 
 

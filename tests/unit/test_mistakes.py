@@ -48,10 +48,7 @@ OF_THE_SAME_KINDS = [  # as the first ones below
     ("cluster.sites=[{x: 1}]", "cluster.sites must hold texts or numbers, got [{'x': 1}]"),
     ("num_steps='a", "an argument must be KEY=VALUE, where text with special characters"),
     ("cluster=in_line", "got 'in_line' (did you mean inline?)"),
-    (
-        "generator.num_collectors=9223372036854775807",
-        "generator.num_collectors must be at most",
-    ),
+    ("generator.num_collectors=9223372036854775807", "generator.num_collectors must be at most"),
 ]
 
 
@@ -64,10 +61,7 @@ OF_THE_SAME_KINDS = [  # as the first ones below
             "num_step=3",
             "num_step must be a known key, got an unknown one (did you mean num_steps?)",
         ),
-        (
-            "+trainer.lrr=3",
-            "trainer.lrr must be a known key, got an unknown one (did you mean t",
-        ),
+        ("+trainer.lrr=3", "trainer.lrr must be a known key, got an unknown one (did you mean t"),
         (
             "beta=0.1",
             "beta must be a known key, got an unknown one (did you mean algorithm.kl_coef",

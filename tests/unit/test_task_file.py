@@ -16,11 +16,7 @@ from llamarl.task_file import FORMS, load
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        (
-            "def reward(:\n",
-            "reward",
-            "got SyntaxError: invalid syntax (task.py, line 1)",
-        ),
+        ("def reward(:\n", "reward", "got SyntaxError: invalid syntax (task.py, line 1)"),
         ("x = '\0'\n", "reward", "must load, got SyntaxError: source code string cannot contain"),
         ("x = " + "[" * 9999, "reward", "task.py must load, got "),
         (
