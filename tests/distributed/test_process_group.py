@@ -74,6 +74,9 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
         ("H200-141GB", "NVIDIA H200", 150.1 * GB, True),
         ("A100-40GB", "NVIDIA A100-SXM4-40GB", 42.4 * GB, True),
         ("", "anything", 1 * GB, True),
+        ("16GB", "Quadro RTX 5000", 17.2 * GB, True),
+        ("16GB", "NVIDIA L40S", 48.3 * GB, True),
+        ("24GB", "Quadro RTX 5000", 17.2 * GB, False),
     ],
 )
 def test_a_gpu_of_another_kind_than_planned_is_refused(wanted, name, num_bytes, is_right) -> None:

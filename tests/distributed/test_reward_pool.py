@@ -227,20 +227,10 @@ def test_a_stopped_process_that_does_not_even_read_is_hung_and_replaced():
     assert (hung.status, ok.status) == (StageStatus.HUNG, StageStatus.OK)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "x = 1\nimport nowhere_to_be_found\n",
-            r"No module named .* \(task\.py, line 2: import nowhere_to_be_found\)",
-        ),
-        ("x = 1\n", r"task\.py must define reward"),
-        ("raise SystemExit(2)\n", "SystemExit: 2"),
-    ],
-)
-def test_a_task_that_does_not_load_ends_the_start_in_one_line(source, message):
-    pool = RewardPool(config(), source)
-    with pytest.raises(ValueError, match=message) as error:
+def test_a_task_that_does_not_load_ends_the_start_in_one_line():
+    pool = RewardPool(config(), "x = 1\nimport nowhere_to_be_found\n")
+    words = r"No module named .* \(task\.py, line 2: import nowhere_to_be_found\)"
+    with pytest.raises(ValueError, match=words) as error:
         asyncio.run(pool.start())
     assert "\n" not in str(error.value)
     assert pool.pids == []

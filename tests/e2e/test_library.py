@@ -141,7 +141,6 @@ def test_a_group_that_the_sampler_does_not_consume_is_trained_on_again(tmp_path:
     [
         ("recipes", [], {}, r"--config-dir must hold run.yaml, got .*recipes' without"),
         ("", ["trainer.lrr=1"], {}, r"trainer.lrr must be a known key, .*mean trainer.lr\?\)"),
-        ("", ["cluster=many"], {}, r"cluster must be one of monarch, .*, got 'many'"),
         ("", ["--multirun"], {}, r"overrides must be KEY=VALUE each, got '--multirun'"),
         (
             "",
@@ -226,16 +225,8 @@ def test_prompts_of_one_s_own_are_checked_like_those_of_a_file(tmp_path: Path) -
             assert all(rollout.num_tokens <= 4 for rollout in group.rollouts.values())
             columns = await engines.get_experience(group.row_ids, ["prompt_ids", "response_ids"])
             assert [cell.tolist() for cell in columns["prompt_ids"]] == [ids] * 3
-        for question, line in (
-            ("", r"'question' must be text that is not blank, got \"\""),
-            ({"prompt": "?"}, "the row must have the field 'question'"),
-            ([0, 10**6], r"token ids must be 0 to \d+, got \[0, 1000000\]"),
-            ([], r"token ids must be 0 to \d+, got \[\]"),
-            ([{"role": "user"}], "'question' must be text unless data.chat is true, got a list"),
-            ("1+" * 40, r"at most 32 tokens \(data.max_prompt_tokens\)"),
-        ):
-            with pytest.raises(ValueError, match=line):
-                await engines.generate([question])
+        with pytest.raises(ValueError, match=r"token ids must be 0 to \d+, got \[0, 1000000\]"):
+            await engines.generate([[0, 10**6]])
         with pytest.raises(
             ValueError, match=r"sampling.max_tokens must leave room for the longest"
         ):
@@ -356,17 +347,8 @@ def test_the_caller_s_own_module_is_what_the_generators_write_with(tmp_path: Pat
         copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         await engines.sync_weights(copies)  # other tensors, of the next version
         assert await agrees(engines, 6)
-        for wrong, line in (
-            ({}, "source must have the parameter lm_head.weight, got none"),
-            (copies | {"x": torch.zeros(1)}, "no parameters but the checkpoint's, got x"),
-            (
-                copies | {"model.norm.weight": torch.zeros(3)},
-                r"must have shape \(128,\), got \(3,\)",
-            ),
-            (copies | {"model.norm.weight": [1.0]}, "must be a plain tensor, got list"),
-        ):
-            with pytest.raises(ValueError, match=line):
-                await engines.sync_weights(wrong)
+        with pytest.raises(ValueError, match=r"source must have the parameter lm_head\.weight,"):
+            await engines.sync_weights({})
         with pytest.raises(RuntimeError, match="version must be above 6, got 6"):
             await engines.sync_weights(model, 6)
         assert await agrees(engines, 6)

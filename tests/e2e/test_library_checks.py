@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from llamarl.config import Config
+from llamarl.environments.prompts import make_prompt
+from llamarl.library.own_groups import Question
 from llamarl.library.own_loop import LibraryEngines
-from llamarl.recipe.inputs import read_inputs
+from llamarl.models.hf import as_parameters
+from llamarl.models.inventory import parameter_shapes
+from llamarl.recipe.inputs import Inputs, read_inputs
 from llamarl.recipe.sampling_rules import replace_sampling, train_sampling
 from tests.e2e.test_library import RECIPE, run
 from tests.unit.test_mistakes import compose
+
+Call = Callable[[Config, Inputs], object]
 
 
 def test_rewards_may_be_given_in_place_of_those_of_score_and_be_corrected(tmp_path: Path) -> None:
@@ -35,29 +45,70 @@ def test_rewards_may_be_given_in_place_of_those_of_score_and_be_corrected(tmp_pa
     run(work, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def recipe() -> tuple[Config, Inputs]:
+    config = compose(RECIPE)
+    return config, read_inputs(config)
+
+
+def asking(question: Question) -> Call:
+    return lambda config, inputs: make_prompt(question, -1, config.data, inputs.tokenizer)
+
+
+def sampling(**own: object) -> Call:
+    return lambda config, inputs: replace_sampling(
+        train_sampling(config, inputs), own, inputs.tokenizer
+    )
+
+
+def bringing(**changed: object) -> Call:
+    """A source whose tensors differ from the checkpoint's in these."""
+
+    def call(config: Config, inputs: Inputs) -> object:
+        shapes = parameter_shapes(inputs.architecture)
+        return as_parameters(
+            {n: torch.zeros(s) for n, s in shapes.items()} | changed, inputs.architecture
+        )
+
+    return call
+
+
+NORM = "model.norm.weight"
+
+
 @pytest.mark.parametrize(
-    ("sampling", "words"),
+    ("wrong", "words"),
     [
-        ({"top_p": 0.0}, "top_p must be above 0, got 0.0"),
-        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
-        ({"temperature": 1e-5}, "temperature must be 0 (greedy) or at least 0.001, got 1e-05"),
-        ({"stop_strings": "=A"}, "stop_strings must be a list, got '=A'"),
-        ({"stop_strings": [""]}, "stop_strings must not be empty, got ['']"),
-        ({"stop_strings": ["<pad>."]}, "stop_strings must hold a special token"),
-        ({"top_k": -1}, "top_k must be 0 or more, got -1"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"max_tokens": 2.5}, "max_tokens must be a whole number, got 2.5"),
-        ({"max_token": 8}, "(did you mean max_tokens?)"),
+        (asking(""), "'question' must be text that is not blank, got \"\""),
+        (asking({"prompt": "?"}), "the row must have the field 'question'"),
+        (asking([0, 10**6]), "token ids must be 0 to 48, got [0, 1000000]"),
+        (asking([]), "token ids must be 0 to 48, got []"),
+        (
+            asking([{"role": "user"}]),
+            "'question' must be text unless data.chat is true, got a list",
+        ),
+        (asking("1+" * 40), "at most 32 tokens (data.max_prompt_tokens)"),
+        (sampling(top_p=0.0), "top_p must be above 0, got 0.0"),
+        (sampling(temperature=-1.0), "temperature must be at least 0, got -1.0"),
+        (sampling(temperature=1e-5), "temperature must be 0 (greedy) or at least 0.001, got 1e-05"),
+        (sampling(stop_strings="=A"), "stop_strings must be a list, got '=A'"),
+        (sampling(stop_strings=[""]), "stop_strings must not be empty, got ['']"),
+        (sampling(stop_strings=["<pad>."]), "stop_strings must hold a special token"),
+        (sampling(top_k=-1), "top_k must be 0 or more, got -1"),
+        (sampling(max_tokens=0), "max_tokens must be at least 1, got 0"),
+        (sampling(max_tokens=2.5), "max_tokens must be a whole number, got 2.5"),
+        (sampling(max_token=8), "(did you mean max_tokens?)"),
+        (bringing(x=torch.zeros(1)), "no parameters but the checkpoint's, got x"),
+        (bringing(**{NORM: torch.zeros(3)}), "must have shape (128,), got (3,)"),
+        (bringing(**{NORM: [1.0]}), "must be a plain tensor, got list"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_a_recipe_could_not_hold_is_refused_of_a_call(
-    sampling: dict[str, object], words: str
+    wrong: Call, words: str, recipe: tuple[Config, Inputs]
 ) -> None:
-    config = compose(RECIPE)
-    inputs = read_inputs(config)
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - compared as a text below
-        replace_sampling(train_sampling(config, inputs), sampling, inputs.tokenizer)
-    assert words in str(raised.value)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        wrong(*recipe)
 
 
 def test_one_rollout_is_no_group_to_be_trained_on(tmp_path: Path) -> None:

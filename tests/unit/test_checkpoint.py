@@ -80,7 +80,7 @@ def test_commit_refuses_the_state_of_another_version(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "llamarl-manifest.json must list controller.json"),
+        (None, "llamarl-manifest.json must list controller.json, got 0 other files"),
         ("{", "be a sound checkpoint"),
         ('{"pending": []}', "names no version"),
         ("[1]", "hold a JSON object, got list"),

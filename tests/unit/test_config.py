@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config import Config, VllmConfig
 from llamarl.config.pools import generator_of, pools_of
@@ -42,7 +40,7 @@ def test_every_choice_composes(group: str, choice: str) -> None:
     assert vars(section).items() >= CHOICES[group][choice].values.items()
 
 
-VLLM_ON_GPUS = ["generator=vllm", "weights=collective", *GPUS]
+VLLM_ON_GPUS = f"generator=vllm weights=collective {' '.join(GPUS)}"
 
 
 @pytest.mark.parametrize("generator", ["embedded", "vllm"])
@@ -62,25 +60,15 @@ def test_precision_and_graphs_follow_the_device_unless_they_are_chosen(generator
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    "overrides",
     [
-        (["generator=vllm", "generator.enforce_eager=false"], "enforce_eager must be true with"),
-        ([*VLLM_ON_GPUS, "placement=colocated"], "enforce_eager must be true with .*colocated"),
-        ([*VLLM_ON_GPUS, "weights.staging=bucket"], "staging must be double_buffer or host with"),
-        ([*VLLM_ON_GPUS, "placement=colocated", "placement.offload=none"], ""),
-        ([*VLLM_ON_GPUS, "placement=colocated", "generator.enforce_eager=true"], ""),
-        ([*VLLM_ON_GPUS, "weights.staging=bucket", "generator.enforce_eager=true"], ""),
+        ["placement=colocated", "placement.offload=none"],
+        ["placement=colocated", "generator.enforce_eager=true"],
+        ["weights.staging=bucket", "generator.enforce_eager=true"],
     ],
 )
-def test_graphs_go_only_with_memory_that_stays_where_it_is(
-    overrides: list[str], words: str
-) -> None:
-    if not words:
-        make_config(*overrides, *MINIMUM)
-        return
-    with pytest.raises(ValueError, match=words) as raised:
-        make_config(*overrides, *MINIMUM)
-    assert "\n" not in str(raised.value)
+def test_what_moves_memory_goes_without_graphs(overrides: list[str]) -> None:
+    make_config(*VLLM_ON_GPUS.split(), *overrides, *MINIMUM)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -94,111 +82,141 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
     assert yaml.safe_load(done.stdout)["trainer"]["lr"] == 0.125
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("algorithm.rho=0.5", "algorithm.rho must be at least 1, got 0.5"),
-        ("sampling.top_p=0.9", "sampling.top_p must be 1 in training"),
-        ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
-        ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
-        ("trainer.groups_per_part=4", "trainer.groups_per_part must be 0 with trainer.parts=dyn"),
-        ("trainer.parts=fixed", "trainer.groups_per_part must divide trainer.groups_per_step"),
-        ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
-        ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
-        ("staleness.carry_over_groups=1", "carry_over_groups must be 0 unless staleness.late=mask"),
-        ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
-        ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
-        ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),
-        ("reward.functions=[magic]", "reward.functions must be one of math"),
-        ("reward.weights=[nan]", "reward.weights must be a finite number, got [nan]"),
-        ("reward.weights=[1e308]", "reward.weights must be at most 1000000.0, got [1e+308]"),
-        ("reward.timeout_s=1e308", "reward.timeout_s must be at most 86400.0, got 1e+308"),
-        ("reward.num_workers=100000", "reward.num_workers must be at most 1024"),
-        ("reward.max_failure_rate=2", "reward.max_failure_rate must be at most 1"),
-        ("reward.on_failure=ignore", "reward.on_failure must be one of drop, zero, got 'ignore'"),
-        ("data.system=hello", "data.system must stay unset without data.chat"),
-        ("num_steps=0", "num_steps must be at least 1, got 0"),
-        ("+trainer.lrr=1", "trainer.lrr must be a known key"),
-        ("+lrr=1", "lrr must be a known key"),
-        ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
-        ("trainer.groups_per_step=100000", "the rollouts open at once (1600000), at most 1048576"),
-        ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
-        ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
-        ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
-    ],
-)
-def test_impossible_values_are_named(override: str, words: str) -> None:
-    with pytest.raises((ValueError, OmegaConfBaseException), match=re.escape(words)):
-        make_config(override, *MINIMUM)
+WRONG = [
+    ("algorithm.rho=0.5", "algorithm.rho must be at least 1, got 0.5"),
+    ("sampling.top_p=0.9", "sampling.top_p must be 1 in training"),
+    ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
+    ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
+    ("trainer.groups_per_part=4", "trainer.groups_per_part must be 0 with trainer.parts=dyn"),
+    ("trainer.parts=fixed", "trainer.groups_per_part must divide trainer.groups_per_step"),
+    ("sampling.max_tokens=1024", "generator.max_model_len must hold"),
+    ("sampling.rollouts_per_prompt=1", "sampling.rollouts_per_prompt must be at least 2"),
+    ("staleness.carry_over_groups=1", "carry_over_groups must be 0 unless staleness.late=mask"),
+    ("staleness.max_staleness=-1", "staleness.max_staleness must be at least 0"),
+    ("staleness.late=never", "staleness.late must be one of wait, mask, got 'never'"),
+    ("reward.functions=[exact,format]", "reward.weights must have one weight per function"),
+    ("reward.functions=[magic]", "reward.functions must be one of math"),
+    (
+        "reward.functions=[exact] reward.pattern='('",
+        "reward.pattern must be a regular expression, got '('",
+    ),
+    (
+        "reward.functions=[exact] reward.pattern=a",
+        "reward.pattern must have a group around the answer",
+    ),
+    ("reward.weights=[nan]", "reward.weights must be a finite number, got [nan]"),
+    ("reward.weights=[1e308]", "reward.weights must be at most 1000000.0, got [1e+308]"),
+    ("reward.timeout_s=1e308", "reward.timeout_s must be at most 86400.0, got 1e+308"),
+    ("reward.num_workers=100000", "reward.num_workers must be at most 1024"),
+    ("reward.max_failure_rate=2", "reward.max_failure_rate must be at most 1"),
+    ("reward.on_failure=ignore", "reward.on_failure must be one of drop, zero, got 'ignore'"),
+    ("data.system=hello", "data.system must stay unset without data.chat"),
+    ("num_steps=0", "num_steps must be at least 1, got 0"),
+    ("generator.num_collectors=2", "generator.num_collectors must be at most generator.num_re"),
+    ("trainer.groups_per_step=100000", "the rollouts open at once (1600000), at most 1048576"),
+    ("evaluation.temperature=1e-9", "evaluation.temperature must be 0 (greedy) or at least"),
+    ("trainer.betas=[nan,0.9]", "trainer.betas must be a finite number, got [nan, 0.9]"),
+    ("sampling.stop_strings=['']", "sampling.stop_strings must not be empty, got ['']"),
+    ("generator.elastic=[1]", "generator.elastic must be [] or [fewest, most] with 1 <= fewest"),
+    ("generator.elastic=[3,1]", "generator.elastic must be [] or [fewest, most]"),
+    ("generator.elastic=[2,4]", "generator.num_replicas must be from 2 to 4"),
+    (
+        "generator.elastic=[1,4] generator.max_restarts=0",
+        "generator.max_restarts must be at least 1 with generator.elastic",
+    ),
+    (
+        "generator.elastic=[1,4] placement=colocated",
+        "generator.elastic must be [] with placement=colocated",
+    ),
+    ("weights=cuda_ipc", "generator.device and trainer.device must be cuda"),
+    ("placement.offload=pinned", "generator.device and trainer.device must be cuda"),
+    (
+        "generator.device=cuda trainer.device=cuda",
+        "generator.device must be cpu with weights.transport=shared_memory",
+    ),
+    (
+        "generator.quantization=int8 weights.staging=bucket",
+        "weights.staging must be double_buffer or host with generator.quantization",
+    ),
+    ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
+    ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),
+    (
+        "generator=vllm generator.quantization=fp8_per_channel",
+        "generator.dtype must be bfloat16 with generator.quantization",
+    ),
+    ("generator=vllm generator.block_size=20", "generator.block_size must be a multiple of 32"),
+    ("generator=vllm cluster=inline", "cluster.backend must be monarch with generator=vllm"),
+    ("weights=collective cluster=inline", "weights.transport must be shared_memory with"),
+    (
+        "trainer.num_ranks=12 trainer.tensor_parallel=4 trainer.replicate=2",
+        "trainer.num_ranks must be a multiple of tensor_parallel (4) times replicate (2)",
+    ),
+    (
+        "trainer.num_ranks=2 trainer.tensor_parallel=2 trainer.compile=inductor",
+        "trainer.compile must be none with trainer.tensor_parallel=2",
+    ),
+    (
+        "trainer=transformers trainer.num_ranks=2 trainer.tensor_parallel=2",
+        "trainer.tensor_parallel must be 1 with trainer=transformers, got 2",
+    ),
+    (
+        "trainer=transformers trainer.compile=inductor",
+        "trainer.compile must be none with trainer=transformers",
+    ),
+    (
+        "trainer.activation_checkpointing=selective trainer.compile=inductor",
+        "trainer.compile must be none with trainer.activation_checkpointing=selective",
+    ),
+    (
+        "weights.staging=twice",
+        "weights.staging must be one of double_buffer, host, bucket, got 'twice'",
+    ),
+    ("weights.transport=post", "weights.transport must be one of shared_memory"),
+    ("placement.offload=tape", "placement.offload must be one of file, pinned, none"),
+    ("generator=vllm generator.enforce_eager=false", "enforce_eager must be true with"),
+    (
+        f"{VLLM_ON_GPUS} placement=colocated",
+        "generator.enforce_eager must be true with generator=vllm and placement=colocated",
+    ),
+    (f"{VLLM_ON_GPUS} weights.staging=bucket", "staging must be double_buffer or host with"),
+    (
+        "cluster.num_hosts=2 cluster.sites=[a]",
+        "cluster.sites must name the site of each of 2 hosts",
+    ),
+    ("algorithm=ppo algorithm.clip_ratio_c=1", "algorithm.clip_ratio_c must be above 1, got 1"),
+    (
+        "experience.sampler=admissions",
+        "experience.sampler must be one of admission, group_complete, token_balanced, rank_aware, "
+        "task, got 'admissions' (did you mean admission?)",
+    ),
+    (
+        "experience.sampler=rank_aware",
+        "experience.sampler must be one of admission, group_complete, task (others are for consu",
+    ),
+    (
+        "experience.sampler=token_balanced",
+        "batches of the trainer's are always balanced), got 'tok",
+    ),
+    (
+        "experience.sampler=task",
+        "staleness.late must be mask with experience.sampler=task (which may take a group later",
+    ),
+    (
+        "dispatch.ranker=oracle",
+        "dispatch.ranker must be none, history or model without sampling.re",
+    ),
+    *(
+        (f"plan.gpu_prices=['{price}']", "plan.gpu_prices must be KIND=PRICE each, with a price ab")
+        for price in ("H800-80GB", "=2", "H800-80GB=-1", "H800-80GB=nan", "x=y")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (
-            "generator.elastic=[1]",
-            "generator.elastic must be [] or [fewest, most] with 1 <= fewest",
-        ),
-        ("generator.elastic=[3,1]", "generator.elastic must be [] or [fewest, most]"),
-        ("generator.elastic=[2,4]", "generator.num_replicas must be from 2 to 4"),
-        (
-            "generator.elastic=[1,4] generator.max_restarts=0",
-            "generator.max_restarts must be at least 1 with generator.elastic",
-        ),
-        (
-            "generator.elastic=[1,4] placement=colocated",
-            "generator.elastic must be [] with placement=colocated",
-        ),
-        ("weights=cuda_ipc", "generator.device and trainer.device must be cuda"),
-        ("placement.offload=pinned", "generator.device and trainer.device must be cuda"),
-        (
-            "generator.device=cuda trainer.device=cuda",
-            "generator.device must be cpu with weights.transport=shared_memory",
-        ),
-        (
-            "generator.quantization=int8 weights.staging=bucket",
-            "weights.staging must be double_buffer or host with generator.quantization",
-        ),
-        ("generator.quantization=fp8", "generator.quantization must be one of none, int8 on cpu"),
-        ("generator=vllm generator.quantization=int8", "must be one of none, fp8_per_channel"),
-        (
-            "generator=vllm generator.quantization=fp8_per_channel",
-            "generator.dtype must be bfloat16 with generator.quantization",
-        ),
-        ("generator=vllm generator.block_size=20", "generator.block_size must be a multiple of 32"),
-        ("generator=vllm cluster=inline", "cluster.backend must be monarch with generator=vllm"),
-        ("weights=collective cluster=inline", "weights.transport must be shared_memory with"),
-        (
-            "trainer.num_ranks=12 trainer.tensor_parallel=4 trainer.replicate=2",
-            "trainer.num_ranks must be a multiple of tensor_parallel (4) times replicate (2)",
-        ),
-        (
-            "trainer.num_ranks=2 trainer.tensor_parallel=2 trainer.compile=inductor",
-            "trainer.compile must be none with trainer.tensor_parallel=2",
-        ),
-        (
-            "trainer=transformers trainer.num_ranks=2 trainer.tensor_parallel=2",
-            "trainer.tensor_parallel must be 1 with trainer=transformers, got 2",
-        ),
-        (
-            "trainer=transformers trainer.compile=inductor",
-            "trainer.compile must be none with trainer=transformers",
-        ),
-        (
-            "trainer.activation_checkpointing=selective trainer.compile=inductor",
-            "trainer.compile must be none with trainer.activation_checkpointing=selective",
-        ),
-        (
-            "weights.staging=twice",
-            "weights.staging must be one of double_buffer, host, bucket, got 'twice'",
-        ),
-        ("weights.transport=post", "weights.transport must be one of shared_memory"),
-        ("placement.offload=tape", "placement.offload must be one of file, pinned, none"),
-    ],
-)
-def test_choices_that_do_not_go_together_are_named(overrides: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        make_config(*overrides.split(), *MINIMUM)
+@pytest.mark.parametrize(("wrong", "words"), WRONG)
+def test_a_value_that_cannot_be_is_named_in_one_line(wrong: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        make_config(*wrong.split(), *MINIMUM)
+    assert "\n" not in str(raised.value)
 
 
 def with_pools(*texts: str) -> str:
@@ -249,12 +267,6 @@ def test_a_pool_with_a_mistake_is_named(pools: str, others: str, words: str) -> 
     with pytest.raises(ValueError, match=re.escape(words)) as raised:
         make_config(*others.split(), with_pools("num_replicas=1", pools), *MINIMUM)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("override", ["trainer.lrr=1", "trainer.lr=fast", "trainer=deepspeed"])
-def test_unknown_keys_and_wrong_types_are_errors(override: str) -> None:
-    with pytest.raises(HydraException, match=r"lrr|fast|deepspeed"):
-        make_config(override, *MINIMUM)
 
 
 def test_importing_the_config_loads_no_heavy_package() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.run import control
-from llamarl.run.control import Message, ask, listening, scale, status
+from llamarl.run.control import Message, listening, scale, status
 from llamarl.storage import channel
 from llamarl.storage.connection import Connection
 
@@ -123,23 +123,6 @@ def test_a_run_whose_folder_can_hold_no_socket_goes_on(tmp_path: Path) -> None:
     assert said == [
         f"RUN must be the folder of a run that is at work, got {tmp_path}, where none is"
     ]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["run"], ["run", "generators"], ["run", "replicas=2"], ["run", "generators=-1"]],
-)
-def test_scale_names_what_it_must_get(arguments: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"scale must get RUN generators=N \[host=ADDRESS\] \[--now\], got "
-    ):
-        scale(arguments)
-
-
-def test_a_folder_without_a_run_at_work_is_named(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ValueError, match=f"a run that is at work, got {folder}, where none is"):
-            ask(str(folder), {"ask": "status"})
 
 
 def test_the_socket_of_a_killed_run_is_no_run_and_gives_way_to_the_next(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,22 +55,36 @@ def test_code_in_an_index_is_refused_before_it_runs(folder: Path, tmp_path: Path
     assert witness.exists(), "else it proves nothing"
 
 
-def test_an_index_that_is_gone_or_leads_elsewhere_is_refused(folder: Path) -> None:
-    index = SavedShards(folder).read_metadata()
-    index.storage_meta = StorageMeta()
-    piece = next(iter(index.storage_data.values()))
-    for name, words in {"../x": "outside the folder", "none": "No such file"}.items():
-        piece.relative_path, good = name, piece.relative_path
+def piece(**changed: Any) -> Callable[[Path], object]:
+    """An index in which the first piece of a tensor differs in these."""
+
+    def damage(folder: Path) -> None:
+        index = SavedShards(folder).read_metadata()
+        index.storage_meta = StorageMeta()
+        vars(next(iter(index.storage_data.values()))).update(changed)
         (folder / INDEX_FILE).write_bytes(pickle.dumps(index))
-        with pytest.raises(ValueError, match=words):
-            SavedShards(folder).shapes()
-        piece.relative_path = good
-    piece.length = 10**9
-    (folder / INDEX_FILE).write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match=r"past the end of __0_0\.distcp"):
-        SavedShards(folder).shapes()
-    (folder / INDEX_FILE).unlink()
-    with pytest.raises(ValueError, match=r"\.metadata must be the index of a checkpoint, got "):
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (piece(relative_path="../x"), "outside the folder"),
+        (piece(relative_path="none"), "No such file"),
+        (piece(length=10**9), r"past the end of __0_0\.distcp"),
+        (
+            lambda folder: (folder / INDEX_FILE).unlink(),
+            r"\.metadata must be the index of a checkpoint, got ",
+        ),
+    ],
+    ids=["elsewhere", "no piece", "piece too long", "no index"],
+)
+def test_an_index_that_is_gone_or_leads_elsewhere_is_refused(
+    folder: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=words):
         SavedShards(folder).shapes()
 
 

@@ -194,6 +194,16 @@ def write_index(folder: Path, weight_map: object) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
+def into_folder(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / SINGLE_FILE).mkdir()
+
+
+def damage_header(folder: Path) -> None:
+    path = folder / SINGLE_FILE
+    path.write_bytes(path.read_bytes().replace(b'"dtype"', b"xxxxxxx", 1))
+
+
 def shift_header(folder: Path) -> None:
     """Let one tensor's byte range overlap another's."""
     path = folder / SINGLE_FILE
@@ -208,10 +218,8 @@ def shift_header(folder: Path) -> None:
 
 NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no weights": (
-        lambda f: (f / SINGLE_FILE).unlink(),
-        "must hold model.safetensors",
-    ),
+    "no weights": (lambda f: (f / SINGLE_FILE).unlink(), "must hold model.safetensors"),
+    "weights are a folder": (into_folder, "must hold model.safetensors"),
     "empty file": (lambda f: truncate(f, 0), "whole safetensors file, got header too small"),
     "cut in the header": (lambda f: truncate(f, 100), "whole safetensors file, got invalid header"),
     "cut in the data": (lambda f: truncate(f, 90_000), "file, got incomplete metadata, file not"),
@@ -219,6 +227,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / SINGLE_FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
         "whole safetensors file",
     ),
+    "damaged header": (damage_header, "got invalid JSON in header"),
     "overlap": (shift_header, "file, got invalid offset for tensor"),
     "missing tensor": (
         lambda f: rewrite(f, lambda t: t.pop(NORM)),
@@ -259,14 +268,21 @@ def test_a_broken_checkpoint_is_refused_in_one_line(checkpoint: Path, damage: st
         hf.load_into(weights, checkpoint)
 
 
-def test_tensors_of_another_model_are_refused(checkpoint: Path) -> None:
-    weights = parameters(checkpoint)
-    with pytest.raises(ValueError, match=r"model.norm.weight of the model .* \(48,\), got None"):
-        hf.load_into({name: t for name, t in weights.items() if name != NORM}, checkpoint)
-    with pytest.raises(ValueError, match=r"other of the model .* None, got \(1,\)"):
-        hf.load_into(weights | {"other": torch.zeros(1)}, checkpoint)
-    with pytest.raises(ValueError, match=r"model.norm.weight of the model .* got \(47,\)"):
-        hf.load_into(weights | {NORM: torch.zeros(47)}, checkpoint)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({NORM: None}, r"model.norm.weight of the model .* \(48,\), got None"),
+        ({"other": torch.zeros(1)}, r"other of the model .* None, got \(1,\)"),
+        ({NORM: torch.zeros(47)}, r"model.norm.weight of the model .* got \(47,\)"),
+    ],
+    ids=["missing", "too many", "shape"],
+)
+def test_tensors_of_another_model_are_refused(
+    changed: dict[str, Any], words: str, checkpoint: Path
+) -> None:
+    weights = parameters(checkpoint) | changed
+    with pytest.raises(ValueError, match=words):
+        hf.load_into({name: t for name, t in weights.items() if t is not None}, checkpoint)
 
 
 def test_constants_and_tied_heads_that_old_files_store_are_ignored(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from llamarl.models import hf
 from tests.unit.reference_checkpoints import write_reference
 from tests.unit.test_hf import parameters
+
+Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -32,32 +34,42 @@ def test_weights_that_are_not_numbers_are_refused(checkpoint: Path, tmp_path: Pa
         hf.load_into(parameters(checkpoint), tmp_path / "out")
 
 
+def breaking(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(weights.items())[:5]
+    raise OSError("the disk is gone")
+
+
+FIRST = "model.embed_tokens.weight"
+WRONG: dict[str, tuple[Callable[[Weights], Any], type[Exception], str]] = {
+    "disk gone": (breaking, OSError, "the disk is gone"),
+    "one missing": (
+        lambda w: [(name, w[name]) for name in w if name != "model.norm.weight"],
+        RuntimeError,
+        r"got none of \['model.norm.weight'\]",
+    ),
+    "one too many": (
+        lambda w: [*w.items(), ("other", torch.zeros(1))],
+        ValueError,
+        "model's parameters, each once, got 'other'",
+    ),
+    "shape": (lambda w: [(FIRST, torch.zeros(3, 3))], ValueError, f"{FIRST} must have shape"),
+    "twice": (lambda w: [*w.items(), (FIRST, w[FIRST])], ValueError, f"each once, got '{FIRST}'"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "kind", "words"), WRONG.values(), ids=WRONG)
 def test_a_failed_save_leaves_what_stood_there_and_nothing_else(
-    checkpoint: Path, tmp_path: Path
+    wrong: Callable[[Weights], Any],
+    kind: type[Exception],
+    words: str,
+    checkpoint: Path,
+    tmp_path: Path,
 ) -> None:
-    out = tmp_path / "out"
-    weights = parameters(checkpoint)
+    out, weights = tmp_path / "out", parameters(checkpoint)
     hf.save(out, weights.items(), source_folder=checkpoint, dtype=torch.float32)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-
-    def breaking() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(weights.items())[:5]
-        raise OSError("the disk is gone")
-
-    def save(tensors: Any) -> None:
-        hf.save(out, tensors, source_folder=checkpoint, dtype=torch.float32)
-
-    first = next(iter(weights))
-    with pytest.raises(OSError, match="the disk is gone"):
-        save(breaking())
-    with pytest.raises(RuntimeError, match=r"got none of \['model.norm.weight'\]"):
-        save([item for item in weights.items() if item[0] != "model.norm.weight"])
-    with pytest.raises(ValueError, match="model's parameters, each once, got 'other'"):
-        save([*weights.items(), ("other", torch.zeros(1))])
-    with pytest.raises(ValueError, match=f"{first} must have shape"):
-        save([(first, torch.zeros(3, 3))])
-    with pytest.raises(ValueError, match=f"each once, got '{first}'"):
-        save([*weights.items(), (first, weights[first])])
+    with pytest.raises(kind, match=words):
+        hf.save(out, wrong(weights), source_folder=checkpoint, dtype=torch.float32)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
 

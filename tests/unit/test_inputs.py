@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.checkpoints import manifest
 from llamarl.recipe.inputs import (
     check_identity,
     identity,
@@ -20,6 +20,7 @@ from llamarl.recipe.inputs import (
     with_measured_prompts,
 )
 from tests.unit.composing import compose_recipe
+from tests.unit.reference_checkpoints import write_reference
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GOOD = '{"question": "What is 5+8?", "answer": "13"}\n'
@@ -49,14 +50,6 @@ def replace(name: str, old: bytes, new: bytes) -> Damage:
     return damage
 
 
-def into_folder(name: str) -> Damage:
-    def damage(recipe: Path) -> None:
-        (recipe / name).unlink(missing_ok=True)
-        (recipe / name).mkdir()
-
-    return damage
-
-
 def remove(name: str) -> Damage:
     return lambda recipe: (recipe / name).unlink()
 
@@ -72,6 +65,22 @@ def planned(**values: object) -> Damage:
     return damage
 
 
+def damage_one_byte(recipe: Path) -> None:
+    """Of an export, which lists what its files hold."""
+    manifest.write(recipe / "checkpoint")
+    replace(WEIGHTS, b"\x3b", b"\x3c")(recipe)
+
+
+def teacher_of_another_family(recipe: Path) -> None:
+    write_reference(recipe / "other", "qwen25")
+    (recipe / "task.py").write_text(
+        "from llamarl.dataflow.graph import Column, FrozenModel, Stage\n"
+        "column = Column('teacher', 'float32', 'response')\n"
+        "def loss(inputs): return -inputs.trainer_logprobs\n"
+        "stages = [Stage('a', FrozenModel('other'), writes=[column])]\n"
+    )
+
+
 def nothing(recipe: Path) -> None:
     """The mistake is in the overrides."""
 
@@ -83,29 +92,16 @@ TASK = "reward.functions=[task]"
 
 CASES: dict[str, tuple[Damage, list[str], str]] = {
     "weights missing": (remove(WEIGHTS), [], r"must hold model\.safetensors"),
-    "weights are a folder": (into_folder(WEIGHTS), [], r"must hold model\.safetensors"),
-    "weights cut": (lambda recipe: os.truncate(recipe / WEIGHTS, 10**6), [], "not fully covered"),
-    "weights cut to nothing": (write(WEIGHTS, ""), [], "must be a whole safetensors file"),
-    "header damaged": (replace(WEIGHTS, b'"dtype"', b"xxxxxxx"), [], "got invalid JSON in header"),
-    "shapes": (edit(CONFIG, hidden_size=64), [], r"must have shape \(64, 64\) .*got \(64, 128\)"),
-    "tensor missing": (
-        edit(CONFIG, num_hidden_layers=9),
-        [],
-        r"must hold the tensor model\.layers",
-    ),
-    "tensor too many": (edit(CONFIG, num_hidden_layers=1), [], "must hold only the tensors"),
-    "model_type": (edit(CONFIG, model_type="gpt2"), [], "must be one of llama, .* got 'gpt2'"),
+    "weights changed": (damage_one_byte, [], r"model\.safetensors must hold the bytes that"),
     "a family that only the trainer computes": (
         edit(CONFIG, model_type="gpt2"),
         ["trainer=transformers"],
         r"others train, .* with trainer=transformers generator=vllm.* got 'gpt2'",
     ),
-    "config not JSON": (write(CONFIG, "{"), [], r"config\.json must be JSON"),
-    "config missing": (remove(CONFIG), [], r"must hold config\.json"),
     "checkpoint is a name": (
         nothing,
         ["model.checkpoint=meta-llama/Llama-3.2-1B"],
-        "existing fold",
+        r"existing folder, .* `hf download meta-llama/Llama-3\.2-1B --local-dir /",
     ),
     "another architecture than planned": (
         planned(rms_norm_eps=1e-6),
@@ -119,32 +115,32 @@ CASES: dict[str, tuple[Damage, list[str], str]] = {
     ),
     "context": (nothing, ["generator.max_model_len=300"], "at most the checkpoint's 256 pos"),
     "tokenizer missing": (remove(TOKENIZER), [], r"must hold tokenizer\.json"),
-    "tokenizer not JSON": (write(TOKENIZER, "garbage"), [], r"tokenizer\.json must be JSON"),
-    "tokenizer of no kind": (
-        write(TOKENIZER, '{"model": {"vocab": {}}}'),
-        [],
-        "transformers loads",
-    ),
     "tokenizer too large": (replace(TOKENIZER, b": 5,", b": 999,"), [], "got token id 999"),
-    "no chat template": (nothing, ["data.chat=true"], "without a chat template"),
-    "prompts empty": (write("prompts.jsonl", ""), [], "at least one prompt"),
-    "prompts are a folder": (into_folder("prompts.jsonl"), [], "prompt file must exist"),
-    "prompts of no format": (nothing, ["data.prompts=README.md"], r"end in \.jsonl or \.parquet"),
-    "line not JSON": (write("prompts.jsonl", GOOD + "{x\n"), [], r"prompts\.jsonl:2: .* column 2"),
-    "no question": (write("prompts.jsonl", GOOD + '{"q": "a"}'), [], "2: .* field 'question'"),
-    "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "jsonl:2: .* 'answer'"),
-    "prompt too long": (
-        write("prompts.jsonl", GOOD + GOOD.replace("5+8", "5+" * 40)),
-        [],
-        r"prompts\.jsonl:2: the prompt must have at most 32 tokens",
+    "a special token and more": (
+        nothing,
+        ["sampling.stop_strings=['<pad>.']"],
+        "sampling.stop_strings must hold a special token, such as .*, by itself",
     ),
+    "no answer": (write("prompts.jsonl", GOOD + '{"question": "a"}'), [], "jsonl:2: .* 'answer'"),
     "held-out missing": (remove("held_out.jsonl"), [], r"must exist, got .*held_out\.jsonl"),
-    "Parquet damaged": (write("p.parquet", "no"), ["data.prompts=p.parquet"], "readable Parquet"),
-    "pattern": (nothing, ["reward.pattern='(('"], "must be a regular expression"),
-    "pattern without a group": (nothing, ["reward.pattern='a'"], "must have a group"),
     "task missing": (nothing, [TASK], r"task\.py"),
     "task not Python": (write("task.py", "def f(:\n"), [TASK], r"must load, got .*line 1"),
     "task not text": (write("task.py", b"\xff\xfe"), [TASK], r"task\.py must be Python in UTF-8"),
+    "task imports what is not there": (
+        write("task.py", "import nowhere\nreward = print\n"),
+        [TASK],
+        r"No module named 'nowhere' \(task\.py, line 1: import nowhere\)",
+    ),
+    "stage of another vocabulary": (
+        teacher_of_another_family,
+        ["algorithm=task", "algorithm.loss_columns=[teacher]", "experience.stages=[a]"],
+        r"the vocabulary of .*/other \(stage a\) must be the policy's 64, got 97",
+    ),
+    "tracker that task.py does not add": (
+        write("task.py", "def reward(prompt, completion):\n    return 1.0\n"),
+        [TASK, "metrics.trackers=[csv]"],
+        "metrics.trackers must be one of tensorboard, ",
+    ),
 }
 
 

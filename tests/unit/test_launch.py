@@ -142,13 +142,3 @@ def test_the_manifests_make_one_pod_per_host_and_one_that_trains() -> None:
     labels = workers["spec"]["template"]["metadata"]["labels"]
     assert workers["spec"]["selector"]["matchLabels"] == labels
     assert "resources: {}" not in render(config("kubernetes", "cpu"), COMMAND)
-
-
-def test_there_must_be_something_to_launch() -> None:
-    with pytest.raises(
-        ValueError, match=r"must be one of slurm, kubernetes.*got none with 0 hosts"
-    ):
-        render(make_config(*MINIMUM), COMMAND)
-    bare = make_config(*MINIMUM, "cluster=slurm", "cluster.num_hosts=2", "weights=collective")
-    with pytest.raises(ValueError, match=r"data_interface must name .* between 2 hosts, got none"):
-        render(bare, COMMAND)

@@ -53,8 +53,6 @@ def test_the_config_names_each_ranker_and_an_oracle_needs_replayed_lengths() -> 
         assert type(make_ranker(DispatchConfig(ranker=name))) is kind
     oracle = DispatchConfig(ranker="oracle")
     assert make_ranker(oracle).expect([replace(ask(1, max_tokens=20), replay_tokens=17)]) == [17]
-    with pytest.raises(ValueError, match="without sampling"):
-        make_recipe(dispatch=oracle)
     make_recipe(dispatch=oracle, sampling=SamplingConfig(max_tokens=16, replay_lengths="x"))
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from llamarl.algorithms.advantages import ADVANTAGES
 from llamarl.algorithms.loss_inputs import LossInputs
 from llamarl.algorithms.losses import algorithms
-from llamarl.algorithms.losses.clip import PPOConfig
 from llamarl.algorithms.losses.gspo import GSPOConfig
 from llamarl.algorithms.policy_loss import denominator, policy_loss
 from llamarl.config import AlgorithmConfig
@@ -252,11 +251,6 @@ def test_a_bad_token_made_likelier_has_its_weight_bounded_by_dual_clip(algorithm
     assert ours(config, [milder]).by_log_pi[0][0] * scale == pytest.approx(2.718281828)
     good = replace(bad, advantage=1.0)
     assert ours(config, [good]).loss == ours(off, [good]).loss
-
-
-def test_dual_clip_s_bound_must_be_above_one():
-    with pytest.raises(ValueError, match=r"algorithm\.clip_ratio_c must be above 1, got 1"):
-        PPOConfig(clip_ratio_c=1.0)
 
 
 def engine_noise_clips(bounds: dict[str, float], num_tokens: int, sigma: float) -> float:

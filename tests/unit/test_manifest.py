@@ -77,11 +77,6 @@ def test_a_damaged_manifest_is_named(folder: Path, text: str) -> None:
             check(folder)
 
 
-def test_a_manifest_must_list_what_is_needed(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"must list controller\.json, got 2 other files"):
-        verify(folder, "controller.json")
-
-
 def test_a_folder_without_a_manifest_is_accepted_only_where_that_is_allowed(
     folder: Path,
 ) -> None:

@@ -19,6 +19,7 @@ from llamarl.recipe.composition import WITHOUT_CONFIG, for_each_config, referenc
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
+GSM8K = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
 
 
 def compose(folder: Path, *overrides: str) -> Config:
@@ -47,10 +48,7 @@ OF_THE_SAME_KINDS = [  # as the first ones below
     ("cluster.sites=[{x: 1}]", "cluster.sites must hold texts or numbers, got [{'x': 1}]"),
     ("num_steps='a", "an argument must be KEY=VALUE, where text with special characters"),
     ("cluster=in_line", "got 'in_line' (did you mean inline?)"),
-    (
-        "generator.num_collectors=9223372036854775807",
-        "generator.num_collectors must be at most",
-    ),
+    ("generator.num_collectors=9223372036854775807", "generator.num_collectors must be at most"),
 ]
 
 
@@ -63,10 +61,7 @@ OF_THE_SAME_KINDS = [  # as the first ones below
             "num_step=3",
             "num_step must be a known key, got an unknown one (did you mean num_steps?)",
         ),
-        (
-            "+trainer.lrr=3",
-            "trainer.lrr must be a known key, got an unknown one (did you mean t",
-        ),
+        ("+trainer.lrr=3", "trainer.lrr must be a known key, got an unknown one (did you mean t"),
         (
             "beta=0.1",
             "beta must be a known key, got an unknown one (did you mean algorithm.kl_coef",
@@ -75,9 +70,11 @@ OF_THE_SAME_KINDS = [  # as the first ones below
         ("+trainer.zebra=8", "got an unknown one: `llamarl config trainer` lists all"),
         ("algorithm.clip_low=0.1", "algorithm.clip_low must come with algorithm=cispo|dapo|"),
         ("num_steps=ten", "num_steps must be a whole number, got 'ten'"),
+        ("trainer.lr=fast", "trainer.lr must be a number, got 'fast'"),
         ("trainer.lr=null", "trainer.lr must be a number, got None"),
         ("num_steps=???", "num_steps must be given, got ???"),
         ("trainer=null", "trainer must be one of native, transformers, got None"),
+        ("trainer=deepspeed", "trainer must be one of native, transformers, got 'deepspeed'"),
         ("=3", "an argument must be KEY=VALUE, got '=3'"),
         ("seed=1,2", "seed must be one value, a list as [1,2], or come with --multirun, got 1,2"),
         ("a b", "an argument must be KEY=VALUE, where text with special characters"),
@@ -141,28 +138,81 @@ def test_a_key_of_a_group_file_of_the_recipes_own_is_named_with_its_line(tmp_pat
     assert said.startswith(f"{tmp_path}/trainer/slow.yaml:3: trainer.lrr must be a known key")
 
 
+TRAIN = ["train", "--config-dir", str(RECIPE)]
+GRAPH, LAUNCH = ["graph", *TRAIN[1:]], ["launch", *TRAIN[1:]]
+PLAN = ["plan", "--config-dir", str(GSM8K)]
+WRONG_COMMANDS = [
+    (["tran"], "got 'tran' (did you mean train?)"),
+    (["train"], "--config-dir must name a recipe's folder, such as recipes/quickstart"),
+    (["train", "--config-dir"], "--config-dir must come with a value, got none"),
+    (["train", "--config-dir", "nowhere"], "--config-dir must be a recipe's folder, got 'nowhere'"),
+    (["train", "--config-dir", ".", "--config-name=other"], "--config-dir must hold other.yaml"),
+    (["train", "--config-dir", "."], "run.yaml:2: must be YAML, got a mistake at column 1"),
+    ([*TRAIN, "--foo"], "an option must be one of --cfg, --conf"),
+    ([*TRAIN, "run_dir=run.yaml"], "run_dir must be a folder that can be written to, got [Errno 1"),
+    (["evaluate"], "--config-dir must name a recipe's folder"),
+    ([*GRAPH, "--mermaid"], "--mermaid must name a file or folder, got nothing"),
+    ([*GRAPH, "--run", "nowhere"], "--run must name the folder of a run of this recipe"),
+    (
+        LAUNCH,
+        "must be one of slurm, kubernetes, without cluster.hosts, to launch a run, got none w",
+    ),
+    (
+        [*LAUNCH, "cluster=slurm", "cluster.num_hosts=2", "weights=collective"],
+        "cluster.data_interface must name the network interface of tensor traffic, which is not en",
+    ),
+    (["config", "trainer.lrr"], "(did you mean trainer.lr?)"),
+    (["status"], "status must get one folder, RUN, got none"),
+    (
+        ["status", "nowhere"],
+        "RUN must be the folder of a run that is at work, got nowhere, where n",
+    ),
+    *(
+        (["scale", *some.split()], "scale must get RUN generators=N [host=ADDRESS] [--now], got ")
+        for some in ("", "run", "run generators", "run replicas=2", "run generators=-1")
+    ),
+    (["worker", "--adress", "tls://127.0.0.1:0"], "worker: unrecognized arguments: --adress"),
+    ([*PLAN, "--json"], "--json must name a file or folder, got nothing"),
+    ([*PLAN, "--json", "no/a.json"], "--json must name a file in a folder that can be written"),
+    ([*PLAN, "--multirun", "seed=0,1"], "--multirun must come with train or evaluate, got plan"),
+    ([*PLAN, "--trace", "nowhere"], "--trace must name a run's folder, got 'nowhere'"),
+    (
+        [*PLAN, "trainer.tensor_parallel=3", "trainer.num_ranks=3"],
+        "trainer.tensor_parallel must div",
+    ),
+    ([*PLAN, "model.architecture=null"], "the checkpoint must be an existing folder"),
+    (
+        [*PLAN, "model.architecture=null", "model.checkpoint=Qwen/Qwen2.5-0.5B"],
+        "Hub: `hf download Qwen/Qwen2.5-0.5B --local-dir /",
+    ),
+    (
+        [*PLAN, "plan.prompt_tokens=1024"],
+        "plan.prompt_tokens must be below generator.max_model_len",
+    ),
+    ([*PLAN, "cluster.gpu=B300"], "cluster.gpu must be auto, a size such as 24GB, or one"),
+    ([*PLAN, "generator.num_replicas=3"], "cluster.num_hosts must be at least 3"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["tran"], "got 'tran' (did you mean train?)"),
-        (["train", "--config-dir", "nowhere"], "--config-dir must be a recipe's folder"),
-        (["train", "--config-dir", str(RECIPE), "--foo"], "an option must be one of --cfg, --conf"),
-        (["train", "--config-dir"], "--config-dir must come with a value, got none"),
-        (["config", "trainer.lrr"], "(did you mean trainer.lr?)"),
-    ],
+    ("wrong", "words"), WRONG_COMMANDS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_wrong_command_ends_with_code_two_and_one_line(
-    arguments: list[str],
-    line: str,
+    wrong: list[str],
+    words: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["llamarl", *arguments])
+    (tmp_path / "run.yaml").write_text("a: [\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["llamarl", *wrong])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert line in said
+    assert words in said
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
 WRONG = [math.nan, math.inf, -math.inf, -1, 2**63, 1e308, 1e-320, "", None, [1], {"a": 1}, "\0"]

@@ -210,16 +210,21 @@ def test_what_would_be_computed_wrongly_is_refused_in_one_line(tmp_path: Path, c
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"existing folder, got '.*nowhere'"):
-        read_architecture(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="existing folder, got"):
-        read_architecture(tmp_path / ("a" * 5000))
-    with pytest.raises(ValueError, match=r"must hold config\.json"):
-        read_architecture(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type":')
-    with pytest.raises(ValueError, match="must be JSON, got a damaged file"):
-        read_architecture(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
-        read_architecture(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("nowhere", None, r"existing folder, got '.*nowhere'"),
+        ("a" * 5000, None, "existing folder, got"),
+        ("", None, r"must hold config\.json"),
+        ("", '{"model_type":', "must be JSON, got a damaged file"),
+        ("", "[]", "must hold a JSON object, got list"),
+    ],
+    ids=["nowhere", "long name", "no file", "damaged file", "list"],
+)
+def test_a_missing_folder_or_file_is_named(
+    name: str, text: str | None, words: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_architecture(tmp_path / name)

@@ -82,45 +82,6 @@ def test_a_plan_needs_no_checkpoint_and_leaves_only_what_it_was_asked_for(tmp_pa
     ElementTree.parse(tmp_path / "plan.html")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--json"], "--json must name a file or folder, got nothing"),
-        (["--json", "no/where.json"], "--json must name a file in a folder that can be written"),
-        (["--multirun", "seed=0,1"], "--multirun must come with train or evaluate, got plan"),
-        (["--trace", "nowhere"], "--trace must name a run's folder, got 'nowhere'"),
-        (["trainer.tensor_parallel=3", "trainer.num_ranks=3"], "trainer.tensor_parallel must div"),
-        (["model.architecture=null"], "the checkpoint must be an existing folder"),
-        (
-            ["model.architecture=null", "model.checkpoint=Qwen/Qwen2.5-0.5B"],
-            "Hub: `hf download Qwen/Qwen2.5-0.5B --local-dir /",
-        ),
-        (["plan.prompt_tokens=1024"], "plan.prompt_tokens must be below generator.max_model_len"),
-        (["cluster.gpu=B300"], "cluster.gpu must be auto, a size such as 24GB, or one"),
-        (["generator.num_replicas=3"], "cluster.num_hosts must be at least 3"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_mistake_is_one_line(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from llamarl.main import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["llamarl", "plan", "--config-dir", str(RECIPE), *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-    assert tmp_path.is_dir(), "the folder one stands in is not a run's: it stays, though empty"
-    assert not list(tmp_path.iterdir())
-
-
 def step(step_s: float, **values: object) -> StepForecast:
     plain = StepForecast(
         step_s=step_s,

@@ -348,15 +348,6 @@ def test_what_does_not_fit_is_refused_with_numbers_and_a_change(monkeypatch) -> 
     )
 
 
-def test_an_unknown_gpu_is_refused_with_the_names_that_are_known() -> None:
-    config = on_gpus(cluster=ClusterConfig(num_hosts=2, gpu="B200"))
-    with pytest.raises(
-        ValueError,
-        match=r"cluster\.gpu must be auto, a size such as 24GB, or one of H100-80GB, H200-141GB",
-    ):
-        check_fit(config, LLAMA)
-
-
 def test_colocated_with_offloading_needs_the_larger_side_and_without_it_the_sum() -> None:
     base = {
         "trainer": replace(CUDA_TRAINER, num_ranks=1),

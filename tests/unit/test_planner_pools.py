@@ -213,9 +213,3 @@ def test_a_cost_needs_the_price_of_every_kind() -> None:
     assert one_kind.per_hour == 16, "a plan for no kind is one for an H100"
     with pytest.raises(ValueError, match=r"plan\.gpu_prices must name H20-96GB, got H800-80GB"):
         cost_of(recipe(*pools, gpu_prices=["H800-80GB=2"]))
-
-
-@pytest.mark.parametrize("text", ["H800-80GB", "=2", "H800-80GB=-1", "H800-80GB=nan", "x=y"])
-def test_a_price_is_a_number_above_0(text: str) -> None:
-    with pytest.raises(ValueError, match=r"plan\.gpu_prices must be KIND=PRICE each"):
-        PlanConfig(gpu_prices=[text])

@@ -1,3 +1,4 @@
+import io
 import json
 from collections import Counter
 from dataclasses import replace
@@ -119,7 +120,7 @@ def test_prompts_that_are_too_long_can_be_left_out_which_one_line_says(tmp_path,
         ([], "at least one message"),
         (["hi"], "'role' and 'content', got \"hi\""),
         ([{"role": "user"}], "'role' and 'content'"),
-        ([{"role": "tool", "content": "x"}], "must suit the chat template"),
+        ([{"role": "tool", "content": "x"}], "must suit the chat template .* no tools here"),
         ([{"role": "system", "content": "x"}], r"data\.system is set"),
     ],
 )
@@ -129,35 +130,41 @@ def test_messages_of_the_wrong_shape_are_refused_with_their_line(tmp_path, chat,
         read_prompts(path, config(chat=True, system="s"), chat)
 
 
-def test_a_file_that_is_missing_empty_or_no_prompt_file_is_named(tmp_path, plain):
-    for name, message in {
-        "none.jsonl": "must exist",
-        "none.csv": "must end in .jsonl or .parquet",
-        "empty.jsonl": "at least one prompt, got an empty file",
-        "bad.parquet": "must be a readable Parquet file",
-    }.items():
-        if not name.startswith("none"):
-            (tmp_path / name).write_text("\n")
-        with pytest.raises(ValueError, match=message) as error:
-            read_prompts(tmp_path / name, config(), plain)
-        assert str(tmp_path / name) in str(error.value)
-        assert "\n" not in str(error.value)
-
-
-def test_a_damaged_parquet_page_is_one_line_with_the_file(tmp_path, plain):
-    path = tmp_path / "p.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 100), path)
-    content = bytearray(path.read_bytes())
+def damaged_page():
+    table = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 100), table)
+    content = bytearray(table.getvalue())
     content[10:60] = b"\xff" * 50
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"p\.parquet must be a readable Parquet file") as error:
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.jsonl", None, "must exist"),
+        ("folder.jsonl", ..., "the prompt file must exist"),
+        ("none.csv", None, r"must end in \.jsonl or \.parquet"),
+        ("empty.jsonl", b"\n", "at least one prompt, got an empty file"),
+        ("bad.parquet", b"\n", "must be a readable Parquet file"),
+        ("page.parquet", damaged_page(), r"page\.parquet must be a readable Parquet file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_is_missing_empty_or_damaged_is_named(tmp_path, plain, name, content, words):
+    path = tmp_path / name
+    if content is ...:
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=words) as error:
         read_prompts(path, config(), plain)
+    assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_chat_recipe_without_a_chat_template_is_refused(tmp_path, plain):
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"data\.chat must be false"):
+    with pytest.raises(ValueError, match=r"data\.chat must be false .*without a chat template"):
         read_prompts(path, config(chat=True), plain)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config import ClusterConfig, Config
+from llamarl.config import Config
 from llamarl.config.rank_assignment import (
     assign,
     companions,
@@ -44,11 +44,6 @@ def test_no_two_ranks_share_a_gpu_and_no_replica_straddles_hosts(trainer, replic
         assert len(hosts) == max(1, ranks // 8)
 
 
-def test_hosts_too_few_are_named_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"num_hosts must be at least 3 \(.*num_ranks 16, 2 .* 1$"):
-        assign(with_sizes(GPUS, 16, 2, 4, 1))
-
-
 def test_on_two_cpu_hosts_trainer_and_generators_sit_apart_and_storage_on_both() -> None:
     config = with_sizes(CPUS, 2, 2, 1, 2)
     hosts = {name: [device.host for device in places] for name, places in assign(config).items()}
@@ -73,21 +68,6 @@ def test_rollouts_are_stored_at_the_trainers_site_alone() -> None:
     assert units_near(at_sites(1, 3, 1, "here", "there")) == {}, "all units are on one host"
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            at_sites(1, 1, 1, "here", "there", "moon"),
-            r"every site a generator replica, .* at moon ",
-        ),
-        (at_sites(3, 1, 1, "here", "there"), r"all ranks of trainer at one site, got here, there$"),
-    ],
-)
-def test_sites_that_cannot_work_are_named(config: Config, message: str) -> None:
-    with pytest.raises(ValueError, match="^cluster.sites must .*" + message):
-        assign(config)
-
-
 def with_pools(config: Config, *texts: str) -> Config:
     return replace(config, generator=replace(config.generator, num_replicas=1, pools=[*texts]))
 
@@ -110,18 +90,48 @@ def test_pools_sit_at_the_site_that_they_name() -> None:
     hosts = {name: places[0].host for name, places in assign(config).items()}
     assert [hosts[f"generator-{i}"] for i in range(4)] == [1, 1, 1, 0]
     assert place_generator(config, 7)[0].host == 0, "one more is of the last pool"
-    far = replace(config.cluster, num_gpus_per_host=2)
-    gpus = replace(config, cluster=far, trainer=replace(config.trainer, device="cuda"))
-    with pytest.raises(ValueError, match=r"2 hosts at here \(trainer.num_ranks 2, 1 .* got 1$"):
-        assign(gpus)
 
 
-def test_a_pool_that_does_not_fit_is_named_with_the_numbers() -> None:
-    config = with_pools(with_sizes(GPUS, 4, 1, 1, 1), "num_replicas=2", "num_ranks=4")
-    with pytest.raises(ValueError, match=r"at least 2 \(.* 2 generator .* of 1 and 1 .* of 4"):
-        assign(config)
+def with_gpus(config: Config, num_gpus_per_host: int) -> Config:
+    return replace(
+        config,
+        trainer=replace(config.trainer, device="cuda"),
+        cluster=replace(config.cluster, num_gpus_per_host=num_gpus_per_host),
+    )
 
 
-def test_each_host_needs_a_site() -> None:
-    with pytest.raises(ValueError, match=r"cluster\.sites must name the site of each of 2 hosts"):
-        ClusterConfig(num_hosts=2, sites=["a"])
+WRONG = {
+    "hosts": (
+        with_sizes(GPUS, 16, 2, 4, 1),
+        r"^cluster.num_hosts must be at least 3 \(.*num_ranks 16, 2 .* 1$",
+    ),
+    "pools": (
+        with_pools(with_sizes(GPUS, 4, 1, 1, 1), "num_replicas=2", "num_ranks=4"),
+        r"at least 2 \(.* 2 generator .* of 1 and 1 .* of 4",
+    ),
+    "hosts of a site": (
+        with_gpus(
+            with_pools(
+                at_sites(2, 1, 1, "here", "there"), "num_replicas=3 site=there", "site=here"
+            ),
+            2,
+        ),
+        r"2 hosts at here \(trainer.num_ranks 2, 1 .* got 1$",
+    ),
+    "a site without generator": (
+        at_sites(1, 1, 1, "here", "there", "moon"),
+        r"^cluster.sites must .*every site a generator replica, .* at moon ",
+    ),
+    "a trainer of two sites": (
+        at_sites(3, 1, 1, "here", "there"),
+        r"^cluster.sites must .*all ranks of trainer at one site, got here, there$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG.values(), ids=WRONG)
+def test_hosts_that_cannot_hold_all_ranks_are_named_with_the_numbers(
+    wrong: Config, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        assign(wrong)

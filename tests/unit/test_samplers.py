@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.config.run import ExperienceConfig, StalenessConfig
 from llamarl.dataflow.samplers import (
     SAMPLERS,
     RankAware,
@@ -18,7 +17,6 @@ from llamarl.dataflow.samplers import (
     ReadyItem,
     Sample,
     admission,
-    check_sampler,
     draw,
     group_complete,
     make_sampler,
@@ -26,7 +24,6 @@ from llamarl.dataflow.samplers import (
 )
 from llamarl.errors import TaskError
 from llamarl.task_file import load
-from tests.unit.planner_recipes import make_recipe
 
 
 def rollout(row_id: int, group_id: int, num_tokens: int = 9, group_size: int = 2) -> ReadyItem:
@@ -179,33 +176,3 @@ def test_a_sampler_may_take_fewer_or_none_unless_its_consumer_needs_them_all() -
     assert draw(none, rollouts(2), 3, at_least=3) == ([], [])
     with pytest.raises(TaskError, match="must take 3 items or none, got 1"):
         draw(one, rollouts(2), 3, at_least=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (
-            "admissions",
-            "experience.sampler must be one of admission, group_complete, token_balanced, "
-            r"rank_aware, task, got 'admissions' \(did you mean admission\?\)",
-        ),
-        ("rank_aware", r"experience.sampler must be one of admission, group_complete, task \(oth"),
-        ("token_balanced", "experience.sampler must be one of admission, .* always balanced.*"),
-    ],
-)
-def test_a_sampler_that_does_not_serve_the_trainer_is_refused_in_one_line(
-    name: str, line: str
-) -> None:
-    with pytest.raises(ValueError, match=line) as error:
-        check_sampler(make_recipe(experience=ExperienceConfig(sampler=name)))
-    assert "\n" not in str(error.value)
-
-
-def test_a_sampler_of_the_recipe_s_own_needs_the_mask() -> None:
-    experience = ExperienceConfig(sampler="task")
-    check_sampler(make_recipe(experience=experience, staleness=StalenessConfig(late="mask")))
-    line = (
-        r"^staleness.late must be mask with experience.sampler=task \(which may take .*got 'wait'"
-    )
-    with pytest.raises(ValueError, match=line):
-        make_recipe(experience=experience)

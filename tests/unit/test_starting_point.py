@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from llamarl.recipe.starting_point import starting_point
 from llamarl.run.wiring import make_evaluator
 from tests.unit.composing import compose_recipe
 
+Damage = Callable[[Path], object]
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
@@ -36,9 +38,9 @@ def resume(how: str = "auto") -> Config:
     return compose_recipe(RECIPE, [f"recipe_dir={RECIPE}", f"checkpoint.resume={how}"])
 
 
-def save(run_dir: Path, inputs: Inputs, version: int = 1, **values: Any) -> Path:
-    """A checkpoint whose state differs from a sound one in `values` (None: is not there)."""
+def save(run_dir: Path, inputs: Inputs, version: int = 1) -> Path:
     state = {
+        "version": version,
         "position": 4,
         "pending": [[0, 3], [0, 1]],
         "backlog": [[0, 2]],
@@ -46,14 +48,23 @@ def save(run_dir: Path, inputs: Inputs, version: int = 1, **values: Any) -> Path
         "next_row_id": 40,
         "identity": identity(resume(), inputs),
     }
-    state |= {"version": version}
-    folder = asyncio.run(checkpoint.save(run_dir, Saver(), state, keep=0))
-    if values:
+    return asyncio.run(checkpoint.save(run_dir, Saver(), state, keep=0))
+
+
+def state(**values: Any) -> Damage:
+    """A state that differs from a sound one in `values` (None: is not there)."""
+
+    def damage(folder: Path) -> None:
         path = folder / checkpoint.STATE_FILE
         written = json.loads(path.read_text()) | values
         path.write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
         manifest.write(folder)
-    return folder
+
+    return damage
+
+
+def piece(content: bytes) -> Damage:
+    return lambda folder: (folder / "__0_0.distcp").write_bytes(content)
 
 
 def test_a_sound_state_comes_back_with_its_folder(tmp_path: Path, inputs: Inputs) -> None:
@@ -64,37 +75,39 @@ def test_a_sound_state_comes_back_with_its_folder(tmp_path: Path, inputs: Inputs
     assert starting_point(resume("off"), inputs, str(tmp_path)) == ({}, None)
 
 
-STATES: dict[str, tuple[dict[str, Any], str]] = {
-    "negative": ({"next_row_id": -7}, "next_row_id .* must be a whole number from 0 .*got -7"),
-    "huge": ({"position": 10**30}, "position in .* must be a whole number"),
-    "true": ({"next_group_id": True}, "next_group_id in .* must be a whole number"),
-    "text": ({"position": "4"}, "position in .* must be a whole number"),
-    "missing": ({"pending": None}, "pending in .* must list pairs"),
-    "no pairs": ({"backlog": [3]}, "backlog in .* must list pairs"),
-    "long pairs": ({"backlog": [[0, 1, 2]]}, "backlog in .* must list pairs"),
-    "twice": ({"backlog": [[0, 3]]}, "open prompts in .* must differ, got '1 that are"),
-    "unknown": ({"backlog": [[0, 10**9]]}, "must be among data.prompts, got line 1000000000"),
-    "too far": ({"position": 6}, "position in .* must fit the open prompts"),
-    "too near": ({"position": 2}, "position in .* must fit the open prompts"),
-    "evaluated later": ({"evaluated": 2}, "evaluated in .* must be a version, got 2"),
-    "evaluated never": ({"evaluated": []}, "evaluated in .* must be a version"),
-    "solved": ({"solved": True}, "solved in .* must be text"),
-    "no identity": ({"identity": None}, "identity in .* must be an object"),
-    "empty identity": ({"identity": {}}, "must say what seed was"),
+WRONG: dict[str, tuple[Damage, str]] = {
+    "negative": (state(next_row_id=-7), "next_row_id .* must be a whole number from 0 .*got -7"),
+    "huge": (state(position=10**30), "position in .* must be a whole number"),
+    "true": (state(next_group_id=True), "next_group_id in .* must be a whole number"),
+    "text": (state(position="4"), "position in .* must be a whole number"),
+    "missing": (state(pending=None), "pending in .* must list pairs"),
+    "no pairs": (state(backlog=[3]), "backlog in .* must list pairs"),
+    "long pairs": (state(backlog=[[0, 1, 2]]), "backlog in .* must list pairs"),
+    "twice": (state(backlog=[[0, 3]]), "open prompts in .* must differ, got '1 that are"),
+    "unknown": (state(backlog=[[0, 10**9]]), "must be among data.prompts, got line 1000000000"),
+    "too far": (state(position=6), "position in .* must fit the open prompts"),
+    "too near": (state(position=2), "position in .* must fit the open prompts"),
+    "evaluated later": (state(evaluated=2), "evaluated in .* must be a version, got 2"),
+    "evaluated never": (state(evaluated=[]), "evaluated in .* must be a version"),
+    "solved": (state(solved=True), "solved in .* must be text"),
+    "no identity": (state(identity=None), "identity in .* must be an object"),
+    "empty identity": (state(identity={}), "must say what seed was"),
     "positions": (
-        {"positions": {"metrics.jsonl": 7}},
+        state(positions={"metrics.jsonl": 7}),
         "positions in .* must list parts, got .*metrics.jsonl",
     ),
+    "a piece cut": (piece(b""), r"__0_0\.distcp must be 100 bytes long, got 0"),
+    "a piece changed": (piece(b"y" * 100), r"__0_0\.distcp must hold the bytes that"),
 }
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_that_no_run_saves_is_refused_in_one_line(
-    name: str, tmp_path: Path, inputs: Inputs
+@pytest.mark.parametrize(("damage", "words"), WRONG.values(), ids=WRONG)
+def test_what_no_run_saves_is_refused_in_one_line_each_time(
+    damage: Damage, words: str, tmp_path: Path, inputs: Inputs
 ) -> None:
-    values, words = STATES[name]
-    folder = save(tmp_path, inputs, **values)
-    for how in ("auto", str(folder)):
+    folder = save(tmp_path, inputs)
+    damage(folder)
+    for how in ("auto", "auto", str(folder)):
         with pytest.raises(ValueError, match=words) as caught:
             starting_point(resume(how), inputs, str(tmp_path))
         assert "\n" not in str(caught.value)
@@ -115,16 +128,6 @@ def test_the_newest_sound_checkpoint_is_used_and_newer_ones_are_set_aside(
     assert "controller.json must be a file" in caplog.text
     names = {path.name for path in root.iterdir()}
     assert names == {"damaged-step-00000003", "damaged-step-00000002", "step-00000001"}
-
-
-def test_without_a_sound_checkpoint_a_resumed_run_does_not_start_over(
-    tmp_path: Path, inputs: Inputs
-) -> None:
-    folder = save(tmp_path, inputs)
-    (folder / "__0_0.distcp").write_bytes(b"")
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"__0_0\.distcp must be 100 bytes long, got 0"):
-            starting_point(resume(), inputs, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["summary.json", "spans/trainer-0.jsonl", "archive/a.jsonl"])

@@ -1,6 +1,7 @@
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -63,42 +64,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path):
     with_far_eos = load_tokenizer(write_tokenizer(tmp_path / "b", generation_eos=300))
     with pytest.raises(ValueError, match="got token id 300"):
         check_tokenizer(with_far_eos, 259)
-
-
-def test_a_chat_template_that_refuses_messages_is_named(tmp_path):
-    with_template = load_tokenizer(write_tokenizer(tmp_path, chat=True))
-    with pytest.raises(ValueError, match=r"must suit the chat template .* no tools here"):
-        with_template.render_chat([{"role": "tool", "content": "x"}])
-
-
-def test_missing_and_damaged_tokenizer_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match="folder must exist"):
-        load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"must hold tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="end-of-sequence token"):
-        load_tokenizer(write_tokenizer(tmp_path / "a", eos=False))
-    write_tokenizer(tmp_path, generation_eos=["two"])
-    with pytest.raises(ValueError, match=r"generation_config\.json must be a token id"):
-        load_tokenizer(tmp_path)
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        good = (tmp_path / name).read_text()
-        (tmp_path / name).write_text(good[: len(good) // 2])
-        with pytest.raises(ValueError, match=rf"{name} must be JSON"):
-            load_tokenizer(tmp_path)
-        (tmp_path / name).write_text("[]")
-        with pytest.raises(ValueError, match=rf"{name} must hold a JSON object, got list"):
-            load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(ValueError, match="must hold a model with a 'vocab'"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_setting_of_a_wrong_type_is_refused_when_the_tokenizer_is_loaded(tmp_path):
-    path = write_tokenizer(tmp_path) / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": []}))
-    with pytest.raises(ValueError, match="must be a tokenizer that transformers loads"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_stop_string_that_is_a_special_token_is_an_id_and_one_with_more_is_refused(tmp_path):
@@ -167,40 +132,75 @@ def test_a_prompt_of_millions_of_characters_is_refused_before_it_becomes_tokens(
         read_prompts(path, DataConfig(prompts="p"), tokenizer)
 
 
-def replacing(pattern: dict[str, str], content: str) -> dict[str, object]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
+def write(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def edit(name, **changes):
+    def damage(folder):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | changes))
+
+    return damage
+
+
+def rules(kind, *some):
+    return edit("tokenizer.json", **{kind: {"type": "Sequence", f"{kind}s": some}})
+
+
+def replacing(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+LONG = (
+    r"/tokenizer\.json must have a normalizer that makes a text at most 10000 times as long, got "
+)
+NESTED = {"type": "Sequence", "normalizers": [replacing("ab", "ab" * 200)] * 2}
+WRONG_FOLDERS = {
+    "none": (shutil.rmtree, "folder must exist"),
+    "empty": (lambda f: [path.unlink() for path in f.iterdir()], r"must hold tokenizer\.json"),
+    "no end": (lambda f: write_tokenizer(f, eos=False), "end-of-sequence token"),
+    "end as text": (
+        write("generation_config.json", '{"eos_token_id": ["two"]}'),
+        r"generation_config\.json must be a token id",
+    ),
+    **{
+        f"{name}: {content}": (write(name, content), f"{name} must {words}")
+        for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
+        for content, words in {"{": "be JSON", "[]": "hold a JSON object, got list"}.items()
+    },
+    "no model": (write("tokenizer.json", '{"version": "1.0"}'), "must hold a model with a 'vocab'"),
+    "no kind": (write("tokenizer.json", '{"model": {"vocab": {}}}'), "that transformers loads"),
+    "setting of a wrong type": (
+        edit("tokenizer_config.json", model_max_length=[]),
+        "must be a tokenizer that transformers loads",
+    ),
+    # The memory for a text that rules make as long ends the process with a hundred lines.
+    "rules": (rules("normalizer", *[replacing("a", "a" * 10)] * 9), LONG + r"1e\+09 times"),
+    "rules in a rule": (rules("normalizer", NESTED), LONG + r"4e\+04 times"),
+    "rules that add": (
+        rules("normalizer", *[replacing("(?=a)", "a", "Regex")] * 30),
+        LONG + r"1.07e\+09 times",
+    ),
+    "nothing": (rules("normalizer", replacing("", "a" * 20_000)), LONG + r"2e\+04 times"),
+    "decoding": (rules("decoder", *[replacing("a", "a" * 100)] * 3), r" a decoder .* 1e\+06 times"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), WRONG_FOLDERS.values(), ids=WRONG_FOLDERS)
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path, damage, words):
+    damage(write_tokenizer(tmp_path / "folder"))
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(tmp_path / "folder")
 
 
 @pytest.mark.parametrize(
-    ("rules", "times"),
+    "usual",
     [
-        ([replacing({"String": "a"}, "a" * 10)] * 9, "1e+09"),
-        ([{"type": "Sequence", "normalizers": [replacing({"String": "ab"}, "ab" * 200)] * 2}], 4e4),
-        ([replacing({"Regex": "(?=a)"}, "a")] * 30, "1.07e+09"),
-        ([replacing({"String": ""}, "a" * 20_000)], 2e4),
-        ([replacing({"String": " "}, "\u2581"), replacing({"Regex": " {2,}"}, " ")], None),
-        ([replacing({"String": "``"}, '"'), {"type": "NFKC"}, {"type": "Lowercase"}], None),
+        [replacing(" ", "\u2581"), replacing(" {2,}", " ", "Regex")],
+        [replacing("``", '"'), {"type": "NFKC"}, {"type": "Lowercase"}],
     ],
 )
-def test_a_tokenizer_whose_rules_make_a_text_many_times_as_long_is_refused(tmp_path, rules, times):
-    """It would end the process with a hundred lines when memory runs out."""
-    path = write_tokenizer(tmp_path) / "tokenizer.json"
-    values = json.loads(path.read_text()) | {
-        "normalizer": {"type": "Sequence", "normalizers": rules}
-    }
-    path.write_text(json.dumps(values))
-    if times is None:
-        assert load_tokenizer(tmp_path).encode("7", special=False)
-        return
-    must = "have a normalizer that makes a text at most 10000 times as long, got"
-    with pytest.raises(ValueError, match=re.escape(f"{path} must {must} {float(times):.3g} times")):
-        load_tokenizer(tmp_path)
-
-
-def test_the_rules_for_decoding_count_too(tmp_path):
-    path = write_tokenizer(tmp_path) / "tokenizer.json"
-    values = json.loads(path.read_text())
-    decoders = [replacing({"String": "a"}, "a" * 100)] * 3 + [values["decoder"]]
-    path.write_text(json.dumps(values | {"decoder": {"type": "Sequence", "decoders": decoders}}))
-    with pytest.raises(ValueError, match=r"have a decoder .*, got 1e\+06 times"):
-        load_tokenizer(tmp_path)
+def test_the_rules_of_usual_tokenizers_are_taken(tmp_path, usual):
+    rules("normalizer", *usual)(write_tokenizer(tmp_path))
+    assert load_tokenizer(tmp_path).encode("7", special=False)
