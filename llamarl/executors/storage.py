@@ -92,15 +92,14 @@ class StorageExecutor:
         await self._spill.relieve()
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """Copies of the named columns, in order. KeyError if a cell was never written.
+        """Read-only copies of the named columns, in order. KeyError if a cell was never written.
 
         Of as many of the first rows as have MESSAGE_BYTES together, and at least of one.
         """
         with self._spans.span("read_rows", rows=len(row_ids)):
             cells = self._table.locate(row_ids, names).up_to(MESSAGE_BYTES)
             found, memory = self._slabs.copy(cells)
-            columns = found.views([memory])
-            return PackedColumns({name: columns[name] for name in names})
+            return PackedColumns(found.views([memory]))
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
         """Those of these rows that a generator has written, as it reports them when they stop."""

@@ -32,11 +32,12 @@ def encode(columns: Columns) -> Message:
 
 
 def decode(message: Message) -> Columns:
-    """Undo `encode`. The cells are views into one array per column."""
-    return {
-        name: np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
-        for name, (values, lengths) in message.items()
-    }
+    """Undo `encode`. The cells are read-only views into one array per column."""
+    columns: Columns = {}
+    for name, (values, lengths) in message.items():
+        values.flags.writeable = False
+        columns[name] = np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    return columns
 
 
 def decode_compressed(message: Compressed) -> Columns:

@@ -30,8 +30,8 @@ PATIENCE_S = 2.0  # without an answer, until a call asks whether the unit is los
 class Unit:
     """protocols.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
 
-    `is_far`: a slow link leads to the unit, so what is written is compressed. What is read through
-    the socket is read-only, and on other hosts perhaps only the first rows.
+    `is_far`: a slow link leads to the unit, so what is written is compressed. What is read is
+    read-only, and perhaps only the first rows.
     """
 
     def __init__(self, name: str, calls: Storage, path: str, *, is_far: bool = False) -> None:

@@ -247,7 +247,8 @@ def test_stored_arrays_share_no_memory_with_the_senders() -> None:
     async def scenario() -> None:
         await storage.write([1], sent)
         sent[RESPONSE_IDS][0][:] = -1
-        (await storage.read([1], [RESPONSE_IDS]))[RESPONSE_IDS][0][:] = -2
+        with pytest.raises(ValueError, match="read-only"):
+            (await storage.read([1], [RESPONSE_IDS]))[RESPONSE_IDS][0][:] = -2
         kept = (await storage.read([1], [RESPONSE_IDS]))[RESPONSE_IDS][0]
         assert kept.tolist() == [100, 101, 102, 103]
 
