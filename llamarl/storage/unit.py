@@ -16,6 +16,7 @@ import numpy as np
 
 from llamarl.errors import ExecutorLost
 from llamarl.protocols import Storage
+from llamarl.storage.cells import dtypes_of
 from llamarl.storage.channel import Packet
 from llamarl.storage.connection import Connection
 from llamarl.storage.packed_columns import CompressedColumns, PackedColumns
@@ -51,6 +52,7 @@ class Unit:
             connection, packet = await self._ask(write_message(row_ids, columns, writer))
             connection.keep(packet)
         else:
+            dtypes_of(columns)  # before anything is sent
             for rows in _pieces(columns, len(row_ids)):
                 some = {name: cells[rows] for name, cells in columns.items()}
                 if self._is_far:
