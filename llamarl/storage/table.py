@@ -120,8 +120,8 @@ class Table:
 
     def erase(self, row_ids: Iterable[int], names: Iterable[str]) -> None:
         """Free these cells, as far as they are written."""
-        slots = [self._slots[row_id] for row_id in row_ids if row_id in self._slots]
-        columns = self._places([name for name in names if name in self._index])
+        slots = [self._slots[row_id] for row_id in dict.fromkeys(row_ids) if row_id in self._slots]
+        columns = self._places([name for name in dict.fromkeys(names) if name in self._index])
         self._forget(columns, np.array(slots, np.int64))
 
     def is_complete(self, slab: Slab) -> bool:
