@@ -68,8 +68,9 @@ def assert_same(found: Columns, wanted: Columns) -> None:
     assert found.keys() == wanted.keys()
     for name, cells in wanted.items():
         for cell, other in zip(found[name], cells, strict=True):
-            assert cell.dtype == other.dtype
-            np.testing.assert_array_equal(cell, other)
+            assert (cell.dtype, cell.shape) == (other.dtype, other.shape)
+            if cell.tobytes() != other.tobytes():  # which says the same much faster
+                np.testing.assert_array_equal(cell, other)
 
 
 def new_unit(folder: Path, number: int = 0, **spec: Any) -> StorageExecutor:
