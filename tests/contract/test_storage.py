@@ -100,6 +100,7 @@ def test_rows_come_back_in_the_order_asked_for_whatever_the_units_and_the_writes
         found = await store.read(asked, [REWARD])
         assert [cell.item() for cell in found[REWARD]] == asked
         assert await store.read([], [REWARD]) == {REWARD: []}
+        assert await store._units[0].read([], NAMES) == {name: [] for name in NAMES}
         assert await store.read(asked, []) == {}
         await store.retire(asked[:-1], TRAINED)
         assert (await store.usage())["num_rows"] == 1
