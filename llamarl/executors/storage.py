@@ -13,10 +13,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable
-from operator import attrgetter
 from pathlib import Path
 
-from llamarl.dataflow.columns import COLUMNS
 from llamarl.executors.archive import Archive, Row
 from llamarl.executors.specs import StorageSpec
 from llamarl.metrics.span import Spans
@@ -80,27 +78,19 @@ class StorageExecutor:
         ValueError if an array is not 1-D of its column's dtype.
         """
         with self._spans.span("write_rows", rows=len(row_ids)):
-            for name, cells in columns.items():
-                if not set(map(attrgetter("ndim"), cells)) <= {1}:
-                    wrong = next(cell for cell in cells if cell.ndim != 1)
-                    dtype = COLUMNS[name].dtype if name in COLUMNS else ""
-                    raise ValueError(
-                        f"column {name} must be 1-D {dtype}, got {wrong.dtype} {wrong.shape}"
-                    )
             header, body = write_message(row_ids, columns, writer)
             self._write(Written(header, memoryview(b"".join(body))))
         await self._spill.relieve()
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """Copies of the named columns, in order. KeyError if a cell was never written.
+        """Read-only copies of the named columns, in order. KeyError if a cell was never written.
 
         Of as many of the first rows as have MESSAGE_BYTES together, and at least of one.
         """
         with self._spans.span("read_rows", rows=len(row_ids)):
             cells = self._table.locate(row_ids, names).up_to(MESSAGE_BYTES)
             found, memory = self._slabs.copy(cells)
-            columns = found.views([memory])
-            return PackedColumns({name: columns[name] for name in names})
+            return PackedColumns(found.views([memory]))
 
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
         """Those of these rows that a generator has written, as it reports them when they stop."""

@@ -60,9 +60,8 @@ class Cells:
         return columns
 
 
-def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.ndarray]]:
-    """(dtype by column, lengths int64 [columns, rows], buffers with all cells one after another).
-    ValueError unless the cells of a column are 1-D arrays of one numeric dtype."""
+def dtypes_of(columns: Columns) -> dict[str, np.dtype]:
+    """By column. ValueError unless its cells are 1-D arrays of one numeric dtype."""
     dtypes: dict[str, np.dtype] = {}
     for name, cells in columns.items():
         kinds = set(map(attrgetter("dtype"), cells))
@@ -73,7 +72,13 @@ def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.nda
         if dtype.kind not in NUMERIC or dtype.itemsize > ALIGNMENT or not dtype.isnative:
             raise ValueError(f"column {name} must hold numbers of at most 8 bytes, got {dtype}")
         dtypes[name] = dtype
-    dtypes = dict(sorted(dtypes.items(), key=lambda item: -item[1].itemsize))
+    return dtypes
+
+
+def pack(columns: Columns) -> tuple[dict[str, np.dtype], np.ndarray, list[np.ndarray]]:
+    """(dtype by column, lengths int64 [columns, rows], buffers with all cells one after another).
+    ValueError as of `dtypes_of`."""
+    dtypes = dict(sorted(dtypes_of(columns).items(), key=lambda item: -item[1].itemsize))
     ordered = [cell for name in dtypes for cell in columns[name]]
     lengths = np.fromiter(map(len, ordered), np.int64, len(ordered))
     lengths = lengths.reshape(len(dtypes), -1)

@@ -20,23 +20,21 @@ Compressed = dict[str, tuple[tuple[str, bytes], tuple[str, bytes]]]
 
 
 def encode(columns: Columns) -> Message:
-    """Join the rows of each column. ValueError if a cell is not 1-D or a column mixes dtypes."""
+    """Join the rows of each column, whose cells are 1-D arrays of one dtype."""
     message: Message = {}
     for name, cells in columns.items():
-        kinds = {(cell.ndim, cell.dtype.str) for cell in cells}
-        if len(kinds) > 1 or any(ndim != 1 for ndim, _ in kinds):
-            raise ValueError(f"column {name} must hold 1-D arrays of one dtype, got {kinds}")
         values = np.concatenate(cells) if cells else np.empty(0)
         message[name] = values, np.array([len(cell) for cell in cells], dtype=np.int32)
     return message
 
 
 def decode(message: Message) -> Columns:
-    """Undo `encode`. The cells are views into one array per column."""
-    return {
-        name: np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
-        for name, (values, lengths) in message.items()
-    }
+    """Undo `encode`. The cells are read-only views into one array per column."""
+    columns: Columns = {}
+    for name, (values, lengths) in message.items():
+        values.flags.writeable = False
+        columns[name] = np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
+    return columns
 
 
 def decode_compressed(message: Compressed) -> Columns:

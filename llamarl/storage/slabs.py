@@ -162,8 +162,8 @@ class Slabs:
         self.by_number.clear()
 
     def copy(self, cells: Cells, start: int = 0) -> tuple[Cells, memoryview]:
-        """The cells joined, and where they are if that begins at byte `start`. The order of columns
-        is another. `cells.which` has slab numbers."""
+        """The cells joined, which begins at byte `start`, and the memory that has them then;
+        read-only. `cells.which` has slab numbers."""
         order = np.argsort(-widths(cells.dtypes), kind="stable")
         names = list(cells.dtypes)
         dtypes = {names[place]: cells.dtypes[names[place]] for place in order}
@@ -171,7 +171,8 @@ class Slabs:
         memory = memoryview(bytearray(int(found.sizes.sum())))
         which, starts = cells.which[order], cells.starts[order]
         self.copy_bytes(which.ravel(), starts.ravel(), found.sizes.ravel(), memory)
-        return found, memory
+        starts = found.starts[np.argsort(order)]
+        return Cells(cells.dtypes, found.which, starts, cells.lengths), memory.toreadonly()
 
     def copy_bytes(
         self, which: np.ndarray, starts: np.ndarray, sizes: np.ndarray, into: memoryview

@@ -51,8 +51,8 @@ class Store:
         )
 
     async def read(self, row_ids: list[int], names: list[str]) -> Columns:
-        """The named columns of these rows, in order. The arrays may be read-only. KeyError if one
-        was never written."""
+        """The named columns of these rows, in order, as read-only arrays. KeyError if one was
+        never written."""
         shares = self._places(row_ids)
         parts = await asyncio.gather(
             *(
@@ -72,26 +72,20 @@ class Store:
     async def find(self, row_ids: list[int]) -> list[RolloutInfo]:
         """Those of these rows that a generator has written, as it reports them when they stop."""
         shares = self._places(row_ids).items()
-        calls = (self._units[unit].find(_choose(row_ids, places)) for unit, places in shares)
+        calls = (self._units[unit].find(_choose(row_ids, some)) for unit, some in shares)
         return [row for rows in await asyncio.gather(*calls) for row in rows]
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
         """Archive these rows with their outcome and free them."""
-        await asyncio.gather(
-            *(
-                self._units[unit].retire(_choose(row_ids, places), outcome)
-                for unit, places in self._places(row_ids).items()
-            )
-        )
+        shares = self._places(row_ids).items()
+        calls = (self._units[unit].retire(_choose(row_ids, some), outcome) for unit, some in shares)
+        await asyncio.gather(*calls)
 
     async def erase(self, row_ids: list[int], names: list[str]) -> None:
         """Free these cells."""
-        await asyncio.gather(
-            *(
-                self._units[unit].erase(_choose(row_ids, places), names)
-                for unit, places in self._places(row_ids).items()
-            )
-        )
+        shares = self._places(row_ids).items()
+        calls = (self._units[unit].erase(_choose(row_ids, some), names) for unit, some in shares)
+        await asyncio.gather(*calls)
 
     async def fence(self, writer: str) -> None:
         """Let every unit take nothing more from this writer."""

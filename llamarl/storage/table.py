@@ -46,13 +46,12 @@ class Table:
         if len(set(row_ids)) != len(row_ids):
             raise ValueError(f"row ids of one write must differ, got {row_ids}")
         for name, dtype in dtypes.items():
-            if dtype != self._dtypes.setdefault(name, dtype):
+            if dtype != self._dtypes.get(name, dtype):
                 raise ValueError(f"column {name} must be 1-D {self._dtypes[name]}, got {dtype}")
         known = [row_id for row_id in row_ids if row_id in self._slots]
         slots = np.array([self._slots[row_id] for row_id in known], np.int64)
-        columns = self._places(dtypes)
-        names = sorted(dtypes, key=self._index.__getitem__)
-        written = self._which[np.sort(columns, axis=0), slots] != NOWHERE
+        names = sorted(self._index.keys() & dtypes.keys(), key=self._index.__getitem__)
+        written = self._which[self._places(names), slots] != NOWHERE
         written[[name == TRAINER_LOGPROBS for name in names]] = False
         for column, row in np.argwhere((written & ~self._is_partial[slots]).T)[:1, ::-1]:
             name = names[column]
@@ -61,6 +60,7 @@ class Table:
     def add(self, row_ids: list[int], slab: Slab, cells: Cells, codes: np.ndarray | None) -> None:
         """Make checked rows visible. `codes` are finish codes [rows]; None if SAMPLING is not among
         the columns."""
+        self._dtypes |= cells.dtypes
         slots, columns, sizes = self._take_slots(row_ids), self._places(cells.dtypes), cells.sizes
         # Counted before the cells that they replace are released, which may lie in the same slab:
         # it would be joined again, or given back, without them.
@@ -120,8 +120,8 @@ class Table:
 
     def erase(self, row_ids: Iterable[int], names: Iterable[str]) -> None:
         """Free these cells, as far as they are written."""
-        slots = [self._slots[row_id] for row_id in row_ids if row_id in self._slots]
-        columns = self._places([name for name in names if name in self._index])
+        slots = [self._slots[row_id] for row_id in dict.fromkeys(row_ids) if row_id in self._slots]
+        columns = self._places([name for name in dict.fromkeys(names) if name in self._index])
         self._forget(columns, np.array(slots, np.int64))
 
     def is_complete(self, slab: Slab) -> bool:

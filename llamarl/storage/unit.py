@@ -16,6 +16,7 @@ import numpy as np
 
 from llamarl.errors import ExecutorLost
 from llamarl.protocols import Storage
+from llamarl.storage.cells import dtypes_of
 from llamarl.storage.channel import Packet
 from llamarl.storage.connection import Connection
 from llamarl.storage.packed_columns import CompressedColumns, PackedColumns
@@ -30,8 +31,8 @@ PATIENCE_S = 2.0  # without an answer, until a call asks whether the unit is los
 class Unit:
     """protocols.Storage of one unit: its `calls`, and the `path` of its socket. Picklable.
 
-    `is_far`: a slow link leads to the unit, so what is written is compressed. What is read through
-    the socket is read-only, and on other hosts perhaps only the first rows.
+    `is_far`: a slow link leads to the unit, so what is written is compressed. What is read is
+    read-only, and perhaps only the first rows.
     """
 
     def __init__(self, name: str, calls: Storage, path: str, *, is_far: bool = False) -> None:
@@ -51,6 +52,7 @@ class Unit:
             connection, packet = await self._ask(write_message(row_ids, columns, writer))
             connection.keep(packet)
         else:
+            dtypes_of(columns)  # before anything is sent
             for rows in _pieces(columns, len(row_ids)):
                 some = {name: cells[rows] for name, cells in columns.items()}
                 if self._is_far:

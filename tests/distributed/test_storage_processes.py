@@ -20,7 +20,6 @@ from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.storage.store import Store
 from llamarl.storage.unit import Unit
-from llamarl.types import RESPONSE_IDS
 from tests.unit.stored_rows import NAMES, assert_same, rows
 
 
@@ -35,13 +34,13 @@ class Client:
         return os.getpid()
 
     async def check(self, row_ids: list[int], num_tokens: int) -> bool:
-        """The rows are whole; False if none is there."""
+        """The rows are whole; False if none is there, or the socket did not lead to them."""
         try:
             found = await self.storage.read(row_ids, NAMES)
         except KeyError:
             return False
         assert_same(found, rows(row_ids, num_tokens))
-        return not found[RESPONSE_IDS][0].flags.writeable  # read in place, not through a call
+        return not any(unit._is_elsewhere for unit in self.storage._units)
 
     async def die_in_write(self, row_ids: list[int], num_tokens: int, num_pieces: int) -> None:
         """Be killed when so many pieces of the write were handed to the kernel."""

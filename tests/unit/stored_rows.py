@@ -1,17 +1,22 @@
-"""Rollouts to store, and a storage unit with clients at its socket."""
+"""Rollouts to store, and storage units with a client that reaches them in one of several ways."""
 
 from __future__ import annotations
 
 import gc
 import os
+import pickle
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from llamarl.cluster.call_result import attempt
+from llamarl.cluster.executor import Call, Calls
+from llamarl.cluster.inline import InlineExecutor
 from llamarl.executors.specs import StorageSpec
 from llamarl.executors.storage import StorageExecutor
 from llamarl.metrics.span import Spans
@@ -31,8 +36,9 @@ from llamarl.types import (
 NAMES = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
 
 
-class Nothing:
-    """Calls that must not be used."""
+WAYS = ("inline", "near", "far", "slow link")
+"""To a unit: a call in the same process, its socket, a call from another host, and such a call with
+what is written compressed."""
 
 
 def rows(
@@ -53,30 +59,76 @@ def rows(
     }
 
 
+def numbers(name: str, *values: float) -> Columns:
+    """A column with one number for each row."""
+    return {name: [np.array([float(value)]) for value in values]}
+
+
 def assert_same(found: Columns, wanted: Columns) -> None:
     assert found.keys() == wanted.keys()
     for name, cells in wanted.items():
         for cell, other in zip(found[name], cells, strict=True):
-            assert cell.dtype == other.dtype
-            np.testing.assert_array_equal(cell, other)
+            assert (cell.dtype, cell.shape) == (other.dtype, other.shape)
+            if cell.tobytes() != other.tobytes():  # which says the same much faster
+                np.testing.assert_array_equal(cell, other)
 
 
-def new_unit(folder: Path, **spec: Any) -> StorageExecutor:
-    full = StorageSpec(
-        unit=0, archive_folder=None, archive_tokens=False, socket=str(folder / "s" / "0"), **spec
-    )
-    return StorageExecutor(full, rank=0, num_ranks=1, spans=Spans("storage-0", None))
+def new_unit(folder: Path, number: int = 0, **spec: Any) -> StorageExecutor:
+    spec = {"archive_folder": None, "archive_tokens": False} | spec
+    full = StorageSpec(unit=number, socket=str(folder / "s" / str(number)), **spec)
+    return StorageExecutor(full, rank=0, num_ranks=1, spans=Spans(f"storage-{number}", None))
+
+
+def calls_elsewhere(unit: StorageExecutor, sizes: list[int] | None = None) -> Any:
+    """A unit in another process: calls, results and errors travel as bytes. Adds the size of each
+    call's larger message to `sizes`."""
+
+    async def run(call: Call) -> list[Any]:
+        message = pickle.dumps(call)
+        result = await attempt(unit, unit._spans.process, 0, pickle.loads(message))
+        answer = pickle.dumps(result)
+        if sizes is not None:
+            sizes.append(max(len(message), len(answer)))
+        return [pickle.loads(answer).result()]
+
+    return Calls(run, is_first=True)
+
+
+def client(way: str, unit: StorageExecutor) -> Any:
+    """What reaches the unit in this way only."""
+    name = unit._spans.process
+    if way == "inline":
+        return InlineExecutor(name, [unit], [unit._spans]).call_one
+    if way == "near":  # these go by calls all the same
+        calls = {each: getattr(unit, each) for each in ("find", "erase", "fence", "usage")}
+        return Unit(name, SimpleNamespace(**calls), unit._spec.socket)
+    return Unit(name, calls_elsewhere(unit), "/nowhere/0", is_far=way == "slow link")
+
+
+@asynccontextmanager
+async def opened(
+    way: str, folder: Path, num_units: int = 1, **spec: Any
+) -> AsyncIterator[tuple[list[StorageExecutor], Store]]:
+    """Units, and a client that reaches them in this way."""
+    units = [new_unit(folder, number, **spec) for number in range(num_units)]
+    clients = [client(way, unit) for unit in units]
+    for unit in units:
+        await unit.start()
+    try:
+        yield units, Store(clients)
+    finally:
+        for each in clients:
+            if isinstance(each, Unit):
+                each.close()
+        for unit in units:
+            await unit.close()
 
 
 @asynccontextmanager
 async def serving(folder: Path, **spec: Any) -> AsyncIterator[tuple[StorageExecutor, Store]]:
-    """A unit, and a client that reaches it only through its socket."""
-    unit = new_unit(folder, **spec)
-    await unit.start()
-    try:
-        yield unit, Store([Unit("storage-0", Nothing(), str(folder / "s" / "0"))])
-    finally:
-        await unit.close()
+    """A unit, and a client that reaches it through its socket."""
+    async with opened("near", folder, **spec) as ((unit,), store):
+        yield unit, store
 
 
 def held_bytes() -> int:

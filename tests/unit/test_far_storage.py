@@ -8,47 +8,27 @@ from pathlib import Path
 
 import numpy as np
 
+from llamarl.storage.packed_columns import PackedColumns
 from llamarl.storage.store import Store
 from llamarl.storage.unit import MESSAGE_BYTES, Unit
 from llamarl.types import GENERATOR_LOGPROBS, RESPONSE_IDS, TOKEN_VERSIONS
-from tests.unit.stored_rows import NAMES, assert_same, new_unit, rows
-
-
-class Calls:
-    """A unit as another host sees it; remembers what messages weigh."""
-
-    def __init__(self, folder: Path) -> None:
-        self.unit = new_unit(folder)
-        self.sizes: list[int] = []
-
-    async def write(self, row_ids, columns, writer=""):
-        message = pickle.dumps((row_ids, columns, writer))
-        self.sizes.append(len(message))
-        await self.unit.write(*pickle.loads(message))
-
-    async def read(self, row_ids, names):
-        message = pickle.dumps(await self.unit.read(row_ids, names))
-        self.sizes.append(len(message))
-        return pickle.loads(message)
+from tests.unit.stored_rows import NAMES, assert_same, calls_elsewhere, new_unit, rows
 
 
 def test_clients_elsewhere_call_in_messages_of_a_limited_size(tmp_path: Path) -> None:
     async def scenario() -> None:
-        calls = Calls(tmp_path)
+        sizes: list[int] = []
+        calls = calls_elsewhere(new_unit(tmp_path), sizes)
         store = Store([Unit("storage-0", calls, str(tmp_path / "nowhere" / "0"))])
         row_ids = list(range(50))
         await store.write(row_ids, rows(row_ids, 100_000))
         assert_same(await store.read(row_ids, NAMES), rows(row_ids, 100_000))
-        assert len(calls.sizes) == 18  # six rows in each
-        assert max(calls.sizes) < 1.01 * MESSAGE_BYTES
+        assert len(sizes) == 18  # six rows in each
+        assert max(sizes) < 1.01 * MESSAGE_BYTES
         await store.write([99], rows([99], MESSAGE_BYTES // 8))  # a row is never split
-        assert_same(
-            await store.read([99, 1], NAMES),
-            {
-                name: [*rows([99], MESSAGE_BYTES // 8)[name], *rows([1], 100_000)[name]]
-                for name in NAMES
-            },
-        )
+        found, large = await store.read([99, 1], NAMES), rows([99], MESSAGE_BYTES // 8)
+        small = rows([1], 100_000)
+        assert_same(found, {name: [*large[name], *small[name]] for name in NAMES})
 
     asyncio.run(scenario())
 
@@ -61,14 +41,22 @@ def test_clients_behind_a_slow_link_write_what_they_write_in_half_the_bytes(tmp_
     sent[TOKEN_VERSIONS] = [np.full(n, 7, np.int32) for n in lengths]
 
     async def scenario() -> None:
-        sizes = []
+        sizes: list[int] = []
         for is_far in (False, True):
-            calls = Calls(tmp_path)
+            unit = new_unit(tmp_path)
             client = pickle.loads(pickle.dumps(Unit("storage-0", None, "nowhere", is_far=is_far)))
-            client._calls = calls
+            client._calls = calls_elsewhere(unit, sizes)
             await client.write([0, 1, 2], sent)
-            assert_same(await calls.unit.read([0, 1, 2], NAMES), sent)
-            sizes += calls.sizes
+            assert_same(await unit.read([0, 1, 2], NAMES), sent)
         assert sizes[1] <= 0.55 * sizes[0]
 
     asyncio.run(scenario())
+
+
+def test_a_message_is_hardly_larger_than_its_arrays() -> None:
+    lengths = np.random.default_rng(0).integers(0, 64, 2000)
+    columns = {RESPONSE_IDS: [np.arange(n, dtype=np.int32) for n in lengths]}
+    num_bytes, message = 4 * int(lengths.sum()), pickle.dumps(PackedColumns(columns))
+    assert len(message) <= num_bytes + 4 * len(lengths) + 500
+    assert len(pickle.dumps(columns)) > num_bytes + 20 * len(lengths)  # else why
+    assert type(pickle.loads(message)) is dict

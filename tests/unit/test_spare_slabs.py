@@ -6,25 +6,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import pickle
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llamarl.storage.slabs import SPARE_BYTES
-from llamarl.storage.store import Store
-from llamarl.storage.unit import Unit
 from llamarl.types import Columns
-from tests.unit.stored_rows import NAMES, assert_same, rows, serving
+from tests.unit.stored_rows import NAMES, assert_same, client, rows, serving
 
 TRAINED = {"outcome": "trained", "version": 1}
-
-
-def client(store: Store) -> Unit:
-    """Another process's way to the store's unit."""
-    unit = pickle.loads(pickle.dumps(store._units[0]))
-    assert isinstance(unit, Unit)
-    return unit
 
 
 def test_memory_of_retired_rows_is_written_again_but_never_under_a_readers_eyes(
@@ -34,7 +25,7 @@ def test_memory_of_retired_rows_is_written_again_but_never_under_a_readers_eyes(
 
     async def scenario() -> None:
         async with serving(tmp_path) as (unit, store):
-            reader = client(store)
+            reader = client("near", unit)
             kept: list[tuple[list[int], Columns]] = []
             files: list[tuple[int, int]] = []
             for turn in range(120):
@@ -61,8 +52,8 @@ def test_a_reader_whose_call_was_cancelled_or_that_has_gone_spoils_no_others_row
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path) as (_, store):
-            gone = client(store)
+        async with serving(tmp_path) as (unit, store):
+            gone = client("near", unit)
             await store.write([1, 2], rows([1, 2], 20_000))
             reading = asyncio.ensure_future(gone.read([1], NAMES))
             await asyncio.sleep(0)
@@ -106,5 +97,30 @@ def test_small_rows_are_read_though_a_large_write_before_them_was_retired(tmp_pa
             await store.write([100], rows([100], 3000))
             await store.retire([0, 1], TRAINED)
             assert_same(await store.read([100], NAMES), rows([100], 3000))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_tokens", [4, 30_000])
+def test_memory_that_a_writer_holds_when_it_is_fenced_never_comes_into_a_row(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    """Small rows travel in a packet; large ones in a file, which storage may have lent: the memory
+    of rows that were retired. The writer fills it and is fenced before it has sent it."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as (unit, store):
+            lost = client("near", unit)
+            await lost.write([1, 2], rows([1, 2], num_tokens), "generator-0/a")
+            await store.retire([1, 2], {"outcome": "trained"})
+            await lost.write([3, 4], rows([3, 4], num_tokens), "generator-0/a")
+            is_lent = lost._connection._spare is not None
+            assert is_lent == (num_tokens > 4)
+            await unit.fence("generator-0/a")
+            await store.write([5, 6], rows([5, 6], num_tokens), "generator-1/b")
+            await lost.write([1, 5, 7], rows([1, 5, 7], num_tokens), "generator-0/a")
+            assert (await store.usage())["num_rows"] == 4
+            assert_same(await store.read([3, 4, 5, 6], NAMES), rows([3, 4, 5, 6], num_tokens))
+            lost.close()
 
     asyncio.run(scenario())
