@@ -1,14 +1,15 @@
-"""The one compute thread of an executor process.
+"""The one compute thread of an executor process, and what runs beside it.
 
-Owns: the thread, its command queue, and the loop that alternates commands with background work.
-Does not own: what is computed. Invariant: everything that touches autograd, CUDA or many torch
-threads in this process runs here, one piece at a time; commands run between two work steps.
+Owns: the thread, its command queue, the loop that alternates commands with background work, and
+which of the calls beside it have not ended. Does not own: what is computed. Invariant: everything
+that touches autograd, CUDA or many torch threads in this process runs on the thread, one piece at a
+time; commands run between two work steps.
 """
 
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -105,3 +106,37 @@ def _run(command: Command) -> None:
         command.future.set_result(command.call())
     except BaseException as error:  # noqa: BLE001 - the caller gets it, whatever it is
         command.future.set_exception(error)
+
+
+class Background:
+    """What an executor does beside its compute thread: calls on threads, and to others.
+
+    A caller that gives up does not end its work; `drained` returns only while none runs.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        """The result of a call on a thread; its exceptions come back."""
+        return await self.wait_for(asyncio.to_thread(call, *args))
+
+    async def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of `call`; its exceptions come back."""
+        work = asyncio.ensure_future(call)
+        self._running.add(work)
+        work.add_done_callback(self._ended)
+        return await asyncio.shield(work)
+
+    async def drained(self, limit_s: float) -> None:
+        """Wait until all calls have ended; RuntimeError if that takes longer than `limit_s`."""
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=limit_s)
+            if late:
+                raise RuntimeError(f"{len(late)} calls must end within {limit_s:g} s")
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._running.discard(work)
+        # Looked at here, too: asyncio logs a failure that is not, as when the caller gave up.
+        if not work.cancelled():
+            work.exception()

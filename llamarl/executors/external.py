@@ -19,9 +19,8 @@ from llamarl.dataflow.columns import NUMBER
 from llamarl.dataflow.graph import External
 from llamarl.dataflow.samplers import RankAware, Ranks, ReadyItem, make_sampler
 from llamarl.dataflow.task_stages import as_data
-from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import ExternalSpec
-from llamarl.executors.work_spans import WorkSpans
+from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.channel import Channel, Packet
 from llamarl.storage.server import Answer, LocalServer
@@ -98,9 +97,8 @@ class ExternalExecutor:
         self._changed = asyncio.Event()
         self._server: LocalServer | None = None
         self._warning: asyncio.TimerHandle | None = None
-        self._work = WorkSpans(spans, stage.name, "rows")
-        label, key = f"stage {stage.name}", "its max_failure_rate"
-        self._failures = FailureRate(stage.max_failure_rate, label, key)
+        self._work = WorkSpans(spans, stage.name)
+        self._failures = FailureRate(stage.max_failure_rate, f"stage {stage.name}", "its ")
 
     async def start(self) -> None:
         """Listen at the socket. OSError if the run's folder cannot hold one."""

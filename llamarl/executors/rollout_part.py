@@ -4,10 +4,9 @@ import asyncio
 from functools import partial
 
 from llamarl.data.tokenizer import load_tokenizer
-from llamarl.executors.background import Background
+from llamarl.executors.compute import Background
 from llamarl.executors.decoding import Decoding
-from llamarl.executors.engine_output import EngineOutput
-from llamarl.executors.kept_rows import KeptRows
+from llamarl.executors.engine_output import EngineOutput, KeptRows
 from llamarl.executors.rollout_columns import read_written, rollout_info, write_finished
 from llamarl.executors.specs import GeneratorSpec
 from llamarl.generation.protocol import PartialOutput

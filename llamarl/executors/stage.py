@@ -17,9 +17,8 @@ from llamarl.data.tokenizer import Tokenizer, load_tokenizer
 from llamarl.dataflow.columns import COMPLETION, DERIVED, NUMBER, PROMPT_RECORD, RECORDED, Column
 from llamarl.dataflow.graph import GROUP
 from llamarl.dataflow.task_stages import as_data
-from llamarl.executors.failure_rate import FailureRate
 from llamarl.executors.specs import StageSpec
-from llamarl.executors.work_spans import WorkSpans
+from llamarl.executors.stage_calls import FailureRate, WorkSpans
 from llamarl.metrics.span import Spans
 from llamarl.storage.store import RecordingStore
 from llamarl.types import (
@@ -56,8 +55,7 @@ class StageExecutor:
         self._numbers = [column.name for column in computed if column.length == NUMBER]
         self._storage = RecordingStore(spec.storage, spans)
         self._tokenizer: Tokenizer | None = None
-        self._work = WorkSpans(spans, stage.name, "rows")
-        keys = "its " if reward is None else "reward."
+        self._work = WorkSpans(spans, stage.name)
         code = UserCode(
             service="llamarl.dataflow.stage_function",
             setup={
@@ -67,11 +65,10 @@ class StageExecutor:
             },
             timeout_s=stage.timeout_s,
             label=f"stage {stage.name}" if reward is None else "reward",
-            keys=keys,
+            keys="its " if reward is None else "reward.",
         )
         self._pool = WorkerPool(code, stage.workers, self._read_answer)
-        key = f"{keys}max_failure_rate"
-        self._failures = FailureRate(stage.max_failure_rate, code.label, key)
+        self._failures = FailureRate(stage.max_failure_rate, code.label, code.keys)
 
     async def start(self) -> None:
         """Start the processes; ValueError if task.py or the tokenizer does not load."""

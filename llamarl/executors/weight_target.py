@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llamarl.executors.background import Background
+from llamarl.executors.compute import Background
 from llamarl.executors.decoding import Decoding
 from llamarl.executors.weight_source import SourcePart
 from llamarl.metrics.span import Spans
