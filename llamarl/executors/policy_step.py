@@ -70,9 +70,7 @@ class PolicyStep:
         resources.callback(leave)
         mesh = make_mesh(device.type, spec.config)
         self.policy = Policy(spec.checkpoint, mesh, spec.config, spec.seed, spec.tokenizer)
-        self.passes = Passes(
-            self.policy, device, spec.algorithm, token_loss, spec.sampling.temperature
-        )
+        self.passes = Passes(self.policy, device, spec, token_loss)
         self.source = SourcePart(
             rank,
             *shard_boxes(self.policy.parameters),
