@@ -7,6 +7,7 @@ time; commands run between two work steps.
 """
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -41,6 +42,7 @@ class ComputeThread:
         self._work: Callable[[], bool] | None = None
         self._on_error = on_error
         self._last: Callable[[], None] | None = None
+        self._is_closing = False  # the thread has seen it
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -75,15 +77,22 @@ class ComputeThread:
     def _next(self, has_work: bool) -> tuple[list[Command], bool]:
         """What to run before the next step, and whether there will be one; waits if there is no
         work."""
+        commands = self._take(has_work)
+        return commands, not self._is_closing
+
+    def _take(self, has_work: bool, most: float = math.inf) -> list[Command]:
+        """The commands that have come, up to `most`; waits for one if there is no work."""
         commands: list[Command] = []
-        while True:
+        while not self._is_closing and len(commands) < most:
             try:
                 command = self._commands.get(block=not has_work and not commands)
             except queue.Empty:
-                return commands, True
+                break
             if command is None:
-                return commands, False
-            commands.append(command)
+                self._is_closing = True
+            else:
+                commands.append(command)
+        return commands
 
     def _step(self) -> bool:
         if self._work is None:

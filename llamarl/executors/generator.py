@@ -53,7 +53,7 @@ class GeneratorExecutor:
         self._exit = contextlib.ExitStack()
 
     @property
-    def parts(self) -> tuple[object, ...]:
+    def parts(self) -> tuple[RolloutPart, SourcePart, TargetPart, OffloadPart]:
         """Their methods are the executor's: Generator, WeightSource, WeightTarget, Offloadable.
 
         RuntimeError before `start`.
@@ -75,16 +75,14 @@ class GeneratorExecutor:
 
     async def reset(self) -> None:
         """See `protocols.Resettable`."""
-        assert self._parts is not None, "a generator must be started first"
-        rollouts, _, target, _ = self._parts
+        rollouts, _, target, _ = self.parts
         limit_s = self._spec.weights.timeout_s
         await target.reset(limit_s)
         await rollouts.drained(limit_s)
 
     async def use(self, storage: ColumnStore) -> None:
         """See `protocols.Resettable`."""
-        assert self._parts is not None, "a generator must be started first"
-        self._parts[0].use(storage)
+        self.parts[0].use(storage)
 
     async def close(self) -> None:
         """Stop the engine and free all memory. With several ranks all must be closed."""

@@ -49,7 +49,6 @@ class Lockstep(ComputeThread):
         self._early: defaultdict[int, deque[Command]] = defaultdict(deque)
         self._taken: list[Command] = []  # for this round
         self._error: BaseException | None = None
-        self._is_closing = False
         super().__init__(name, on_error)
 
     def join(self, rendezvous: str) -> None:
@@ -73,8 +72,7 @@ class Lockstep(ComputeThread):
 
     def _next(self, has_work: bool) -> tuple[list[Command], bool]:
         if self._group is None and self._error is None:
-            command = self._commands.get()
-            return ([], False) if command is None else ([command], True)
+            return self._take(has_work, most=1), not self._is_closing
         try:
             if self._error is not None:
                 raise self._error
@@ -84,16 +82,7 @@ class Lockstep(ComputeThread):
             return [], False
 
     def _lead(self, has_work: bool) -> tuple[list[Command], bool]:
-        commands = self._taken = []
-        while not self._is_closing and len(commands) < KEYS_PER_ROUND:
-            try:
-                command = self._commands.get(block=not has_work and not commands)
-            except queue.Empty:
-                break
-            if command is None:
-                self._is_closing = True
-            else:
-                commands.append(command)
+        commands = self._taken = self._take(has_work, KEYS_PER_ROUND)
         ending = STEP if commands or not self._is_closing else STOP
         keys = [_digest(command.key) for command in commands]
         padding = [0] * (KEYS_PER_ROUND - len(keys))
@@ -109,7 +98,7 @@ class Lockstep(ComputeThread):
             return [], False
         self._taken = []
         for key in keys[:num_keys]:
-            self._taken.append(self._command(key))
+            self._taken.append(self._command(key))  # one by one, for the next may never come
         return self._taken, True
 
     def _command(self, key: int) -> Command:
