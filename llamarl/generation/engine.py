@@ -18,13 +18,8 @@ from torch import Tensor
 from llamarl.config import EmbeddedConfig
 from llamarl.generation.cpu_kv_cache import PLAN_STEPS, CpuKVCache
 from llamarl.generation.cuda_kv_cache import CudaKVCache
-from llamarl.generation.decoder import Decoder
-from llamarl.generation.model_runner import (
-    CudaGraphs,
-    EagerRunner,
-    ModelRunner,
-    PaddedRunner,
-)
+from llamarl.generation.decoder import Cache, Decoder, TensorParallelGroup
+from llamarl.generation.model_runner import CudaGraphs, EagerRunner, ModelRunner, PaddedRunner
 from llamarl.generation.parameters import (
     DTYPES,
     BufferLayout,
@@ -48,7 +43,6 @@ from llamarl.generation.scheduler import (
     completes_stop_string,
     fewest_free,
 )
-from llamarl.generation.tensor_parallel import TensorParallelGroup
 from llamarl.models.architecture import Architecture
 from llamarl.models.process_group import compute_device
 from llamarl.types import FinishReason, Request
@@ -75,8 +69,7 @@ class EmbeddedEngine:
         is_padded: bool | None = None,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.architecture = architecture
-        self.config = config
+        self.architecture, self.config = architecture, config
         self.layout = BufferLayout(architecture, config.dtype, rank, num_ranks)
         self.decode_text = decode_text
         self.version = -1
@@ -89,8 +82,8 @@ class EmbeddedEngine:
             dtype=dtype,
             is_staged=config.quantization != "none",
         )
-        widest = max(architecture.intermediate_size, architecture.num_heads * architecture.head_dim)
-        widest = max(widest, architecture.hidden_size)
+        a = architecture
+        widest = max(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
         self._scratch = make_scratch(widest, dtype, self._device) if self.memory.is_staged else None
         self._group = (
             TensorParallelGroup(rendezvous, rank, num_ranks, self._device)
@@ -111,19 +104,18 @@ class EmbeddedEngine:
         config, device, group = self.config, self._device, self._group
         num_ranks = group.num_ranks if group is not None else 1
         sizes = (num_ranks, config.max_num_seqs, config.max_model_len)
-        self._cache: CpuKVCache | CudaKVCache
+        kind: type[Cache] = CudaKVCache if is_padded else CpuKVCache
+        self._cache = cache = kind(self.architecture, *sizes, self.memory.dtype, device)
+        self._decoder = Decoder(self.architecture, cache, group)
         self._runner: ModelRunner
-        if is_padded:
-            self._cache = slots = CudaKVCache(self.architecture, *sizes, self.memory.dtype, device)
-            self._decoder = Decoder(self.architecture, slots, group)
+        if isinstance(cache, CpuKVCache):
+            self._runner = EagerRunner(self._decoder, cache)
+        else:
             # With several ranks NCCL's kernels would be captured too, which is untested.
             captures = config.cuda_graphs and device.type == "cuda" and group is None
-            graphs = CudaGraphs(device) if captures else None
-            self._runner = PaddedRunner(self._decoder, slots, graphs)
-        else:
-            self._cache = tables = CpuKVCache(self.architecture, *sizes, self.memory.dtype, device)
-            self._decoder = Decoder(self.architecture, tables, group)
-            self._runner = EagerRunner(self._decoder, tables)
+            self._runner = PaddedRunner(
+                self._decoder, cache, CudaGraphs(device) if captures else None
+            )
 
     @property
     def num_running(self) -> int:

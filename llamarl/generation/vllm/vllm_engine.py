@@ -31,8 +31,7 @@ from llamarl.generation.scheduler import (
     check_request,
     completes_stop_string,
 )
-from llamarl.generation.vllm.installed import check_installed
-from llamarl.generation.vllm.limits import check_temperature
+from llamarl.generation.vllm.limits import check_installed, check_temperature
 from llamarl.generation.vllm.recorder import record
 from llamarl.generation.vllm.settings import end_core, make_core, set_environment
 from llamarl.generation.vllm.staging import is_as_loaded, process
