@@ -18,7 +18,6 @@ A recipe adds stages of its own in task.py:
     stages = [Stage("judge", judge, reads=["prompt", "completion"], writes=["quality"])]
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -26,7 +25,7 @@ from typing import Any
 
 from llamarl.config import Config
 from llamarl.config.check import require, require_choice
-from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column
+from llamarl.dataflow.columns import COLUMNS, DERIVED, NUMBER, RESPONSE, TEXT, Column, check_name
 from llamarl.types import (
     COMPLETION_TEXT,
     GENERATOR_LOGPROBS,
@@ -55,7 +54,6 @@ EXECUTORS = {
 TAKEN_NAMES = {*EXECUTORS, *EXECUTORS.values(), "storage", "collector", "evaluate"}
 ROLLOUT, GROUP = "rollout", "group"
 REWARD_COLUMNS, LOSS_COLUMNS = "algorithm.reward_columns", "algorithm.loss_columns"
-STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # of processes and metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +130,19 @@ class Stage:
         max_failure_rate: float = 0.1,
     ) -> None:
         """ValueError, naming the stage, for a value that no graph could use."""
-        if not (isinstance(name, str) and STAGE_NAME.fullmatch(name)):
-            must = "must be up to 40 small letters, digits and _, with a letter first"
-            raise ValueError(f"the name of a stage {must}, got {name!r}")
+        check_name("a stage", name)
         if isinstance(run, FrozenModel) and not reads:
             reads = (PROMPT_IDS, RESPONSE_IDS)
-        limits = {
-            "reads": (_is_names(reads), "be a list of names", reads),
-            "writes": (_is_names(writes, Column), "be a list of names and Columns", writes),
-            "per": (per in (ROLLOUT, GROUP), f'be "{ROLLOUT}" or "{GROUP}"', per),
-            "workers": (
-                _is_in(workers, 1, 1024) and int(workers) == workers,
-                "be 1 to 1024",
-                workers,
-            ),
-            "timeout_s": (_is_in(timeout_s, 1e-3, 86400), "be 0.001 to 86400", timeout_s),
-            "max_failure_rate": (_is_in(max_failure_rate, 0, 1), "be 0 to 1", max_failure_rate),
-        }
-        for key, (holds, must, got) in limits.items():
-            if not holds:
-                raise ValueError(f"{key} of stage {name} must {must}, got {got!r}")
+        are_workers = _is_in(workers, 1, 1024) and int(workers) == workers
+        for key, holds, must, got in (
+            ("reads", _is_names(reads), "be a list of names", reads),
+            ("writes", _is_names(writes, Column), "be a list of names and Columns", writes),
+            ("per", per in (ROLLOUT, GROUP), f'be "{ROLLOUT}" or "{GROUP}"', per),
+            ("workers", are_workers, "be 1 to 1024", workers),
+            ("timeout_s", _is_in(timeout_s, 1e-3, 86400), "be 0.001 to 86400", timeout_s),
+            ("max_failure_rate", _is_in(max_failure_rate, 0, 1), "be 0 to 1", max_failure_rate),
+        ):
+            require(holds, f"{key} of stage {name}", must, got)
         columns = [COLUMNS.get(c, Column(c)) if isinstance(c, str) else c for c in writes]
         values = (name, run, tuple(reads), tuple(columns), per, workers, timeout_s)
         for key, value in zip(self.__slots__, (*values, max_failure_rate), strict=True):
