@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+from typing import Any
 
 import torch
 
@@ -139,23 +140,14 @@ class GeneratorExecutor:
     def _engine(self) -> Engine:
         """The engine of this rank. ValueError if it cannot run the checkpoint or config here."""
         spec, config = self._spec, self._spec.config
-        rank, num_ranks, rendezvous = self._rank, self._num_ranks, self._meeting("engine")
+        place: dict[str, Any] = {"rank": self._rank, "num_ranks": self._num_ranks}
+        place["rendezvous"] = self._meeting("engine")
         if isinstance(config, VllmConfig):
             from llamarl.generation.vllm.vllm_engine import VllmEngine  # here, for it imports vLLM
 
-            return VllmEngine(
-                spec.checkpoint,
-                config,
-                rank=rank,
-                num_ranks=num_ranks,
-                rendezvous=rendezvous,
-                run_id=spec.run_id,
-            )
+            return VllmEngine(spec.checkpoint, config, run_id=spec.run_id, **place)
         assert isinstance(config, EmbeddedConfig)
-        architecture = read_architecture(spec.checkpoint)
-        return EmbeddedEngine(
-            architecture, config, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous
-        )
+        return EmbeddedEngine(read_architecture(spec.checkpoint), config, **place)
 
     def _weight_buffer(self, engine: Engine, device: torch.device) -> WeightBuffer:
         spec, memory = self._spec, engine.memory

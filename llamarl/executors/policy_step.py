@@ -46,9 +46,8 @@ SHOWN_ROWS = 8  # row ids named in an error
 
 
 class PolicyStep:
-    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch`,
-    `save_copy` and `require_presence`; all but `share`, `prefetch`, `require_presence`, `offload`
-    and `onload` are called on all ranks.
+    """One rank's policy. Its methods belong on the compute thread, but for `share`, `prefetch` and
+    `require_presence`; all but these, `offload` and `onload` are called on all ranks.
 
     Joins the other ranks; `resources` takes what is to be given back, however far that came.
     ValueError if the checkpoint is missing or does not fit.
@@ -158,10 +157,6 @@ class PolicyStep:
         """
         self._require_whole()
         self.policy.save(folder, self.version)
-
-    def save_copy(self, folder: str) -> None:
-        """Write what `snapshot` copied last, beside training."""
-        self.policy.snapshot.write_copy(folder)
 
     def restore(self, folder: str) -> int:
         """Continue from `folder`, saved under any number of ranks; returns the version."""

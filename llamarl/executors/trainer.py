@@ -118,7 +118,7 @@ class TrainerExecutor:
         """See `PolicyStep.save`; `from_snapshot` writes beside training, on a thread of its own."""
         if from_snapshot:
             with self._spans.span("save", "mark"):
-                return await asyncio.to_thread(self.policy_step.save_copy, folder)
+                return await asyncio.to_thread(self.policy_step.policy.snapshot.write_copy, folder)
         async with self._aside("save") as policy_step:
             await self._thread.run(partial(policy_step.save, folder))
 
