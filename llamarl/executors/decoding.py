@@ -40,11 +40,8 @@ class Decoding:
     ) -> None:
         self.engine = engine
         self.check, self.fail = output.check, output.fail
-        self._weight_buffer = weight_buffer
-        self._mover = mover
-        self._spans = spans
-        self._output = output
-        self._thread = thread
+        self._weight_buffer, self._mover = weight_buffer, mover
+        self._spans, self._output, self._thread = spans, output, thread
         self._rows: set[int] = set()  # that have not stopped
         self._standstill = Standstill(
             time.monotonic_ns, lambda name, start, end: spans.record(name, start, end, "wait")

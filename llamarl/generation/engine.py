@@ -119,7 +119,7 @@ class EmbeddedEngine:
 
     @property
     def num_running(self) -> int:
-        return int(self._running.occupied.sum())
+        return len(self._running.requests)
 
     @property
     def has_work(self) -> bool:
@@ -140,11 +140,8 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def commit(self, processed: Weights | Tensor, version: int) -> int:
-        """Use these weights as `version` from the next token on; a flat tensor is processed here.
-
-        Returns the number of running rollouts. With kv_after_commit=recompute their keys and values
-        are recomputed before their next token.
-        """
+        """See `Engine`; a flat tensor is processed here. Keys and values are recomputed, if at all,
+        before the next token."""
         weights = self.process_weights(processed) if isinstance(processed, Tensor) else processed
         held = self._decoder.weights
         if held is not None and self._runner.keeps_addresses and self._share_memory(held, weights):
@@ -174,9 +171,8 @@ class EmbeddedEngine:
     def abort_requests(self, row_ids: Sequence[int]) -> None:
         wanted = set(row_ids)
         self._done += self._queue.abort(wanted)
-        for slot in np.flatnonzero(self._running.occupied).tolist():
-            request = self._running.requests[slot]
-            if request is not None and request.row_id in wanted:
+        for slot, request in sorted(self._running.requests.items()):
+            if request.row_id in wanted:
                 self._stop(slot, FinishReason.ABORTED)
 
     def movable(self, tag: str) -> list[Tensor]:
@@ -191,7 +187,6 @@ class EmbeddedEngine:
         self._prefixes.clear()
 
     def close(self) -> None:
-        """Leave the ranks' process group."""
         if self._group is not None:
             self._group.close()
 
@@ -267,10 +262,9 @@ class EmbeddedEngine:
         reasons = dict(ended)
         running = self._running
         for slot in np.flatnonzero(running.watches_text).tolist():
-            request = running.requests[slot]
-            assert request is not None
+            sampling = running.requests[slot].sampling
             ids = running.sequence[slot, running.prompt_length[slot] : running.cached[slot] + 1]
-            if completes_stop_string(request.sampling, ids, self.decode_text):
+            if completes_stop_string(sampling, ids, self.decode_text):
                 reasons[slot] = FinishReason.STOP
         return sorted(reasons.items())
 
@@ -294,11 +288,9 @@ class EmbeddedEngine:
     def _recompute(self) -> None:
         """Recompute every running rollout's keys and values under the present version."""
         self._must_recompute = False
-        slots = np.flatnonzero(self._running.occupied).tolist()
-        self._prefill(slots)
-        for slot in slots:
-            request = self._running.requests[slot]
-            assert request is not None
+        running = sorted(self._running.requests.items())
+        self._prefill([slot for slot, _ in running])
+        for slot, request in running:
             self._prefixes.put(slot, request.prompt_ids, self.version)
 
     def _arrange(self) -> None:

@@ -114,11 +114,8 @@ class VllmEngine:
         return {name: place.view(flat) for name, place in self._places.items()}
 
     def commit(self, processed: Mapping[str, Tensor], version: int) -> int:
-        """Decode with these weights as `version` from the next token on; returns num_running.
-
-        With kv_after_commit=recompute every running rollout is preempted, and its keys and values
-        are recomputed before its next token.
-        """
+        """See `Engine`. With kv_after_commit=recompute every running rollout is preempted, and its
+        keys and values are recomputed before its next token."""
         self._drain()
         if self._is_derived:
             process(self._model, self._core.vllm_config.model_config, processed)
