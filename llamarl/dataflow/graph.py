@@ -307,13 +307,12 @@ def _check_own(stage: Stage, stages: Mapping[str, Stage]) -> None:
 def _check_kinds(stages: Mapping[str, Stage]) -> None:
     """Rewards are numbers; a loss gets one entry per response token."""
     columns = {column.name: column for stage in stages.values() for column in stage.writes}
-    for name in stages[SETTLE].reads:
-        must = f'name columns of length "{NUMBER}" ({name} has "{columns[name].length}")'
-        require(columns[name].length == NUMBER, REWARD_COLUMNS, must, name)
-    for name in stages[TRAIN].reads:
-        must = f'name columns of length "{RESPONSE}" ({name} has "{columns[name].length}")'
-        is_extra = name not in COLUMNS and name != ADVANTAGE
-        require(not is_extra or columns[name].length == RESPONSE, LOSS_COLUMNS, must, name)
+    extra = [name for name in stages[TRAIN].reads if name not in COLUMNS and name != ADVANTAGE]
+    kinds = (REWARD_COLUMNS, stages[SETTLE].reads, NUMBER), (LOSS_COLUMNS, extra, RESPONSE)
+    for key, names, length in kinds:
+        for name in names:
+            must = f'name columns of length "{length}" ({name} has "{columns[name].length}")'
+            require(columns[name].length == length, key, must, name)
 
 
 def _needs(stages: Mapping[str, Stage], writers: Mapping[str, str]) -> dict[str, frozenset[str]]:

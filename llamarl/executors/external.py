@@ -97,19 +97,24 @@ class ExternalExecutor:
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
-        """One result per rollout, in order, once consumers have finished them all.
-
-        Raises UserCodeError if more than `max_failure_rate` of the last 1000 failed (judged after
-        50).
-        """
+        """One result per rollout, in order, once consumers have finished them all. UserCodeError if
+        too many failed, see `FailureRate`."""
         loop, name = asyncio.get_running_loop(), self._stage.name
         if self._warning is None:
             hint = "stage %s waits for a consumer: StageLoader(RUN, %r) in another process"
             self._warning = loop.call_later(PATIENCE_S, log.warning, hint, name, name)
         works = []
-        for (row_ids, prompt), tokens in zip(items, await self._lengths(items), strict=True):
-            works.append(Work(row_ids, prompt, _as_ready(row_ids, tokens), loop.create_future()))
-            self._waiting[row_ids[0]] = works[-1]
+        for (row_ids, prompt), num_tokens in zip(items, await self._lengths(items), strict=True):
+            item = ReadyItem(
+                item_id=row_ids[0],
+                group_id=row_ids[0],
+                group_size=len(row_ids),
+                num_rollouts=len(row_ids),
+                num_prompt_tokens=0,
+                num_tokens=num_tokens,
+            )
+            works.append(Work(row_ids, prompt, item, loop.create_future()))
+            self._waiting[item.item_id] = works[-1]
         self._changed.set()
         with self._work.working(sum(len(row_ids) for row_ids, _ in items)):
             found = await asyncio.gather(*(work.results for work in works))
@@ -305,17 +310,6 @@ class ExternalExecutor:
             found = list(itertools.islice(each, len(work.row_ids)))
             if not work.results.done():  # else the run has ended
                 work.results.set_result(found)
-
-
-def _as_ready(row_ids: tuple[int, ...], tokens: int) -> ReadyItem:
-    return ReadyItem(
-        item_id=row_ids[0],
-        group_id=row_ids[0],
-        group_size=len(row_ids),
-        num_rollouts=len(row_ids),
-        num_prompt_tokens=0,
-        num_tokens=tokens,
-    )
 
 
 def _as_json(prompt: Prompt) -> dict[str, Any]:

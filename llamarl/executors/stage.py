@@ -79,10 +79,7 @@ class StageExecutor:
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         """Call the function for each item: a rollout, or a group. One result per rollout, in order.
-
-        Raises UserCodeError if more than `max_failure_rate` of the last 1000 calls failed (judged
-        after 50).
-        """
+        UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
             calls = await self._make_calls(items)
             found = await self._pool.run(calls)
