@@ -72,19 +72,16 @@ def admission(ready: Sequence[ReadyItem], count: int) -> Sample:
 
 def group_complete(ready: Sequence[ReadyItem], count: int) -> Sample:
     """The oldest groups of which all rollouts are ready; none while more of them would fit."""
-    num_ready: Counter[int] = Counter()
-    members: dict[int, list[int]] = {}
+    groups: dict[int, list[ReadyItem]] = {}
     for item in ready:
-        num_ready[item.group_id] += item.num_rollouts
-        members.setdefault(item.group_id, []).append(item.item_id)
-    sizes = {item.group_id: item.group_size for item in ready}
+        groups.setdefault(item.group_id, []).append(item)
     taken: list[int] = []
-    for group_id, item_ids in members.items():
-        if num_ready[group_id] < sizes[group_id]:
+    for items in groups.values():
+        if sum(item.num_rollouts for item in items) < items[-1].group_size:
             continue
-        if len(taken) + len(item_ids) > count:
+        if len(taken) + len(items) > count:
             return taken, taken
-        taken += item_ids
+        taken += [item.item_id for item in items]
     return (taken, taken) if len(taken) == count else ([], [])
 
 

@@ -87,12 +87,11 @@ class StageExecutor:
             cells: dict[int, Cells] = {}
             for (rows, prompt), call, of_call in zip(items, calls, found, strict=True):
                 each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
-                pairs = zip(rows, each, strict=True)
-                results.append([self._result(row_id, of_row) for row_id, of_row in pairs])
-                cells |= {
-                    result.row_id: self._cells(result, of_row, prompt, call)
-                    for result, of_row in zip(results[-1], each, strict=True)
-                }
+                results.append([])
+                for row_id, of_row in zip(rows, each, strict=True):
+                    result = self._result(row_id, of_row)
+                    results[-1].append(result)
+                    cells[row_id] = self._cells(result, of_row, prompt, call)
             await self._write(cells)
         self._failures.add([of_call[0] for of_call in results])
         return WireList(result for of_call in results for result in of_call)
