@@ -16,7 +16,7 @@ SIZES = {
     "data": (6, 564),
     "dataflow": (6, 940),
     "environments": (9, 611),
-    "executors": (22, 3432),
+    "executors": (22, 3428),
     "generation": (19, 2887),
     "lengths": (5, 441),
     "library": (5, 651),

@@ -45,9 +45,8 @@ class GeneratorExecutor:
             raise ValueError(
                 f"generator.num_ranks must be {num_ranks}, got {spec.config.num_ranks}"
             )
-        self._spec = spec
+        self._spec, self._spans = spec, spans
         self._rank, self._num_ranks = rank, num_ranks
-        self._spans = spans
         self._name = f"generator-{spec.replica}-{rank}"
         self._thread: ComputeThread | None = None
         self._parts: tuple[RolloutPart, SourcePart, TargetPart, OffloadPart] | None = None

@@ -9,7 +9,6 @@ reads them.
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -123,9 +122,8 @@ class PolicyStep:
         num_tokens = sum(row.num_tokens for row in rows)
         divisor = denominator(num_tokens, len(rows), spec.sampling.max_tokens, spec.algorithm)
         lr = learning_rate(spec.config, self.version, spec.num_steps)
-        start_ns = time.monotonic_ns()
-        self.source.tensors.begin_step()
-        self._spans.record("publish", start_ns, time.monotonic_ns(), "wait", version=self.version)
+        with self._spans.span("publish", "wait", version=self.version):
+            self.source.tensors.begin_step()
         with self._spans.span("optimizer_step", version=self.version):
             norm = self.policy.scale_gradients(divisor, spec.config.max_grad_norm)
             self._require_finite(norm)

@@ -36,9 +36,8 @@ class TrainerExecutor:
     """protocols.Trainer for one rank, and by its parts WeightSource and Offloadable."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
-        self._spec = spec
+        self._spec, self._spans = spec, spans
         self._rank, self._num_ranks = rank, num_ranks
-        self._spans = spans
         self._storage = RecordingStore(spec.storage, spans)
         self._columns = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
         if spec.algorithm.has_reference:
